@@ -1,0 +1,1 @@
+"""Requests and answers between named workers; knows no functions, no gradients."""

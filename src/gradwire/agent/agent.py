@@ -1,0 +1,246 @@
+"""Requests and answers between named workers.
+
+The driver of this layer: it owns the table of requests and performs what the states decide.
+Upper layers register what they serve (`handle`) and are told of lost peers (`on_peer_lost`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from gradwire.agent.calls_state import CallTable, Pending
+from gradwire.agent.clock import Clock
+from gradwire.agent.connections import Connections
+from gradwire.agent.directory import Directory
+from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
+from gradwire.agent.failure import NameOf, TypeOf, describe, revive
+from gradwire.agent.messages import Done, Failure
+from gradwire.agent.pool import Job
+from gradwire.agent.promise import Promise
+from gradwire.agent.timer import Timer
+from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.events import Events
+from gradwire.ids import CallId, WorkerId
+from gradwire.transport.base import Channel
+from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
+from gradwire.wire.message import Kinds, Message, encode, kind_of
+
+
+_log = logging.getLogger("gradwire")
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    message: Message
+    payload: Payload
+
+
+Outcome = Answer | Exception
+OnLost = Callable[[WorkerId, PeerLost], None]
+
+
+@final
+class Agent:
+    """One worker's side of every request."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        connections: Connections,
+        clock: Clock,
+        events: Events,
+        *,
+        threads: int,
+        type_of: TypeOf,
+        name_of: NameOf,
+    ) -> None:
+        self.directory = directory
+        self.clock = clock
+        self.events = events
+        self.kinds = Kinds([Failure, Done])
+        self.dispatch = Dispatch(self.kinds, directory.me.name, threads)
+        self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
+        self._connections = connections
+        self._type_of, self._name_of = type_of, name_of
+        self._lock = threading.Lock()
+        self._calls = CallTable()
+        self._lost_listeners: list[OnLost] = []
+        self._late_listeners: dict[type[Message], Callable[[Message], None]] = {}
+        self._closed: str | None = None
+        self.timer.watch(self._expire)
+
+    def start(self) -> None:
+        """Begin to accept and serve; every handler is registered by now."""
+        self._connections.start(self._frame_came, self._channel_ended)
+
+    def handle(self, message_type: type[M], handler: Handler[M], lane: Lane) -> None:
+        """Serve a kind of message. A handler that raises answers its request with a Failure."""
+        self.dispatch.handle(message_type, handler, lane)
+
+    def on_peer_lost(self, listener: OnLost) -> None:
+        """Be told when the last connection to a worker ended. Must not block."""
+        self._lost_listeners.append(listener)
+
+    def on_late(self, message_type: type[Message], listener: Callable[[Message], None]) -> None:
+        """Be given an answer that nobody waits for any more, to release what it holds."""
+        self._late_listeners[message_type] = listener
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of ours that have no answer yet."""
+        with self._lock:
+            return len(self._calls)
+
+    def request(
+        self,
+        to: WorkerId,
+        message: Message,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline: float,
+        what: str,
+    ) -> tuple[CallId, Promise[Outcome]]:
+        """Send, and promise the answer or the error that takes its place, by the deadline.
+
+        Raises what keeps it from leaving; then nothing is pending. `payload` may change again when
+        this returns.
+        """
+        promise: Promise[Outcome] = Promise()
+        pending = Pending(to, what, self.clock.now(), deadline, promise)
+        with self._lock:
+            if self._closed is not None:
+                raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
+            n = self._calls.opened(pending)
+        self.timer.need(deadline)
+        frame = Frame(kind_of(type(message)), 0, n, encode(message), payload)
+        try:
+            channel = self._connections.to(to, deadline)
+            with self._lock:
+                self._calls.left(n, channel)
+            channel.send(frame, deadline)
+        except BaseException:
+            with self._lock:
+                self._calls.answered(n)
+            raise
+        return CallId(self.directory.me.id, n), promise
+
+    def tell(
+        self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
+    ) -> None:
+        """Send one way."""
+        frame = Frame(kind_of(type(message)), 0, 0, encode(message), payload)
+        self._connections.to(to, deadline).send(frame, deadline)
+
+    def answer(
+        self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
+    ) -> bool:
+        """Answer a request, on the channel it came by. False if the asker is lost, which is no error."""
+        if source.request == 0:
+            return False
+        frame = Frame(kind_of(type(message)), IS_ANSWER, source.request, encode(message), payload)
+        try:
+            source.channel.send(frame, deadline)
+        except PeerLost:
+            self.events.emit("unanswered", source.request, self.directory.name(source.worker))
+            return False
+        return True
+
+    def answer_with(self, source: Source, error: BaseException) -> None:
+        """Answer a request with an exception."""
+        failure = describe(error, self.directory.me.name, self._name_of)
+        self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
+
+    def describe(self, error: BaseException) -> Failure:
+        """An exception of ours as data."""
+        return describe(error, self.directory.me.name, self._name_of)
+
+    def revive(self, failure: Failure) -> GradwireError:
+        """A peer's exception, to raise here."""
+        return revive(failure, self._type_of)
+
+    def close(self, reason: str, timeout: float) -> list[str]:
+        """Stop everything; what still waits gets an error. Returns the threads that did not end."""
+        with self._lock:
+            if self._closed is not None:
+                return []
+            self._closed = reason
+            open_calls = self._calls.closed()
+        error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
+        for _, pending in open_calls:
+            _settle(pending, error)
+        self._connections.close(reason)
+        stuck = self.dispatch.close(timeout)
+        self.timer.close()
+        return stuck
+
+    def _frame_came(self, worker: WorkerId, channel: Channel, frame: Frame) -> None:
+        if frame.flags & IS_ANSWER:
+            self._answer_came(frame)
+        else:
+            self.dispatch.serve(Source(worker, channel, frame.request), frame, self._guarded)
+
+    def _answer_came(self, frame: Frame) -> None:
+        message = self.kinds.decode(frame.kind, frame.head)
+        with self._lock:
+            pending = self._calls.answered(frame.request)
+        if pending is not None:
+            _settle(pending, self._outcome(message, frame))
+        elif (listener := self._late_listeners.get(type(message))) is not None:
+            self.dispatch.user.submit(lambda: listener(message))
+
+    def _outcome(self, message: Message, frame: Frame) -> Outcome:
+        if isinstance(message, Failure):
+            return self.revive(message)
+        return Answer(message, payload_of(frame))
+
+    def _guarded(self, source: Source, job: Job) -> None:
+        try:
+            job()
+        except BaseException as error:  # whatever it is, the asker must be told
+            if source.request == 0:
+                name = self.directory.name(source.worker)
+                _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
+            else:
+                self.answer_with(source, error)
+
+    def _expire(self, now: float) -> float | None:
+        with self._lock:
+            late = self._calls.passed(now)
+            following = self._calls.next_deadline()
+        for n, pending in late:
+            waited = pending.deadline - pending.opened
+            name = self.directory.name(pending.peer)
+            error = CallTimeout(
+                f"{name} did not answer {CallId(self.directory.me.id, n)} ({pending.what}) "
+                f"within {waited:.3g} s",
+                hint="a longer timeout= on the call, or Timeouts(call=…) in the options, waits longer",
+            )
+            _settle(pending, error)
+        return following
+
+    def _channel_ended(
+        self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool
+    ) -> None:
+        with self._lock:
+            lost = self._calls.channel_lost(channel)
+        name = self.directory.name(worker)
+        for n, pending in lost:
+            call = CallId(self.directory.me.id, n)
+            error = PeerLost(f"{name} was lost before answering {call} ({pending.what}): {reason}")
+            _settle(pending, error)
+        if last:
+            for listener in self._lost_listeners:
+                listener(worker, PeerLost(f"{name} was lost: {reason}"))
+
+
+_FAILURE_SECONDS = 10.0
+"""How long an error may take to leave. The one who waits for it has a deadline of its own."""
+
+
+def _settle(pending: Pending, outcome: Outcome) -> None:
+    assert isinstance(pending.slot, Promise)
+    pending.slot.settle(outcome)

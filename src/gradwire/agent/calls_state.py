@@ -1,0 +1,82 @@
+"""Requests in flight: which wait for an answer, on which channel, until when.
+
+Rules of this file:
+  1. Pure. No threads, no clock: time is an argument. Slots and channels are carried, never touched.
+  2. A request leaves the table exactly once: answered, late, lost or withdrawn. Whoever took it out
+     settles it; a second answer finds nothing, which is not an error (the deadline passed while
+     it travelled).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from gradwire.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """One request without an answer. `slot` is whatever the driver wants back with it."""
+
+    peer: WorkerId
+    what: str
+    opened: float
+    deadline: float
+    slot: object
+
+
+@final
+class CallTable:
+    """The requests of one worker."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._pending: dict[int, Pending] = {}
+        self._via: dict[int, object] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def opened(self, pending: Pending) -> int:
+        """A request is about to leave; its number."""
+        self._count += 1
+        self._pending[self._count] = pending
+        return self._count
+
+    def left(self, n: int, channel: object) -> None:
+        """It goes over this channel: if that ends, so does the request."""
+        if n in self._pending:
+            self._via[n] = channel
+
+    def answered(self, n: int) -> Pending | None:
+        """The request that this answers, or None if nobody waits for it any more."""
+        self._via.pop(n, None)
+        return self._pending.pop(n, None)
+
+    def passed(self, now: float) -> list[tuple[int, Pending]]:
+        """The requests whose deadline is over; they are no longer in the table."""
+        return self._taken([n for n, p in self._pending.items() if p.deadline <= now])
+
+    def channel_lost(self, channel: object) -> list[tuple[int, Pending]]:
+        """The requests that went over this channel; they are no longer in the table."""
+        return self._taken([n for n, via in self._via.items() if via is channel])
+
+    def closed(self) -> list[tuple[int, Pending]]:
+        """All of them, because this worker stops."""
+        return self._taken(list(self._pending))
+
+    def next_deadline(self) -> float | None:
+        """When `passed` should be asked next."""
+        return min((p.deadline for p in self._pending.values()), default=None)
+
+    def waiting_for(self, peer: WorkerId) -> list[str]:
+        """What is asked of one peer and not answered, for people."""
+        return [p.what for p in self._pending.values() if p.peer == peer]
+
+    def _taken(self, numbers: list[int]) -> list[tuple[int, Pending]]:
+        taken = []
+        for n in numbers:
+            self._via.pop(n, None)
+            taken.append((n, self._pending.pop(n)))
+        return taken

@@ -1,0 +1,30 @@
+"""The time, and how to sleep until a moment of it. Tests bring a clock that moves when told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol, final
+
+
+class Clock(Protocol):
+    """What a worker asks of time."""
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    def sleep(self, wake: threading.Condition, until: float | None) -> None:
+        """Wait on `wake` (held by the caller) until it is notified or the moment has come."""
+
+
+@final
+class MonotonicClock:
+    """The machine's own."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment."""
+        return time.monotonic()
+
+    def sleep(self, wake: threading.Condition, until: float | None) -> None:
+        """See Clock."""
+        wake.wait(None if until is None else max(0.0, until - time.monotonic()))

@@ -1,0 +1,195 @@
+"""Channels to peers: made when first needed, read by a thread each, until they end.
+
+Between two workers there may be two channels, when both dialled at once; either carries anything. What
+a frame means is not known here: it is handed to `on_frame` together with whence it came.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import final
+
+from gradwire.agent import handshake
+from gradwire.agent.clock import Clock
+from gradwire.agent.directory import Directory
+from gradwire.agent.messages import Hello
+from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
+from gradwire.ids import WorkerId
+from gradwire.options import Timeouts
+from gradwire.transport.address import Transports
+from gradwire.transport.base import Channel, Listener
+from gradwire.transport.memory import MemoryNetwork
+from gradwire.wire.frame import Frame
+from gradwire.wire.message import Kinds, encode, kind_of
+
+OnFrame = Callable[[WorkerId, Channel, Frame], None]
+OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
+"""Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
+
+_HELLO = Kinds([Hello])
+
+
+@final
+class Connections:
+    """Every channel of one worker."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        job: str,
+        transports: Transports,
+        listener: Listener,
+        timeouts: Timeouts,
+        clock: Clock,
+    ) -> None:
+        self._directory = directory
+        self._job = job
+        self._transports = transports
+        self._listener = listener
+        self._timeouts = timeouts
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._dialling: dict[WorkerId, threading.Lock] = {}
+        self._channels: dict[WorkerId, list[Channel]] = {}
+        self._greeting: set[Channel] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
+        """Begin to accept."""
+        self._on_frame, self._on_end = on_frame, on_end
+        self._spawn("accept", self._accept_loop)
+
+    def to(self, worker: WorkerId, deadline: float) -> Channel:
+        """A channel to this worker, dialled if there is none."""
+        channels = self._channels.get(worker)
+        if channels:
+            return channels[0]
+        with self._lock:
+            dialling = self._dialling.setdefault(worker, threading.Lock())
+        if not dialling.acquire(timeout=max(0.0, deadline - self._clock.now())):
+            name = self._directory.name(worker)
+            raise DeadlinePassed(f"{self._directory.me.name} gave up waiting to dial {name}")
+        try:
+            channels = self._channels.get(worker)
+            return channels[0] if channels else self._dial(worker, deadline)
+        finally:
+            dialling.release()
+
+    def close(self, reason: str) -> None:
+        """End every channel and join their threads; idempotent."""
+        with self._lock:
+            self._closed = True
+            channels = [channel for known in self._channels.values() for channel in known]
+            channels += self._greeting
+            threads = self._threads - {threading.current_thread()}
+        self._listener.close()
+        for channel in channels:
+            channel.close(reason)
+        for thread in threads:
+            thread.join()
+
+    def _dial(self, worker: WorkerId, deadline: float) -> Channel:
+        if worker == self._directory.me.id:
+            near, far = MemoryNetwork().pair()
+            self._adopt(worker, far)
+            return self._adopt(worker, near)
+        limit = min(deadline, self._clock.now() + self._timeouts.connect)
+        channel = self._transports.connect(self._directory.address(worker), limit)
+        try:
+            self._greet(channel, self._directory.name(worker), limit)
+            handshake.check(self._heard(channel, limit), self._directory, self._job, dialled=worker)
+        except GradwireError as error:
+            channel.close("the handshake failed")
+            name = self._directory.name(worker)
+            raise PeerLost(f"no handshake with {name} at {channel.remote}: {error}") from error
+        return self._adopt(worker, channel)
+
+    def _welcome(self, channel: Channel) -> None:
+        limit = self._clock.now() + self._timeouts.connect
+        with self._lock:
+            self._greeting.add(channel)
+        try:
+            theirs = self._heard(channel, limit)
+            worker = handshake.check(theirs, self._directory, self._job, dialled=None)
+            self._greet(channel, theirs.name, limit)
+            self._adopt(worker, channel)
+        except GradwireError:
+            channel.close("the handshake failed")
+        finally:
+            with self._lock:
+                self._greeting.discard(channel)
+
+    def _greet(self, channel: Channel, to: str, deadline: float) -> None:
+        said = encode(handshake.hello(self._directory, self._job, to))
+        channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
+
+    def _heard(self, channel: Channel, deadline: float) -> Hello:
+        """The peer's Hello. A peer that says nothing is cut off at the deadline."""
+        cut = threading.Timer(
+            max(0.0, deadline - self._clock.now()), channel.close, ["no handshake"]
+        )
+        cut.name = f"gradwire {self._directory.me.name} handshake"
+        cut.daemon = True
+        cut.start()
+        try:
+            frame = channel.recv()
+        finally:
+            cut.cancel()
+            cut.join()
+        said = _HELLO.decode(frame.kind, frame.head)
+        assert isinstance(said, Hello)
+        return said
+
+    def _adopt(self, worker: WorkerId, channel: Channel) -> Channel:
+        with self._lock:
+            if self._closed:
+                channel.close("this worker has left")
+                raise PeerLost(f"{self._directory.me.name} has left")
+            self._channels[worker] = [*self._channels.get(worker, ()), channel]
+        name = self._directory.name(worker)
+        self._spawn(f"read {name}", partial(self._read_loop, worker, channel))
+        return channel
+
+    def _accept_loop(self) -> None:
+        while True:
+            try:
+                channel = self._listener.accept()
+            except PeerLost:
+                return
+            self._spawn("greet", partial(self._welcome, channel))
+
+    def _read_loop(self, worker: WorkerId, channel: Channel) -> None:
+        try:
+            while True:
+                self._on_frame(worker, channel, channel.recv())
+        except PeerLost as error:
+            self._ended(worker, channel, error)
+        except BadMessage as error:
+            channel.close(str(error))
+            self._ended(worker, channel, error)
+
+    def _ended(self, worker: WorkerId, channel: Channel, error: GradwireError) -> None:
+        with self._lock:
+            left = [known for known in self._channels.get(worker, ()) if known is not channel]
+            self._channels[worker] = left
+            last = not left and not self._closed
+        channel.close(str(error))
+        self._on_end(worker, channel, error, last)
+
+    def _spawn(self, what: str, target: Callable[[], None]) -> None:
+        name = f"gradwire {self._directory.me.name} {what}"
+
+        def run() -> None:
+            try:
+                target()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()

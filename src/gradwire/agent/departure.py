@@ -1,0 +1,73 @@
+"""Leaving together: the driver of leaving_state.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import final
+
+from gradwire.agent.agent import Agent
+from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.leaving_state import OVER, QUIET, Departure
+from gradwire.agent.messages import Leaving
+from gradwire.errors import GradwireError, PeerLost
+from gradwire.ids import WorkerId
+
+_LOOK_AGAIN_SECONDS = 0.005
+
+
+@final
+class Leaver:
+    """Sees to it that no worker closes while another still needs it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._changed = threading.Condition()
+        self._departure = Departure(info.id for info in agent.directory.others())
+        agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
+        agent.on_peer_lost(self._peer_lost)
+
+    def leave(
+        self, deadline: float, let_go: Callable[[], None], busy: Callable[[], bool]
+    ) -> list[str]:
+        """Wait until all are over, let go of what we hold, wait until all are quiet.
+
+        Ends at the deadline in any case; the names of those that were given up.
+        """
+        self._say(OVER, deadline)
+        late = self._wait_for(OVER, deadline)
+        let_go()
+        while busy() and self._agent.clock.now() < deadline:
+            with self._changed:
+                self._changed.wait(_LOOK_AGAIN_SECONDS)
+        self._say(QUIET, deadline)
+        late = self._wait_for(QUIET, deadline) or late
+        with self._changed:
+            gone = self._departure.abandoned()
+        return [self._agent.directory.name(worker) for worker in sorted({*late, *gone})]
+
+    def _say(self, phase: int, deadline: float) -> None:
+        for info in self._agent.directory.others():
+            try:
+                self._agent.tell(info.id, Leaving(phase), deadline=deadline)
+            except GradwireError as error:
+                self._peer_lost(info.id, PeerLost(str(error)))
+
+    def _wait_for(self, phase: int, deadline: float) -> list[WorkerId]:
+        with self._changed:
+            while missing := self._departure.missing(phase):
+                left = deadline - self._agent.clock.now()
+                if left <= 0:
+                    return missing
+                self._changed.wait(left)
+        return []
+
+    def _serve_leaving(self, message: Leaving, _: Payload, source: Source) -> None:
+        with self._changed:
+            self._departure.said(source.worker, message.phase)
+            self._changed.notify_all()
+
+    def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
+        with self._changed:
+            self._departure.peer_lost(worker)
+            self._changed.notify_all()

@@ -1,0 +1,97 @@
+"""Which handler serves a message, and in which lane it runs.
+
+control   at once, on the thread that reads: may not block, send or run user code
+service   on a thread of its own: may block and send; never waits behind user code
+user      on the elastic pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import NamedTuple, TypeVar, final
+
+from gradwire.agent.pool import ElasticPool, Job
+from gradwire.errors import BadMessage
+from gradwire.ids import WorkerId
+from gradwire.transport.base import Channel
+from gradwire.wire.frame import Frame
+from gradwire.wire.message import Kinds, Message, kind_of
+
+M = TypeVar("M", bound=Message)
+
+
+class Lane(Enum):
+    """Where a handler runs."""
+
+    CONTROL = "control"
+    SERVICE = "service"
+    USER = "user"
+
+
+class Source(NamedTuple):
+    """Whence a message came; what `Agent.answer` needs to send its answer back."""
+
+    worker: WorkerId
+    channel: Channel
+    request: int
+
+
+Payload = memoryview | None
+Handler = Callable[[M, Payload, Source], None]
+
+
+class _Served(NamedTuple):
+    handler: Callable[[Message, Payload, Source], None]
+    lane: Lane
+
+
+def payload_of(frame: Frame) -> Payload:
+    """The one block of an incoming frame, if it has one."""
+    if not frame.payload:
+        return None
+    (block,) = frame.payload
+    assert isinstance(block, memoryview)
+    return block
+
+
+@final
+class Dispatch:
+    """The table of handlers of one worker."""
+
+    def __init__(self, kinds: Kinds, name: str, threads: int) -> None:
+        self._kinds = kinds
+        self._served: dict[int, _Served] = {}
+        self.user = ElasticPool(f"gradwire {name} user", threads)
+        self.service = ElasticPool(f"gradwire {name} service")
+
+    def handle(self, message_type: type[M], handler: Handler[M], lane: Lane) -> None:
+        """Serve this kind of message."""
+        self._kinds.add(message_type)
+        self._served[kind_of(message_type)] = _Served(handler, lane)  # type: ignore[arg-type]
+
+    def serve(self, source: Source, frame: Frame, guard: Callable[[Source, Job], None]) -> None:
+        """Run the frame's handler in its lane, inside `guard`, which sees to its exceptions."""
+        served = self._served.get(frame.kind)
+        if served is None:
+            raise BadMessage(f"a message of kind {frame.kind:#06x} that nobody serves")
+        message = self._kinds.decode(frame.kind, frame.head)
+        job = partial(guard, source, partial(served.handler, message, payload_of(frame), source))
+        match served.lane:
+            case Lane.CONTROL:
+                job()
+            case Lane.SERVICE:
+                self.service.submit(job)
+            case Lane.USER:
+                self.user.submit(job)
+
+    @property
+    def active(self) -> int:
+        """What is being served now."""
+        return self.user.active + self.service.active
+
+    def close(self, timeout: float) -> list[str]:
+        """Stop serving; the threads that did not end."""
+        stuck = self.user.close(timeout, drop_queued=True)
+        return stuck + self.service.close(timeout, drop_queued=False)

@@ -1,0 +1,76 @@
+"""An exception as data, and back.
+
+It travels as the name of its type, its text and its traceback. Only the types that the receiver
+already knows (builtins, ours, exposed ones) are looked up again; nothing is imported for a peer.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+
+from gradwire.agent.messages import Failure
+from gradwire.errors import CannotTravel, GradwireError, RemoteError
+
+TypeOf = Callable[[str], type[BaseException] | None]
+NameOf = Callable[[type[BaseException]], str]
+
+
+def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
+    """What the caller must know of an exception raised on `worker`.
+
+    An exception that came from further away keeps the worker where it was raised; the traceback of each
+    worker it passed is added on the way.
+    """
+    story = "".join(traceback.format_exception(error))
+    if isinstance(error, RemoteError):
+        return Failure(error.type_name, error.message, error.hint, story, error.worker)
+    hint = error.hint if isinstance(error, GradwireError) else None
+    return Failure(name_of(type(error)), _text(error), hint, story, worker)
+
+
+def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
+    """An exception to raise here: a RemoteError that is also of the original type where we know it."""
+    original = type_of(failure.type_name)
+    error = _blank(original) if original is not None else None
+    if error is None:
+        error = RemoteError.__new__(RemoteError)
+    error.args = (failure.text,)
+    error.message = failure.text
+    error.hint = failure.hint
+    error.worker = failure.worker
+    error.type_name = failure.type_name
+    error.remote_traceback = failure.traceback
+    return error
+
+
+def _text(error: BaseException) -> str:
+    """The message without what our own types add when printed."""
+    if isinstance(error, CannotTravel):
+        return f"{error.place}: {error.message}" if error.place else error.message
+    if isinstance(error, GradwireError):
+        return error.message
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        return str(error.args[0])  # str(KeyError("x")) is the repr of its message
+    return str(error)
+
+
+def _blank(original: type[BaseException]) -> RemoteError | None:
+    """An instance made without the original's constructor, which may want arguments we do not have."""
+    if not issubclass(original, Exception):
+        return None
+    try:
+        remote = _remote_type(original)
+        error = remote.__new__(remote)
+        BaseException.__init__(error)
+    except TypeError:  # two layouts that do not mix, or a __new__ that insists on arguments
+        return None
+    return error
+
+
+@lru_cache(maxsize=256)
+def _remote_type(original: type[Exception]) -> type[RemoteError]:
+    if issubclass(original, RemoteError):
+        return original
+    return type(f"Remote{original.__name__}", (RemoteError, original), {"__module__": __name__})

@@ -1,0 +1,40 @@
+"""Leaving together: who has finished, who is gone, when this worker may close.
+
+Two rounds. *Over* (phase 1): a worker's program has ended, it still serves. *Quiet* (phase 2): all are
+over, and nothing of its own is in flight. When all are quiet nobody will be asked anything again.
+Pure: the driver counts what is in flight and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from gradwire.ids import WorkerId
+
+OVER, QUIET = 1, 2
+
+
+@final
+class Departure:
+    """What one worker knows of how far the others are."""
+
+    def __init__(self, others: Iterable[WorkerId]) -> None:
+        self._phase: dict[WorkerId, int] = dict.fromkeys(others, 0)
+        self._gone: set[WorkerId] = set()
+
+    def said(self, worker: WorkerId, phase: int) -> None:
+        """A peer has reached a phase. Phases only grow, so repeats do no harm."""
+        self._phase[worker] = max(phase, self._phase.get(worker, 0))
+
+    def peer_lost(self, worker: WorkerId) -> None:
+        """It will say nothing more. One that had not said it was quiet is missed by `abandoned`."""
+        self._gone.add(worker)
+
+    def missing(self, phase: int) -> list[WorkerId]:
+        """Who has not reached a phase and may still do so."""
+        return sorted(w for w, p in self._phase.items() if p < phase and w not in self._gone)
+
+    def abandoned(self) -> list[WorkerId]:
+        """Who was lost before it was quiet."""
+        return sorted(w for w in self._gone if self._phase.get(w, QUIET) < QUIET)

@@ -1,0 +1,42 @@
+"""What agents say to each other."""
+
+from __future__ import annotations
+
+from gradwire.ids import WorkerId
+from gradwire.wire.message import Message
+
+PROTOCOL = 1
+
+
+class Hello(Message, frozen=True, tag=0x01):
+    """The first message each way on a connection: who speaks, to whom, in which job.
+
+    `proof` is where the speaker shows that it knows the job's secret.
+    """
+
+    protocol: int
+    job: str
+    worker: WorkerId
+    name: str
+    to: str
+    proof: bytes = b""
+
+
+class Failure(Message, frozen=True, tag=0x02):
+    """An exception as data: the answer to a request that failed."""
+
+    type_name: str
+    text: str
+    hint: str | None
+    traceback: str
+    worker: str
+
+
+class Done(Message, frozen=True, tag=0x03):
+    """The answer to a request that wants to know only that it was heard."""
+
+
+class Leaving(Message, frozen=True, tag=0x04):
+    """A worker on its way out. Phase 1: its program is over; phase 2: nothing of its own is in flight."""
+
+    phase: int

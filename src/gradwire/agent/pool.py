@@ -1,0 +1,126 @@
+"""Threads that run what peers ask for.
+
+The pool is elastic: a thread that waits inside gradwire (for a nested call, an edge, a reference)
+says so, and another may run in its place. So a call never starves the call it waits for, to any depth,
+while at most `limit` functions compute at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+Job = Callable[[], None]
+
+
+@final
+class ElasticPool:
+    """Jobs in order of arrival, each on a thread of its own or an idle one."""
+
+    def __init__(self, name: str, limit: int | None = None) -> None:
+        self._name = name
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._busy = 0
+        self._closed = False
+        self._mine = threading.local()
+
+    @property
+    def active(self) -> int:
+        """Jobs running, waiting or queued."""
+        with self._changed:
+            return len(self._threads) - self._idle + len(self._jobs)
+
+    def submit(self, job: Job) -> bool:
+        """Run it soon; False, and not run, once the pool is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._jobs.append(job)
+            self._start_one_if_needed()
+        return True
+
+    def submit_or_run(self, job: Job) -> None:
+        """Run it soon, or here and now if the pool is closed: somebody waits for what it does."""
+        if not self.submit(job):
+            job()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside the block this thread does not count, if it is one of ours."""
+        if not getattr(self._mine, "running", False):
+            yield
+            return
+        with self._changed:
+            self._busy -= 1
+            self._start_one_if_needed()
+        try:
+            yield
+        finally:
+            # It counts again at once, over the limit if need be: to wait here for a place
+            # could be to wait for a job that waits for this one.
+            with self._changed:
+                self._busy += 1
+
+    def close(self, timeout: float, *, drop_queued: bool) -> list[str]:
+        """Take no more jobs and wait for those it has; the names of the threads that did not end."""
+        with self._changed:
+            self._closed = True
+            if drop_queued:
+                self._jobs.clear()
+            self._changed.notify_all()
+            threads = self._threads - {threading.current_thread()}
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return sorted(thread.name for thread in threads if thread.is_alive())
+
+    def _start_one_if_needed(self) -> None:
+        """With the lock held: let a queued job begin, if there is room."""
+        if not self._jobs or (self._limit is not None and self._busy >= self._limit):
+            return
+        if self._idle >= len(self._jobs):
+            self._changed.notify()
+        else:
+            name = f"{self._name} {len(self._threads)}"
+            thread = threading.Thread(target=self._loop, name=name, daemon=True)
+            self._threads.add(thread)
+            self._idle += 1  # it begins by looking for a job
+            thread.start()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                job = self._maybe_next()
+                if job is None:
+                    self._idle -= 1
+                    self._threads.discard(threading.current_thread())
+                    return
+                self._idle -= 1
+                self._busy += 1
+            self._mine.running = True
+            try:
+                job()
+            finally:
+                self._mine.running = False
+                del job  # or it would keep what it holds alive while this thread is idle
+                with self._changed:
+                    self._busy -= 1
+                    self._idle += 1
+                    self._start_one_if_needed()
+
+    def _maybe_next(self) -> Job | None:
+        """With the lock held: wait for a job and for room to run it; None once closed and through."""
+        while True:
+            if self._jobs and (self._limit is None or self._busy < self._limit):
+                return self._jobs.popleft()
+            if self._closed and not self._jobs:
+                return None
+            self._changed.wait()

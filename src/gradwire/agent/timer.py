@@ -1,0 +1,71 @@
+"""The one thread of a worker that watches deadlines.
+
+It asks each registered watcher what is late, and sleeps until the earliest deadline any of them
+names. Started by the first deadline, so that a worker that waits for nothing has no such thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import final
+
+from gradwire.agent.clock import Clock
+
+Watcher = Callable[[float], float | None]
+"""Told the time, it acts on what is late and returns its next deadline. It must not block."""
+
+
+@final
+class Timer:
+    """Owns the thread; the watchers own the decisions."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self._name = name
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._watchers: list[Watcher] = []
+        self._armed = math.inf
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, watcher: Watcher) -> None:
+        """Ask this one too."""
+        self._watchers.append(watcher)
+
+    def need(self, deadline: float) -> None:
+        """Be awake at this moment; cheap when an earlier one is already known."""
+        if deadline >= self._armed:
+            return
+        with self._wake:
+            if self._closed:
+                return
+            self._armed = min(self._armed, deadline)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Stop watching and join the thread; idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closed and self._clock.now() < self._armed:
+                    self._clock.sleep(self._wake, None if self._armed == math.inf else self._armed)
+                if self._closed:
+                    return
+                # Before asking: a deadline that comes while the watchers are asked arms us anew.
+                self._armed = math.inf
+            for watcher in self._watchers:
+                deadline = watcher(self._clock.now())
+                if deadline is not None:
+                    self.need(deadline)

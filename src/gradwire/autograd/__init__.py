@@ -1,0 +1,1 @@
+"""One graph over many workers; uses the agent to cross."""

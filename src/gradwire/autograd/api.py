@@ -1,0 +1,83 @@
+"""The doors of this layer: context(), backward(), get_gradients()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from gradwire.autograd.engine import Engine
+from gradwire.autograd.scope import current_context, inside
+from gradwire.door import Door
+from gradwire.errors import UsageError
+from gradwire.ids import ContextId, spoken_context
+
+door: Door[Engine] = Door("gradwire engine")
+
+
+@contextmanager
+def context() -> Iterator[ContextId]:
+    """Record every crossing inside the block as one graph; gives the context's id, an int.
+
+    Inside it `loss.backward()` and `torch.autograd.grad` differentiate through calls. When the
+    block ends, every worker forgets the graph; leaves keep their `.grad`.
+
+    >>> with gradwire.context():
+    ...     y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+    ...     y.sum().backward()
+    """
+    engine = door.find()
+    outer = current_context()
+    if outer is not None:
+        raise UsageError(
+            "Already have an autograd context id for this thread",
+            hint=f"contexts do not nest; this code runs in {spoken_context(outer)}, which records it",
+        )
+    opened = engine.open()
+    try:
+        with inside(opened.id):
+            yield opened.id
+    finally:
+        engine.close(opened.id)
+
+
+def backward(
+    context_id: ContextId, roots: Sequence[torch.Tensor], retain_graph: bool = False
+) -> None:
+    """Differentiate scalar roots into the context's own map, on every worker; see `get_gradients`.
+
+    The call of torch.distributed.autograd. Several in one context add up. `.grad` stays as it was.
+    """
+    engine = door.find()
+    found = engine.contexts.find(context_id)
+    if isinstance(roots, torch.Tensor) or not isinstance(roots, Sequence):
+        raise UsageError(
+            f"backward(): incompatible function arguments: roots is a {type(roots).__name__}",
+            hint="pass a list of tensors, as in backward(context_id, [loss])",
+        )
+    if not roots:
+        raise UsageError("No tensors provided for gradient computation.")
+    checked = [check_root(root) for root in roots]
+    with inside(context_id):
+        engine.root.backward(found, checked, retain_graph=retain_graph)
+
+
+def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients that `backward(context_id, …)` has left on this worker, by leaf."""
+    return dict(door.find().contexts.find(context_id).gradients)
+
+
+def check_root(root: torch.Tensor) -> torch.Tensor:
+    """The root, if `backward` can begin there."""
+    if not root.requires_grad:
+        raise UsageError("requires_grad not set on root")
+    if root.numel() != 1:
+        shape = tuple(root.shape)
+        raise UsageError(f"a root of shape {shape} is not a scalar, all roots need to be scalar")
+    if root.grad_fn is None:
+        raise UsageError(
+            "a root does not have a valid gradient function.",
+            hint="a leaf has nothing to differentiate: pass what was computed from it",
+        )
+    return root

@@ -1,0 +1,81 @@
+"""What one worker remembers of one forward pass."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from gradwire.autograd.graph import MaybeRecv, Walk
+from gradwire.autograd.lineage import Lineage
+from gradwire.autograd.torch_private import Node
+from gradwire.ids import ContextId, EdgeId, PassId, WorkerId, spoken_context
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A crossing that left here. `token` is what its Send returned: to run from it is to run the Send."""
+
+    edge: EdgeId
+    peer: WorkerId
+    lineage: Lineage
+    depth: int
+    token: torch.Tensor
+
+    @property
+    def node(self) -> Node:
+        """The Send."""
+        assert self.token.grad_fn is not None
+        return self.token.grad_fn
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A crossing that arrived here. `anchor` is the Recv's own input, which only a plain backward() reaches."""
+
+    edge: EdgeId
+    lineage: Lineage
+    node: Node
+    anchor: torch.Tensor
+
+
+@dataclass(slots=True)
+class Join:
+    """One node that stands for a set of sends, so that a Recv has one link however many it depends on."""
+
+    edges: int
+    depth: int
+    token: torch.Tensor
+
+
+@final
+@dataclass(slots=True)
+class Context:
+    """Its edges, in the order they were made, and the gradients of `backward(context, roots)`.
+
+    `lock` guards the lists and the walk; it is held while nodes are made, never while waiting.
+    """
+
+    id: ContextId
+    recv_origin: MaybeRecv
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sent: list[Sent | None] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
+    joins: list[Join] = field(default_factory=list)
+    ended: set[PassId] = field(default_factory=set)
+    called: set[WorkerId] = field(default_factory=set)
+    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    walk: Walk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.walk = Walk(self.recv_origin)
+
+    def __str__(self) -> str:
+        return spoken_context(self.id)
+
+    def withdraw(self, edge: EdgeId) -> None:
+        """Forget a crossing that never left. Its number is not used again."""
+        with self.lock:
+            self.sent[edge.n] = None

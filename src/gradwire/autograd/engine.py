@@ -1,0 +1,203 @@
+"""One worker's end of the graph: what crosses here in forward and in backward.
+
+Ties the parts of this layer together and is what their nodes call home. Passes begin in root.py, are
+served in served.py; which context is which is in contexts.py.
+
+Note [Gradients are never shared]: a gradient is on its way as soon as `ship` returns. The channel has
+copied its bytes by then, so that whoever else holds the buffer may write to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import final
+
+import torch
+
+from gradwire.agent.agent import Agent
+from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.autograd import crossing
+from gradwire.autograd.context import Context
+from gradwire.autograd.contexts import Contexts
+from gradwire.autograd.ledger import LeafLocks
+from gradwire.autograd.messages import Crossing, Forget, Gradients
+from gradwire.autograd.passes import Passes
+from gradwire.autograd.root import Root
+from gradwire.autograd.running import Running, Settlement
+from gradwire.autograd.served import Served
+from gradwire.autograd.torch_private import current_run
+from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost, UsageError
+from gradwire.ids import ContextId, EdgeId, WorkerId, spoken_context
+from gradwire.options import Timeouts
+from gradwire.wire.tensor import decode_tensors, encode_tensors
+
+
+@final
+class Engine:
+    """See the top of this file."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        timeouts: Timeouts,
+        inside: Callable[[ContextId], AbstractContextManager[None]],
+    ) -> None:
+        me = agent.directory.me
+        self._agent = agent
+        self._me = me.id
+        self._waiting = agent.dispatch.user.waiting
+        self.contexts = Contexts(me.id, me.name)
+        self.passes = Passes(me.id, me.name, timeouts.backward, agent.clock, agent.timer)
+        locks = LeafLocks()
+        self.root = Root(agent, self.passes, locks, self._waiting)
+        self._served = Served(agent, self.contexts, self.passes, locks, inside)
+        agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
+        agent.handle(Forget, self._serve_forget, Lane.SERVICE)
+        agent.on_peer_lost(self._peer_lost)
+
+    # -- forward
+
+    def attach_send(
+        self, id: ContextId, peer: WorkerId, tensors: Sequence[torch.Tensor]
+    ) -> list[Crossing]:
+        """Record that those of a message's tensors that want a gradient leave, each by its own edge.
+
+        Nothing is recorded once the context is closed: what crosses then is cut off.
+        """
+        context = self.contexts.heard_of(id)
+        if context is None:
+            return []
+        context.called.add(peer)
+        return [
+            crossing.leave(context, self, self._me, peer, {place: tensor})
+            for place, tensor in enumerate(tensors)
+            if tensor.requires_grad
+        ]
+
+    def attach_recv(
+        self,
+        id: ContextId,
+        peer: WorkerId,
+        crossings: Sequence[Crossing],
+        tensors: list[torch.Tensor],
+    ) -> None:
+        """Put in the place of those that crossed by an edge the same tensors, alive."""
+        context = self.contexts.heard_of(id)
+        if context is None:
+            return
+        for crossed in crossings:
+            if not all(0 <= place < len(tensors) for place in crossed.tensors):
+                raise BadMessage(f"{crossed.edge} names a tensor that its message does not have")
+            taken = [tensors[place] for place in crossed.tensors]
+            alive = crossing.arrive(context, self, self._me, peer, crossed, taken)
+            for place, tensor in zip(crossed.tensors, alive, strict=True):
+                tensors[place] = tensor
+
+    def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
+        """The message did not leave: forget its crossings."""
+        context = self.contexts.maybe(id)
+        if context is not None:
+            for crossed in crossings:
+                context.withdraw(crossed.edge)
+
+    # -- backward: what the nodes call
+
+    def collect(
+        self, context: ContextId, edge: EdgeId, peer: WorkerId
+    ) -> list[torch.Tensor | None]:
+        """Called by a Send: wait for its gradients."""
+        running = self._running(context, edge)
+        with self._waiting():
+            settlement = running.collect(edge)
+        gradients = list(settlement.gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        self.attach_recv(context, peer, settlement.crossings, present)
+        alive = iter(present)
+        return [None if gradient is None else next(alive) for gradient in gradients]
+
+    def ship(
+        self,
+        context: ContextId,
+        edge: EdgeId,
+        peer: WorkerId,
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Called by a Recv: settle its edge. See Note [Gradients are never shared].
+
+        Under create_graph a gradient that wants one itself crosses as values do.
+        """
+        running = self._running(context, edge)
+        present = [gradient for gradient in gradients if gradient is not None]
+        crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
+        headers, payload = encode_tensors(present)
+        message = Gradients(
+            context,
+            running.id,
+            edge,
+            [gradient is not None for gradient in gradients],
+            headers,
+            crossings,
+        )
+        self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
+        self._agent.tell(peer, message, payload, deadline=running.deadline)
+
+    def _running(self, id: ContextId, edge: EdgeId) -> Running:
+        """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
+        running = self.passes.of_run(current_run())
+        if running is None:
+            running = self.root.begin_native(self.contexts.find(id), edge)
+        if running.context.id != id:
+            raise UsageError(
+                f"{edge} of {spoken_context(id)} was met by a backward in {running.context}",
+                hint="a graph may not mix two contexts: detach what is kept from one to the next",
+            )
+        return running
+
+    def _serve_gradients(self, message: Gradients, payload: Payload, _: Source) -> None:
+        context = self.contexts.maybe(message.context)
+        running = None if context is None else self.passes.heard_of(context, message.pass_id)
+        if running is None:
+            self._agent.events.emit("late", message.edge)
+            return
+        try:
+            came = iter(decode_tensors(message.tensors, payload))
+            gradients = [next(came) if there else None for there in message.present]
+        except (GradwireError, StopIteration) as error:
+            running.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
+            return
+        running.settle(message.edge, Settlement(gradients, message.crossings))
+
+    # -- the life of a context
+
+    def open(self) -> Context:
+        """A new context, opened here."""
+        return self.contexts.new()
+
+    def close(self, id: ContextId) -> None:
+        """Drop a context here and on every worker that was called in it."""
+        context = self.contexts.close(id)
+        if context is None:
+            return
+        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
+        for running in self.passes.in_context(id):
+            running.fail(closed)
+            self.passes.over(running)
+        limit = self._agent.clock.now() + 10.0
+        for worker in context.called - {self._me}:
+            try:
+                self._agent.tell(worker, Forget(id), deadline=limit)
+            except GradwireError:  # lost: it drops its contexts by itself
+                self._agent.events.emit("unforgotten", spoken_context(id))
+
+    def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
+        self.close(message.context)
+
+    def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
+        self.passes.peer_lost(worker, error)
+        self._agent.dispatch.service.submit(lambda: self._forget_lost(worker))
+
+    def _forget_lost(self, worker: WorkerId) -> None:
+        self._served.root_lost(worker)
+        for id in self.contexts.opened_by(worker):
+            self.close(id)

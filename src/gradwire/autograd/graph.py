@@ -1,0 +1,122 @@
+"""Walks the local graph: what a tensor depends on, and the order in which the engine must take its nodes.
+
+Note [The order of waiting]
+
+A Send waits in its backward, so its place in the engine's queue matters. The engine takes the ready
+node with the highest sequence number. An edge has a depth, one more than the deepest edge it depends
+on. A Send is numbered by its depth, and every other node is lifted above the depth it depends on.
+Then nothing that could run stands behind a wait, and of the Sends the deepest waits first. No
+dead-lock: take, over all workers, the waiting Send of greatest depth; what it waits for is deeper
+still, hence not waiting, hence running.
+
+Ordinary numbers are per thread and start at 0, so a thread that receives also moves its own count
+above the depth it received. Nodes made by a thread that never received anything, on tensors another
+thread received, are lifted only when they are sent on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, final
+
+import torch
+
+from gradwire.autograd.lineage import NOTHING, Lineage, union
+from gradwire.autograd.torch_private import (
+    AccumulateGrad,
+    Node,
+    sequence_number,
+    set_sequence_number,
+)
+
+
+class Origin(NamedTuple):
+    """What a node depends on: the edges, and the greatest depth among them."""
+
+    lineage: Lineage
+    depth: int
+
+
+FROM_HERE = Origin(NOTHING, 0)
+MaybeRecv = Callable[[Node], Origin | None]
+"""Tells the Recv nodes from the others: where what they received came from, or None."""
+
+
+@final
+class Walk:
+    """Remembers every node it has seen, so that each is visited once per context.
+
+    A node's next functions never change, so neither does its origin. The nodes are held until the
+    context closes.
+    """
+
+    def __init__(self, recv_origin: MaybeRecv) -> None:
+        self._recv_origin = recv_origin
+        self._known: dict[Node, Origin] = {}
+        self.accumulators: set[Node] = set()
+
+    def origin(self, nodes: Iterable[Node | None]) -> Origin:
+        """What these depend on together; lifts every node on the way.
+
+        hot: one visit for each new node of the graph behind what leaves
+        """
+        known = self._known
+        roots = [node for node in nodes if node is not None]
+        todo = list(roots)
+        while todo:
+            node = todo[-1]
+            if node in known:
+                todo.pop()
+                continue
+            origin = self._boundary(node)
+            if origin is None:
+                parents = [parent for parent, _ in node.next_functions if parent is not None]
+                missing = [parent for parent in parents if parent not in known]
+                if missing:
+                    todo += missing
+                    continue
+                origin = _together([known[parent] for parent in parents])
+                lift(node, origin.depth)
+            known[node] = origin
+        return _together([known[node] for node in roots])
+
+    def _boundary(self, node: Node) -> Origin | None:
+        """The origin of a node that the walk does not pass."""
+        if isinstance(node, AccumulateGrad):
+            self.accumulators.add(node)
+            return FROM_HERE
+        return self._recv_origin(node)
+
+
+def _together(origins: list[Origin]) -> Origin:
+    if len(origins) == 1:
+        return origins[0]
+    if not origins:
+        return FROM_HERE
+    return Origin(union(o.lineage for o in origins), max(o.depth for o in origins))
+
+
+def lift(node: Node, depth: int) -> None:
+    """See Note [The order of waiting]."""
+    if sequence_number(node) <= depth:
+        set_sequence_number(node, depth + 1)
+
+
+def lift_this_thread(depth: int) -> None:
+    """Let what this thread makes from now on stand above a depth.
+
+    Only making a node moves a thread's count, and tells it. A thread that stays with a context makes
+    one for each edge.
+    """
+    if depth == 0:
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        seed = torch.zeros((), requires_grad=True)
+        while sequence_number(_made_of(seed)) < depth:
+            pass
+
+
+def _made_of(seed: torch.Tensor) -> Node:
+    node = seed.view(()).grad_fn
+    assert node is not None
+    return node

@@ -1,0 +1,155 @@
+"""Where the leaves of one run keep their gradients, and how to take them back.
+
+Torch's own AccumulateGrad nodes run, with every hook on them: leaf, post-accumulate and those that DDP puts
+there. Around each of them stand two hooks of ours, for the time of one run:
+
+  to .grad    before: remember what was there. If the pass fails, it is put back.
+  to the map  before: put what the context has so far in the place of `.grad`; after: take the sum out
+              again and put `.grad` back. So hooks see the gradient of the context where they look for it.
+
+A leaf is locked between the two, as runs of several contexts may meet on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradwire.autograd.torch_private import Node, current_run
+
+_log = logging.getLogger("gradwire")
+Gradient = torch.Tensor | None
+
+
+@final
+class LeafLocks:
+    """One lock for each leaf of a worker that a run has met."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def of(self, leaf: torch.Tensor) -> threading.RLock:  # type: ignore[valid-type]
+        """The lock of this leaf."""
+        with self._lock:
+            if leaf not in self._locks:
+                self._locks[leaf] = threading.RLock()
+            return self._locks[leaf]  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A leaf this run has touched: what was there before, and what the run left there."""
+
+    leaf: torch.Tensor
+    old: Gradient
+    value: Gradient
+    new: Gradient = None
+    version: int = 0
+
+
+@final
+class Ledger:
+    """The gradients of one run. `into` is the context's map, or None for `.grad` itself."""
+
+    def __init__(self, locks: LeafLocks, into: dict[torch.Tensor, torch.Tensor] | None) -> None:
+        self._locks = locks
+        self._into = into
+        self._entries: list[_Entry] = []
+        self._open: dict[torch.Tensor, Gradient] = {}
+        self.run: int | None = None
+
+    @contextmanager
+    def watching(self, accumulators: Iterable[Node]) -> Iterator[None]:
+        """Keep the books of what these do inside the block, for the run named in `run`."""
+        handles = []
+        for node in accumulators:
+            leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
+            handles.append(node.register_prehook(_Before(self, leaf)))
+            handles.append(node.register_hook(_After(self, leaf)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for leaf in list(self._open):  # a hook raised between the two of ours
+                self.after(leaf)
+
+    def before(self, leaf: torch.Tensor) -> None:
+        """The engine is about to add to this leaf."""
+        self._locks.of(leaf).acquire()
+        own = leaf.grad
+        self._open[leaf] = own
+        current = own if self._into is None else self._into.get(leaf)
+        copy = None if current is None else current.detach().clone()
+        self._entries.append(_Entry(leaf, current, copy))
+        if self._into is not None:
+            leaf.grad = current
+
+    def maybe_after(self, leaf: torch.Tensor) -> None:
+        """The engine has been at this leaf; nothing to do if it had no gradient to add."""
+        if leaf in self._open:
+            self.after(leaf)
+
+    def after(self, leaf: torch.Tensor) -> None:
+        """The engine has added to this leaf, and its hooks have run."""
+        own = self._open.pop(leaf)
+        entry = next(entry for entry in reversed(self._entries) if entry.leaf is leaf)
+        entry.new = leaf.grad
+        entry.version = 0 if leaf.grad is None else leaf.grad._version
+        if self._into is not None:
+            if leaf.grad is not None:
+                self._into[leaf] = leaf.grad
+            leaf.grad = own
+        self._locks.of(leaf).release()
+
+    def keep(self) -> None:
+        """The pass has ended well."""
+        self._entries.clear()
+
+    def undo(self) -> None:
+        """The pass has failed: put back what was there before."""
+        for entry in reversed(self._entries):
+            with self._locks.of(entry.leaf), torch.no_grad():
+                self._put_back(entry)
+        self._entries.clear()
+
+    def _put_back(self, entry: _Entry) -> None:
+        leaf, into = entry.leaf, self._into
+        now = leaf.grad if into is None else into.get(leaf)
+        if now is not entry.new or (now is not None and now._version != entry.version):
+            _log.error("a gradient of a failed pass stays: another pass has added to it since")
+            return
+        if entry.old is not None and entry.value is not None and entry.new is entry.old:
+            entry.old.copy_(entry.value)  # the same tensor as before, which others may hold
+        if into is None:
+            leaf.grad = entry.old
+        elif entry.old is None:
+            into.pop(leaf, None)
+        else:
+            into[leaf] = entry.old
+
+
+class _Before:
+    def __init__(self, ledger: Ledger, leaf: torch.Tensor) -> None:
+        self._ledger, self._leaf = ledger, leaf
+
+    def __call__(self, gradients: Any) -> None:  # noqa: ANN401
+        if current_run() == self._ledger.run and gradients[0] is not None:
+            self._ledger.before(self._leaf)
+
+
+class _After:
+    def __init__(self, ledger: Ledger, leaf: torch.Tensor) -> None:
+        self._ledger, self._leaf = ledger, leaf
+
+    def __call__(self, *_: Any) -> None:  # noqa: ANN401
+        if current_run() == self._ledger.run:
+            self._ledger.maybe_after(self._leaf)

@@ -1,0 +1,79 @@
+"""What workers say to each other about gradients."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gradwire.agent.messages import Failure
+from gradwire.ids import ContextId, EdgeId, PassId, WorkerId
+from gradwire.wire.message import Message
+from gradwire.wire.tensor import TensorHeader
+
+TO_GRAD, TO_MAP, NOWHERE = 0, 1, 2
+"""Where leaves keep their gradients in a pass: `.grad`, the context's map, or not at all."""
+
+
+class Crossing(msgspec.Struct, frozen=True, array_like=True):
+    """The tensors of a message that cross by one edge, and what they depend on."""
+
+    edge: EdgeId
+    depth: int
+    lineage: dict[WorkerId, bytes]
+    tensors: list[int]
+    """their places among the tensors of the message"""
+
+
+class Start(Message, frozen=True, tag=0x20):
+    """A pass has begun: run over these of your sends, then tell the root."""
+
+    context: ContextId
+    pass_id: PassId
+    edges: bytes
+    """the receiver's edges of the pass, as a bitset"""
+    needed: bytes | None
+    """under grad(): the root's sends that lead to its inputs"""
+    destination: int
+    retain_graph: bool
+    create_graph: bool
+    seconds: float
+    """what is left until the pass is given up"""
+
+
+class Gradients(Message, frozen=True, tag=0x21):
+    """An edge is settled: the gradients of its tensors, each there or not, on their way home."""
+
+    context: ContextId
+    pass_id: PassId
+    edge: EdgeId
+    present: list[bool]
+    tensors: list[TensorHeader]
+    crossings: list[Crossing]
+
+
+class RunDone(Message, frozen=True, tag=0x22):
+    """A worker to the root: my part of the pass is over."""
+
+    context: ContextId
+    pass_id: PassId
+
+
+class RunFailed(Message, frozen=True, tag=0x23):
+    """A worker to the root: my part of the pass failed."""
+
+    context: ContextId
+    pass_id: PassId
+    failure: Failure
+
+
+class PassEnded(Message, frozen=True, tag=0x24):
+    """The root to everyone in the pass: keep the gradients, or put back what was there before."""
+
+    context: ContextId
+    pass_id: PassId
+    failure: Failure | None
+
+
+class Forget(Message, frozen=True, tag=0x25):
+    """A context is closed: drop it, and tell those you called in it."""
+
+    context: ContextId

@@ -1,0 +1,150 @@
+"""The two points where a graph crosses, as nodes of torch's own graph.
+
+  Send   takes the tensors that leave and returns a token. Its backward waits until the edge is settled and
+         returns the gradients.
+  Recv   takes the received tensors and returns them alive. Its backward ships the gradients at once.
+  Join   takes tokens and returns a token: a shared link to several Sends.
+
+Note [Links]: a Recv also hangs on the Sends of its own worker that are in its lineage. So each
+worker's local graph is the projection of the global one, and torch's engine does the right thing by itself: it
+runs what the loss reaches, a Send after every Recv that depends on it, and nothing else.
+
+Note [Nodes hold no context]: a node holds its ids and a weak way home. A node that held its context
+would close a cycle through C++ (context, token, node) that Python's collector cannot see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Function
+
+from gradwire.autograd.graph import FROM_HERE, Origin
+from gradwire.autograd.torch_private import Node, backward_class
+from gradwire.errors import ContextClosed
+from gradwire.ids import ContextId, EdgeId, WorkerId, spoken_context
+
+Gradients = list[torch.Tensor | None]
+
+
+class Home(Protocol):
+    """What a node asks of the worker it belongs to."""
+
+    def collect(self, context: ContextId, edge: EdgeId, peer: WorkerId) -> Gradients:
+        """Wait until the edge is settled; its gradients."""
+
+    def ship(self, context: ContextId, edge: EdgeId, peer: WorkerId, gradients: Gradients) -> None:
+        """Settle the edge on the worker its tensors came from."""
+
+
+class Side:
+    """Where a node stands: its worker's end of one edge. See Note [Nodes hold no context]."""
+
+    __slots__ = ("_home", "context", "edge", "origin", "peer")
+
+    def __init__(
+        self,
+        home: Home,
+        context: ContextId,
+        edge: EdgeId,
+        peer: WorkerId,
+        origin: Origin = FROM_HERE,
+    ) -> None:
+        self._home = weakref.ref(home)
+        self.context, self.edge, self.peer, self.origin = context, edge, peer, origin
+
+    def home(self) -> Home:
+        """The worker, as long as it runs."""
+        home = self._home()
+        if home is None:
+            raise ContextClosed(
+                f"{self.edge} of {spoken_context(self.context)} leads to a worker that has shut down",
+                hint="run backward before shutdown()",
+            )
+        return home
+
+
+def origin_of_recv(context: ContextId, node: Node) -> Origin | None:
+    """Where a Recv's tensors came from; None for any other node.
+
+    A Recv of another context is a boundary like a leaf: if a backward reaches it, it says so itself.
+    """
+    if not isinstance(node, _RECV):
+        return None
+    side: Side = node.side  # type: ignore[attr-defined]  # set in Recv.forward
+    return side.origin if side.context == context else FROM_HERE
+
+
+class Send(Function):
+    """See the top of this file. See Note [The order of waiting], graph.py, for its number."""
+
+    @staticmethod
+    def forward(node: Any, side: Side, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """A token; the tensors are only hung onto."""
+        node.side = side
+        node.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
+        """Wait for the gradients."""
+        side: Side = node.side
+        return None, *side.home().collect(side.context, side.edge, side.peer)
+
+
+class Recv(Function):
+    """See the top of this file."""
+
+    @staticmethod
+    def forward(node: Any, side: Side, count: int, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
+        """The received tensors, alive. `inputs` are those `count`, then the anchor, then links."""
+        node.side, node.count = side, count
+        node.set_materialize_grads(False)
+        tensors = inputs[:count]
+        node.mark_dirty(*tensors)  # the callee may modify in place what it received
+        return tensors[0] if count == 1 else tensors
+
+    @staticmethod
+    def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
+        """Ship them. A link carries no gradient, only the order."""
+        side: Side = node.side
+        side.home().ship(side.context, side.edge, side.peer, list(gradients))
+        return (None,) * (2 + len(node.needs_input_grad[2:]))
+
+
+_RECV = backward_class(Recv)
+
+
+class Joined(Function):
+    """See the top of this file."""
+
+    @staticmethod
+    def forward(node: Any, *tokens: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """One token for all."""
+        node.set_materialize_grads(False)
+        node.count = len(tokens)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
+        """Only the order passes."""
+        return (None,) * node.count
+
+
+class Entrance(Function):
+    """An extra root that the engine runs first, so that a run we start knows its own number."""
+
+    @staticmethod
+    def forward(node: Any, enter: Any, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """A token to run from."""
+        node.enter = enter
+        node.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
+        """Tell who waits for it."""
+        node.enter()
+        return None, None

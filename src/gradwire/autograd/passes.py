@@ -1,0 +1,106 @@
+"""The passes under way on one worker: found by their id, or by the engine run that executes a node.
+
+Note [Which pass a node runs for]: passes of one context may follow each other, run at once from several threads, or
+nest. The number of the current engine run tells them apart. A native backward is entered here by the
+first crossing it meets; a run that we start enters itself through an extra root (nodes.Entrance).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+from gradwire.agent.clock import Clock
+from gradwire.agent.timer import Timer
+from gradwire.autograd.context import Context
+from gradwire.autograd.running import Running
+from gradwire.ids import ContextId, PassId, WorkerId
+
+
+@final
+class Passes:
+    """See the top of this file."""
+
+    def __init__(self, me: WorkerId, name: str, seconds: float, clock: Clock, timer: Timer) -> None:
+        self._me, self._name, self._seconds = me, name, seconds
+        self._clock, self._timer = clock, timer
+        self._lock = threading.Lock()
+        self._count = 0
+        self._by_id: dict[tuple[ContextId, PassId], Running] = {}
+        self._by_run: dict[int, Running] = {}
+        timer.watch(self._expire)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def new(self, context: Context) -> Running:
+        """A pass begins here."""
+        with self._lock:
+            self._count += 1
+            return self._add(
+                context, PassId(self._me, self._count), self._clock.now() + self._seconds
+            )
+
+    def heard_of(self, context: Context, id: PassId) -> Running | None:
+        """A peer speaks of this pass: the one we know, or a new one (gradients may come before Start).
+
+        None if it is over.
+        """
+        with self._lock:
+            if id in context.ended:
+                return None
+            running = self._by_id.get((context.id, id))
+            return running or self._add(context, id, self._clock.now() + self._seconds)
+
+    def maybe(self, context: ContextId, id: PassId) -> Running | None:
+        """The pass, if it is under way here."""
+        return self._by_id.get((context, id))
+
+    def enter(self, running: Running, run: int) -> None:
+        """From now on the nodes of this engine run belong to this pass."""
+        running.run = run
+        self._by_run[run] = running
+
+    def of_run(self, run: int) -> Running | None:
+        """The pass that an engine run belongs to."""
+        return self._by_run.get(run)
+
+    def over(self, running: Running) -> None:
+        """It has ended here; what still comes for it is late."""
+        with self._lock:
+            running.context.ended.add(running.id)
+            self._by_id.pop((running.context.id, running.id), None)
+            if running.run is not None:
+                self._by_run.pop(running.run, None)
+
+    def in_context(self, context: ContextId) -> list[Running]:
+        """The passes of one context."""
+        with self._lock:
+            return [running for (id, _), running in self._by_id.items() if id == context]
+
+    def rooted_at(self, worker: WorkerId) -> list[Running]:
+        """The passes that began on a worker."""
+        return [running for running in self._all() if running.id.worker == worker]
+
+    def peer_lost(self, worker: WorkerId, error: Exception) -> None:
+        """Fail the passes that cannot end well without this worker."""
+        for running in self._all():
+            running.peer_lost(worker, error)
+
+    def _add(self, context: Context, id: PassId, deadline: float) -> Running:
+        running = self._by_id[context.id, id] = Running(id, context, deadline)
+        self._timer.need(deadline)
+        return running
+
+    def _all(self) -> list[Running]:
+        with self._lock:
+            return list(self._by_id.values())
+
+    def _expire(self, now: float) -> float | None:
+        waiting = []
+        for running in self._all():
+            if running.deadline <= now:
+                running.expire(self._seconds, self._name)
+            else:
+                waiting.append(running.deadline)
+        return min(waiting, default=None)

@@ -1,0 +1,227 @@
+"""Where a pass begins and ends: the worker whose backward met the first crossing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import final
+
+import torch
+
+from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.promise import Promise
+from gradwire.autograd import run
+from gradwire.autograd.context import Context, Received
+from gradwire.autograd.ledger import LeafLocks, Ledger
+from gradwire.autograd.lineage import Lineage, bits_to_wire, union
+from gradwire.autograd.messages import (
+    NOWHERE,
+    TO_GRAD,
+    TO_MAP,
+    PassEnded,
+    RunDone,
+    RunFailed,
+    Start,
+)
+from gradwire.autograd.passes import Passes
+from gradwire.autograd.running import Running
+from gradwire.autograd.torch_private import (
+    AccumulateGrad,
+    Node,
+    current_run,
+    keeps_graph,
+    when_run_ends,
+    will_execute,
+)
+from gradwire.errors import GradwireError, PeerLost
+from gradwire.ids import EdgeId
+
+_END_SECONDS = 10.0
+"""How long a worker may take to put back what a failed pass has changed."""
+
+
+@final
+class Root:
+    """Begins passes on this worker and sees them through."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        passes: Passes,
+        locks: LeafLocks,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
+        agent.handle(RunDone, self._serve_done, Lane.CONTROL)
+        agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
+
+    def begin_native(self, context: Context, met: EdgeId) -> Running:
+        """A backward of the user's has met its first crossing of this context.
+
+        That one is executed whatever the engine says of it: the node that a backward begins with is not
+        among those it tells of.
+        """
+        with context.lock:
+            reached = [
+                received
+                for received in context.received
+                if received.edge == met or _runs_through(received)
+            ]
+            plain = any(will_execute(_accumulator(received)) for received in reached)
+            needed = None if plain else _sends_executed(context)
+        running = self._passes.new(context)
+        running.retain_graph, running.create_graph = keeps_graph(), torch.is_grad_enabled()
+        destination = TO_GRAD if plain else NOWHERE
+        self._begin(running, union(r.lineage for r in reached), needed, destination)
+        return running
+
+    def backward(
+        self, context: Context, roots: Sequence[torch.Tensor], *, retain_graph: bool
+    ) -> None:
+        """Differentiate the roots into the context's map, on every worker."""
+        ledger = Ledger(self._locks, context.gradients)
+        with context.lock:
+            context.walk.origin(root.grad_fn for root in roots)
+            accumulators = list(context.walk.accumulators)
+
+        def enter() -> None:
+            ledger.run = current_run()
+            with context.lock:
+                reached = [received for received in context.received if _runs_through(received)]
+            running = self._passes.new(context)
+            running.retain_graph = retain_graph
+            self._begin(running, union(r.lineage for r in reached), None, TO_MAP)
+
+        try:
+            run.accumulate(roots, ledger, accumulators, enter, retain_graph=retain_graph)
+        except BaseException:
+            ledger.undo()
+            raise
+        ledger.keep()
+
+    def _begin(
+        self, running: Running, edges: Lineage, needed: int | None, destination: int
+    ) -> None:
+        """Tell every worker that owns a Send of the pass."""
+        me = self._agent.directory.me.id
+        self._passes.enter(running, current_run())
+        when_run_ends(_Finish(self, running))
+        owners = sorted(worker for worker in edges if worker != me)
+        running.workers_asked(owners)
+        self._agent.events.emit("start", running.id)
+        seconds = running.deadline - self._agent.clock.now()
+        for worker in owners:
+            start = Start(
+                running.context.id,
+                running.id,
+                bits_to_wire(edges[worker]),
+                None if needed is None else bits_to_wire(needed),
+                destination,
+                running.retain_graph,
+                running.create_graph,
+                seconds,
+            )
+            self._agent.tell(worker, start, deadline=running.deadline)
+
+    def finish(self, running: Running) -> None:
+        """The engine is through here: wait for the others, then let them keep what they have."""
+        try:
+            with self._waiting():
+                running.wait_for_workers()
+            running.check_collected()
+        except Exception as error:
+            self.give_up(running, error)
+            raise
+        self._passes.over(running)
+        for worker in running.asked:
+            ended = PassEnded(running.context.id, running.id, None)
+            try:
+                self._agent.tell(worker, ended, deadline=running.deadline)
+            except GradwireError:  # it is lost: whoever asks it next is told so
+                self._agent.events.emit("unended", running.id, self._agent.directory.name(worker))
+        self._agent.events.emit("end", running.id)
+
+    def give_up(self, running: Running, error: Exception | None) -> None:
+        """End a failed pass everywhere, and wait until it has left nothing behind."""
+        me = self._agent.directory.me.name
+        told = (
+            error
+            or running.error
+            or PeerLost(f"the backward that began {running.id} on {me} raised")
+        )
+        running.fail(told)
+        self._passes.over(running)
+        failure = self._agent.describe(told)
+        limit = self._agent.clock.now() + _END_SECONDS
+        answers: list[Promise[Outcome]] = []
+        for worker in running.asked:
+            ended = PassEnded(running.context.id, running.id, failure)
+            try:
+                what = f"end of {running.id}"
+                _, answer = self._agent.request(worker, ended, deadline=limit, what=what)
+            except GradwireError:  # lost, or shut down: it ends its passes by itself
+                continue
+            answers.append(answer)
+        with self._waiting():
+            for answer in answers:
+                answer.wait()
+        self._agent.events.emit("fail", running.id)
+
+    def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
+        running = self._passes.maybe(message.context, message.pass_id)
+        if running is not None:
+            running.worker_done(source.worker)
+
+    def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
+        running = self._passes.maybe(message.context, message.pass_id)
+        if running is not None:
+            running.fail(self._agent.revive(message.failure))
+
+
+class _Finish:
+    """What the engine calls when the run here is through.
+
+    If the run fails it drops this object without calling it, which is how we learn that the
+    others must be told.
+    """
+
+    def __init__(self, root: Root, running: Running) -> None:
+        self._root, self._running = root, running
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._root.finish(self._running)
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._root.give_up(self._running, None)
+
+
+def _runs_through(received: Received) -> bool:
+    """Whether the current run executes this Recv.
+
+    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node that is executed
+    has a next one that is.
+    """
+    return will_execute(received.node) and any(
+        will_execute(node) for node, _ in received.node.next_functions if node is not None
+    )
+
+
+def _accumulator(received: Received) -> Node:
+    """The node of the Recv's anchor, which backward() executes and grad() does not."""
+    return next(
+        node
+        for node, _ in received.node.next_functions
+        if isinstance(node, AccumulateGrad) and node.variable is received.anchor  # type: ignore[attr-defined]
+    )
+
+
+def _sends_executed(context: Context) -> int:
+    executed = 0
+    for sent in context.sent:
+        if sent is not None and will_execute(sent.node):
+            executed |= 1 << sent.edge.n
+    return executed

@@ -1,0 +1,144 @@
+"""A worker's part in a pass that began elsewhere: one engine run over its Sends, then Done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import final
+
+import torch
+
+from gradwire.agent.agent import Agent
+from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.messages import Done
+from gradwire.autograd import run
+from gradwire.autograd.context import Context, Received, Sent
+from gradwire.autograd.contexts import Contexts
+from gradwire.autograd.ledger import LeafLocks, Ledger
+from gradwire.autograd.lineage import Lineage, bits_from_wire, meets, numbers
+from gradwire.autograd.messages import (
+    NOWHERE,
+    TO_MAP,
+    PassEnded,
+    RunDone,
+    RunFailed,
+    Start,
+)
+from gradwire.autograd.passes import Passes
+from gradwire.autograd.running import Running
+from gradwire.autograd.torch_private import Node, current_run
+from gradwire.errors import BadMessage, GradwireError
+from gradwire.ids import ContextId, WorkerId
+
+
+@final
+class Served:
+    """Serves Start and the end of a pass."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        contexts: Contexts,
+        passes: Passes,
+        locks: LeafLocks,
+        inside: Callable[[ContextId], AbstractContextManager[None]],
+    ) -> None:
+        self._agent, self._contexts, self._passes = agent, contexts, passes
+        self._locks, self._inside = locks, inside
+        agent.handle(Start, self._serve_start, Lane.SERVICE)
+        agent.handle(PassEnded, self._serve_ended, Lane.SERVICE)
+
+    def _serve_start(self, start: Start, _: Payload, source: Source) -> None:
+        limit = self._agent.clock.now() + start.seconds
+        said: RunDone | RunFailed
+        try:
+            context = self._contexts.find(start.context)
+            running = self._passes.heard_of(context, start.pass_id)
+            if running is None:  # it failed before it reached us
+                return
+            self._take_part(running, start)
+            said = RunDone(start.context, start.pass_id)
+        except BaseException as error:  # an error ends the pass everywhere
+            said = RunFailed(start.context, start.pass_id, self._agent.describe(error))
+        try:
+            self._agent.tell(source.worker, said, deadline=limit)
+        except GradwireError:
+            self._agent.events.emit("untold", start.pass_id)
+
+    def _take_part(self, running: Running, start: Start) -> None:
+        running.deadline = self._agent.clock.now() + start.seconds
+        running.retain_graph, running.create_graph = start.retain_graph, start.create_graph
+        into = running.context.gradients if start.destination == TO_MAP else None
+        running.ledger = Ledger(self._locks, into)
+        self._agent.events.emit("run", running.id)
+        try:
+            with self._inside(running.context.id):
+                self._run(running, start)
+            running.check_collected()
+        except BaseException as error:
+            running.ledger.undo()
+            running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            raise
+        finally:
+            running.run_over()
+
+    def _run(self, running: Running, start: Start) -> None:
+        context, ledger = running.context, running.ledger
+        assert ledger is not None
+
+        def enter() -> None:
+            ledger.run = current_run()
+            self._passes.enter(running, current_run())
+
+        sent, received, accumulators = _mine(context, start)
+        if not sent:
+            return
+        tokens = [s.token for s in sent]
+        how = {"retain_graph": start.retain_graph, "create_graph": start.create_graph}
+        with torch.inference_mode(False):
+            if start.destination == NOWHERE:
+                run.run_towards([r.anchor for r in received], tokens, enter, **how)
+            else:
+                run.accumulate(tokens, ledger, accumulators, enter, **how)
+
+    def root_lost(self, worker: WorkerId) -> None:
+        """Nobody will end the passes that began there: put back what they have changed here."""
+        for running in self._passes.rooted_at(worker):
+            if running.ledger is not None:
+                running.wait_for_run()
+                running.ledger.undo()
+            self._passes.over(running)
+
+    def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
+        context = self._contexts.maybe(message.context)
+        running = None if context is None else self._passes.heard_of(context, message.pass_id)
+        if running is not None:
+            self._end(running, message)
+        self._agent.answer(source, Done(), deadline=self._agent.clock.now() + 10.0)
+
+    def _end(self, running: Running, message: PassEnded) -> None:
+        if message.failure is not None:
+            running.fail(self._agent.revive(message.failure))
+            if running.ledger is not None:
+                running.wait_for_run()
+        self._passes.over(running)
+        if running.ledger is not None:
+            (running.ledger.keep if message.failure is None else running.ledger.undo)()
+
+
+def _mine(context: Context, start: Start) -> tuple[list[Sent], list[Received], list[Node]]:
+    """The Sends to run from, the Recvs to run towards, and the leaves in between."""
+    root = start.pass_id.worker
+    needed = None if start.needed is None else bits_from_wire(start.needed)
+
+    def takes_part(lineage: Lineage) -> bool:
+        return needed is None or meets(lineage, root, needed)
+
+    with context.lock:
+        edges = bits_from_wire(start.edges)
+        if edges >> len(context.sent):
+            raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
+        sent = [context.sent[n] for n in numbers(edges)]
+        mine = [s for s in sent if s is not None and takes_part(s.lineage)]
+        received = [r for r in context.received if takes_part(r.lineage)]
+        return mine, received, list(context.walk.accumulators)

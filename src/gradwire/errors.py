@@ -1,0 +1,123 @@
+"""Every exception and warning gradwire raises.
+
+GradwireError              (a RuntimeError, so that `except RuntimeError` of older programs still works)
+├── UsageError             you called us wrongly
+│   ├── UnknownWorker      no worker of that name or id has joined
+│   ├── NotExposed         the callee's registry does not hold that function, method or class
+│   ├── CannotTravel       a value that the data-only codec does not carry
+│   └── ContextClosed      a graph outlived the context that recorded it
+├── PeerError              a peer did not do its part
+│   ├── PeerLost           its connection ended, or it went silent
+│   └── BadMessage         it sent something no correct peer sends
+├── DeadlinePassed         a wait was given up (also a TimeoutError)
+│   ├── CallTimeout        nobody answered a call before its deadline
+│   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
+│   └── JoinTimeout        not every worker arrived
+└── RemoteError            your function raised on another worker; also an instance of the original type
+
+GraphCutWarning            a tensor that requires grad crossed where no context records it
+RefLeakWarning             references were still counted when their owner shut down
+"""
+
+from __future__ import annotations
+
+
+class GradwireError(RuntimeError):
+    """The root of all of them. `hint` says what to do about it."""
+
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class UsageError(GradwireError):
+    """You called us wrongly; nothing was sent."""
+
+
+class UnknownWorker(UsageError):
+    """No worker of that name or id has joined."""
+
+
+class NotExposed(UsageError):
+    """The registry of the worker asked does not hold that function, method or class."""
+
+
+class CannotTravel(UsageError):
+    """A value that the data-only codec does not carry; `place` says where in the arguments it sits."""
+
+    def __init__(self, message: str = "", *, place: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.place = place
+
+    def inside(self, step: str) -> CannotTravel:
+        """The same error, seen from the container whose `step` leads to the value."""
+        return CannotTravel(self.message, place=step + self.place, hint=self.hint)
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.message}" if self.place else self.message
+        return text if self.hint is None else f"{text}\nhint: {self.hint}"
+
+
+class ContextClosed(UsageError):
+    """A graph outlived the context that recorded it."""
+
+
+class PeerError(GradwireError):
+    """A peer did not do its part."""
+
+
+class PeerLost(PeerError):
+    """Its connection ended, or it went silent."""
+
+
+class BadMessage(PeerError):
+    """It sent something no correct peer sends."""
+
+
+class DeadlinePassed(GradwireError, TimeoutError):
+    """A wait was given up; the message says on whom."""
+
+
+class CallTimeout(DeadlinePassed):
+    """Nobody answered a call before its deadline."""
+
+
+class BackwardTimeout(DeadlinePassed):
+    """An edge or a worker of a backward pass did not finish in time."""
+
+
+class JoinTimeout(DeadlinePassed):
+    """Not every worker arrived at the rendezvous."""
+
+
+class RemoteError(GradwireError):
+    """Your function raised on another worker.
+
+    The instance you catch is also one of the original type where that type is a builtin, one of
+    ours or an exposed one, so `except ValueError` works as it did locally.
+    """
+
+    worker: str
+    type_name: str
+    remote_traceback: str
+
+    def __str__(self) -> str:
+        kind = self.type_name.rpartition(":")[2]
+        story = f"{kind} on {self.worker}: {self.message}"
+        if self.remote_traceback:
+            story = (
+                f"{story}\n\n--- traceback on {self.worker} ---\n{self.remote_traceback.rstrip()}"
+            )
+        return story if self.hint is None else f"{story}\nhint: {self.hint}"
+
+
+class GraphCutWarning(UserWarning):
+    """A tensor that requires grad crossed where no context records it: its gradient will not come back."""
+
+
+class RefLeakWarning(UserWarning):
+    """References were still counted when their owner shut down."""

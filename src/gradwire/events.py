@@ -1,0 +1,66 @@
+"""What happened, as values with a one-line text form.
+
+One stream per worker serves traces, golden tests and the story in an error. Nobody listening
+costs one attribute read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_LINE = re.compile(r"(?P<worker>[^ >]+)(>(?P<peer>[^ ]+))? (?P<what>[^ ]+) (?P<id>[^ ]+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`worker` did `what` with `id`, towards `peer` if there is one.
+
+    >>> print(Event("w0", "call", "w0#1", peer="w1"))
+    w0>w1 call w0#1
+    >>> Event.parse("w0>w1 call w0#1") == Event("w0", "call", "w0#1", peer="w1")
+    True
+    """
+
+    worker: str
+    what: str
+    id: str
+    peer: str | None = None
+
+    def __str__(self) -> str:
+        arrow = "" if self.peer is None else f">{self.peer}"
+        return f"{self.worker}{arrow} {self.what} {self.id}"
+
+    @classmethod
+    def parse(cls, line: str) -> Event:
+        """The event that prints as this line."""
+        found = _LINE.match(line)
+        if found is None:
+            raise ValueError(f"not an event: {line!r}")
+        return cls(found["worker"], found["what"], found["id"], peer=found["peer"])
+
+
+class Events:
+    """The stream of one worker."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._listeners: tuple[Callable[[Event], None], ...] = ()
+
+    def emit(self, what: str, id: object, peer: str | None = None) -> None:
+        """Tell every listener; ids are turned to text only when there is one."""
+        if self._listeners:
+            event = Event(self._worker, what, str(id), peer)
+            for listener in self._listeners:
+                listener(event)
+
+    @contextmanager
+    def subscribe(self, listener: Callable[[Event], None]) -> Iterator[None]:
+        """Call `listener` with every event inside the block, on the thread where it happens."""
+        self._listeners += (listener,)
+        try:
+            yield
+        finally:
+            self._listeners = tuple(heard for heard in self._listeners if heard is not listener)

@@ -1,0 +1,96 @@
+"""What a user may set, with its defaults; the only reader of the environment.
+
+Every wait in gradwire ends at one of the `Timeouts`. A timeout is a wish in seconds from now; at
+the door it becomes a deadline on the monotonic clock, and no layer below adds its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from urllib.parse import urlparse
+
+from gradwire.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds each kind of wait may take."""
+
+    join: float = 120.0
+    """until every worker has arrived"""
+    connect: float = 10.0
+    """until a peer's listener has answered the handshake"""
+    call: float = 60.0
+    """until a call is answered, unless the call says otherwise"""
+    backward: float = 300.0
+    """until a whole backward pass is over"""
+    shutdown: float = 60.0
+    """until the others have finished too"""
+    stall: float = 15.0
+    """without progress in the middle of a message, before its connection is given up"""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise UsageError(
+                    f"timeout {name}={value!r} is not a positive, finite number of seconds"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes checked before anything is allocated for a peer."""
+
+    head: int = 1 << 26
+    """bytes of a message without its tensors"""
+    payload: int = 1 << 36
+    """bytes of the tensors of one message"""
+    depth: int = 64
+    """containers within containers"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How one worker meets the others and serves them."""
+
+    init_method: str = "env://"
+    """where workers find each other: env://, tcp://host:port or file:///path"""
+    listen: str = "auto"
+    """where peers reach this worker: unix, tcp://host:port, or auto (unix on one machine, else loopback)"""
+    threads: int = 64
+    """user functions that may run at once; those waiting for a nested call do not count"""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which worker of how many this process is, as a launcher says it."""
+
+    rank: int | None
+    world_size: int | None
+
+
+def place_from_environment() -> Place:
+    """RANK and WORLD_SIZE, as torchrun sets them."""
+    return Place(_maybe_int("RANK"), _maybe_int("WORLD_SIZE"))
+
+
+def rendezvous_host(init_method: str) -> str:
+    """The machine where workers meet; empty for a file."""
+    if init_method.startswith("env"):
+        return os.environ.get("MASTER_ADDR", "")
+    return urlparse(init_method).hostname or ""
+
+
+def _maybe_int(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"the environment variable {name}={text!r} is not a number") from None

@@ -1,0 +1,1 @@
+"""User functions and values on other workers."""

@@ -1,0 +1,157 @@
+"""The doors of this layer: begin and end, and run something elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from gradwire.agent.clock import MonotonicClock
+from gradwire.agent.directory import WorkerInfo
+from gradwire.agent.rendezvous import check_name, meet, open_store
+from gradwire.autograd import api as autograd_api
+from gradwire.errors import UsageError
+from gradwire.options import Options, place_from_environment
+from gradwire.rpc.calls import Target
+from gradwire.rpc.futures import Future
+from gradwire.rpc.listening import listen, transports_for
+from gradwire.rpc.registry import name_of
+from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.worker import Exposed, Worker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+To = str | int | WorkerInfo
+
+_log = logging.getLogger("gradwire")
+
+
+def init_rpc(
+    name: str,
+    rank: int | None = None,
+    world_size: int | None = None,
+    options: Options | None = None,
+    *,
+    expose: Exposed = (),
+) -> None:
+    """Make this process a worker, and wait until all `world_size` workers have joined.
+
+    Rank and world size default to the environment variables that torchrun sets. `expose` names the
+    modules, functions and classes that peers may run here besides those of the `__main__` script,
+    those decorated with `@gradwire.expose`, and torch's own operators.
+    """
+    if home_door.maybe_default() is not None:
+        raise UsageError("RPC is already initialized", hint="call shutdown() first")
+    check_name(name)
+    options = options or Options()
+    place = place_from_environment()
+    rank = place.rank if rank is None else rank
+    world_size = place.world_size if world_size is None else world_size
+    if rank is None or world_size is None:
+        raise UsageError(
+            f"init_rpc({name!r}) does not know its rank and world_size",
+            hint="pass both, or set RANK and WORLD_SIZE as torchrun does",
+        )
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is not one of {world_size} workers")
+    store = open_store(options, rank, world_size)
+    transports = transports_for(options)
+    listener = listen(transports, options)
+    try:
+        met = meet(store, name, listener.address, rank, world_size, options, MonotonicClock())
+    except BaseException:
+        listener.close()
+        raise
+    worker = Worker(met.directory, met.job, transports, listener, options, expose, store=met.store)
+    home_door.set_default(worker)
+    autograd_api.door.set_default(worker.engine)
+
+
+def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
+    """Leave. Gracefully: wait until the others leave too and nothing is in flight, by the deadline.
+
+    Names in a log line whom it gave up on.
+    """
+    worker = _default_worker()
+    home_door.set_default(None)
+    autograd_api.door.set_default(None)
+    gave_up = worker.shutdown(graceful=graceful, timeout=timeout)
+    if gave_up:
+        _log.warning("%s shut down without %s", worker.name, ", ".join(gave_up))
+
+
+def get_worker_info(name: To | None = None) -> WorkerInfo:
+    """The name and number of a worker; of this one without an argument."""
+    directory = _here().directory
+    return directory.me if name is None else directory.find(name)
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: Iterable[object] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> T:
+    """Run `func(*args, **kwargs)` on another worker and return what it returned.
+
+    Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
+    is part of the graph.
+    """
+    worker = _here()
+    info = worker.directory.find(to)
+    target = _target(func, args, kwargs)
+    return cast(T, worker.calls.call(info.id, target, worker.deadline(timeout)))
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., T],
+    args: Iterable[object] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Future[T]:
+    """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
+    worker = _here()
+    info = worker.directory.find(to)
+    target = _target(func, args, kwargs)
+    return worker.calls.call_async(info.id, target, worker.deadline(timeout))
+
+
+def remote(
+    to: To,
+    func: Callable[..., T],
+    args: Iterable[object] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> RRef[T]:
+    """Run `func` on another worker and keep the result there; a reference to it, at once.
+
+    What `func` raises is raised by whoever uses the reference.
+    """
+    worker = _here()
+    info = worker.directory.find(to)
+    target = _target(func, args, kwargs)
+    return RRef._of(worker, worker.calls.remote(info.id, target, worker.deadline(timeout)))
+
+
+def _target(
+    func: Callable[..., Any], args: Iterable[object], kwargs: dict[str, Any] | None
+) -> Target:
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    return Target(name_of(func), tuple(args), {} if kwargs is None else dict(kwargs))
+
+
+def _here() -> Worker:
+    return cast(Worker, home_door.find())
+
+
+def _default_worker() -> Worker:
+    worker = home_door.maybe_default()
+    if worker is None:
+        raise UsageError(
+            "RPC has not been initialized. Call init_rpc first.",
+            hint="shutdown() ends what init_rpc() began in this process",
+        )
+    return cast(Worker, worker)

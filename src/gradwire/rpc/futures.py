@@ -1,0 +1,145 @@
+"""What `rpc_async` returns.
+
+A torch Future, so that `torch.futures.wait_all` and `collect_all` take it; but waiting, callbacks and errors are
+ours: exceptions keep their types, callbacks run on a thread of the worker's pool in the
+context of the call (never on one that reads), and it can be awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar, cast, final
+
+import torch
+
+from gradwire.agent.dispatch import Dispatch
+from gradwire.agent.promise import Promise
+from gradwire.autograd.graph import lift_this_thread
+from gradwire.errors import UsageError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@final
+class Landing(Generic[T]):
+    """An outcome that is unpacked once, by whichever thread asks first."""
+
+    def __init__(self, unpack: Callable[[], tuple[T, int]]) -> None:
+        self._unpack: Callable[[], tuple[T, int]] | None = unpack
+        self._lock = threading.Lock()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._depth = 0
+
+    def value(self) -> T:
+        """The value, or its exception raised.
+
+        See Note [The order of waiting], autograd/graph.py: the thread that goes on with the value
+        must make its nodes above the depth it came from.
+        """
+        with self._lock:
+            if self._unpack is not None:
+                try:
+                    self._value, self._depth = self._unpack()
+                except BaseException as error:  # kept, and raised wherever it is waited for
+                    self._error = error
+                self._unpack = None
+        if self._error is not None:
+            raise self._error
+        lift_this_thread(self._depth)
+        return cast(T, self._value)
+
+
+class Future(torch.futures.Future[T]):
+    """A value on its way from another worker."""
+
+    def __init__(self, promise: Promise[Landing[T]], pools: Dispatch) -> None:
+        super().__init__()
+        self._promise = promise
+        self._pools = pools
+        self._scope = contextvars.copy_context()
+        self._grad_enabled = torch.is_grad_enabled()
+        # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
+        # It must not hold the future: that cycle goes through C++ and would never be freed.
+        self._set_unwrap_func(lambda _: promise.wait().value())  # type: ignore[attr-defined]
+        promise.on_settled(
+            lambda landing: pools.service.submit_or_run(lambda: self._complete(landing))
+        )
+
+    def wait(self) -> T:
+        """Block until the value is here, and return it or raise what came instead."""
+        with self._pools.user.waiting():
+            landing = self._promise.wait()
+        return landing.value()
+
+    def value(self) -> T:
+        """The value of a future that is done."""
+        if not self.done():
+            raise UsageError("the future is not done", hint="wait() blocks until it is")
+        return self.wait()
+
+    def done(self) -> bool:
+        """Whether wait() returns at once."""
+        return self._promise.settled
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+        """A future of what `callback(this)` returns, called when this one is done."""
+        _check_callable(callback)
+        following: Promise[Landing[S]] = Promise()
+        future: Future[S] = Future(following, self._pools)
+
+        def run() -> None:
+            landing: Landing[S] = Landing(lambda: (self._in_scope(callback), 0))
+            try:
+                landing.value()
+            except BaseException:  # it is in the landing, for whoever waits
+                pass
+            following.settle(landing)
+
+        self._promise.on_settled(lambda _: self._pools.user.submit_or_run(run))
+        return future
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:  # type: ignore[override]
+        """Call `callback(this)` when it is done."""
+        _check_callable(callback)
+        self.then(callback)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def tell() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def settled(_: Landing[T]) -> None:
+            try:
+                loop.call_soon_threadsafe(tell)
+            except RuntimeError:  # the loop was closed: nobody awaits any more
+                pass
+
+        self._promise.on_settled(settled)
+        yield from done
+        return self.wait()
+
+    def _in_scope(self, callback: Callable[[Future[T]], S]) -> S:
+        """Run a callback where the call was made: its worker, its context, its grad mode."""
+        with torch.set_grad_enabled(self._grad_enabled):
+            return self._scope.copy().run(callback, self)
+
+    def _complete(self, landing: Landing[T]) -> None:
+        """Let C++ know, off the thread that reads: torch runs its own callbacks in here."""
+        try:
+            value: object = landing.value()
+        except BaseException as error:
+            value = error  # the unwrap function raises it
+        super().set_result(value)  # type: ignore[arg-type]
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")

@@ -1,0 +1,31 @@
+"""The warning that a graph was cut, at the user's own line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from gradwire.errors import GraphCutWarning
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+def warn_of_cut(count: int, what: str) -> None:
+    """Say that `count` tensors that require grad crossed with no context to record them."""
+    tensors = "a tensor that requires grad" if count == 1 else f"{count} tensors that require grad"
+    warnings.warn(
+        f"{tensors} crossed in {what} outside of any open context: no gradient will come back\n"
+        "hint: make the call inside `with gradwire.context():`, detach() the tensor, or use no_grad; "
+        "a thread enters the context with contextvars.copy_context().run(...)",
+        GraphCutWarning,
+        stacklevel=_user_level(),
+    )
+
+
+def _user_level() -> int:
+    """How many frames up the user's code is, seen from warn_of_cut."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,49 @@
+"""Where a worker of its own process listens, and by what means it reaches the others."""
+
+from __future__ import annotations
+
+import socket
+
+from gradwire.options import Options, rendezvous_host
+from gradwire.transport.address import Transports
+from gradwire.transport.base import Listener
+from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.unix import UnixTransport
+
+_LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
+
+
+def transports_for(options: Options) -> Transports:
+    """All that can reach another process."""
+    stall, limits = options.timeouts.stall, options.limits
+    return Transports(
+        {
+            "unix": UnixTransport(stall=stall, limits=limits),
+            "tcp": TcpTransport(stall=stall, limits=limits),
+        }
+    )
+
+
+def listen(transports: Transports, options: Options) -> Listener:
+    """Open the listener that `options.listen` asks for.
+
+    Workers that meet on this machine speak over a unix socket. If they meet elsewhere, peers reach us at the
+    address from which this machine would speak to the meeting place.
+    """
+    if options.listen == "unix":
+        return transports.listen("unix://")
+    if options.listen != "auto":
+        return transports.listen(options.listen)
+    host = rendezvous_host(options.init_method)
+    if host in _LOOPBACK:
+        return transports.listen("unix://")
+    return transports.listen(f"tcp://{_address_towards(host)}:0")
+
+
+def _address_towards(host: str) -> str:
+    """Our own address on the route to a host; asking costs no packet."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        found: str = probe.getsockname()[0]
+    return f"[{found}]" if family == socket.AF_INET6 else found

@@ -1,0 +1,98 @@
+"""What workers say to each other about functions and values."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gradwire.autograd.messages import Crossing
+from gradwire.ids import ContextId, ForkId, RefId, WorkerId
+from gradwire.wire.header import TensorHeader
+from gradwire.wire.message import Message
+
+
+class Reference(msgspec.Struct, frozen=True, array_like=True):
+    """A reference that travels in a parcel."""
+
+    ref: RefId
+    owner: WorkerId
+    fork: ForkId
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """A value packed for one peer. The bytes of its tensors are the payload of the message."""
+
+    data: bytes
+    tensors: list[TensorHeader]
+    crossings: list[Crossing]
+    references: list[Reference]
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """Where the result of a call stays instead of coming back. Without a fork the caller owns it."""
+
+    ref: RefId
+    fork: ForkId | None
+
+
+class Call(Message, frozen=True, tag=0x40):
+    """Run a function. `parcel` holds (args, kwargs).
+
+    A function that starts with a dot is a method of the value that the first argument refers to.
+    """
+
+    function: str
+    parcel: Parcel
+    context: ContextId | None
+    grad_enabled: bool
+    inference: bool
+    seconds: float
+    keep: Kept | None = None
+
+
+class Result(Message, frozen=True, tag=0x41):
+    """What the function returned."""
+
+    parcel: Parcel
+
+
+class Fetch(Message, frozen=True, tag=0x42):
+    """Send me the value of this reference; answered by Result."""
+
+    ref: RefId
+    context: ContextId | None
+    seconds: float
+
+
+class Fork(Message, frozen=True, tag=0x43):
+    """I hold this fork of your value: count it. Answered by Counted."""
+
+    ref: RefId
+    fork: ForkId
+
+
+class Counted(Message, frozen=True, tag=0x44):
+    """The owner's verdict on a Fork."""
+
+    verdict: str
+
+
+class Accept(Message, frozen=True, tag=0x45):
+    """The fork you made for me needs yours no longer."""
+
+    fork: ForkId
+
+
+class Drop(Message, frozen=True, tag=0x46):
+    """I hold this fork no longer."""
+
+    ref: RefId
+    fork: ForkId
+
+
+class BackwardFrom(Message, frozen=True, tag=0x47):
+    """Run `backward(context, [value])` where the value lives."""
+
+    ref: RefId
+    context: ContextId
+    retain_graph: bool
+    seconds: float

@@ -1,0 +1,93 @@
+"""Values on their way to one peer, with all that hangs on them.
+
+Packing does four things that stand or fall together: the codec turns the value into data, its
+tensors into frames, its references into counted forks, and the crossings of its graph into edges.
+Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+
+from gradwire.autograd.engine import Engine
+from gradwire.autograd.messages import Crossing
+from gradwire.errors import BadMessage
+from gradwire.ids import ContextId, WorkerId
+from gradwire.rpc.graph_cut import warn_of_cut
+from gradwire.rpc.messages import Parcel
+from gradwire.rpc.payload import Codec
+from gradwire.rpc.refs import Refs
+from gradwire.wire.frame import Buffer
+from gradwire.wire.tensor import decode_tensors, encode_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A parcel ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
+
+    parcel: Parcel
+    payload: Sequence[Buffer]
+    context: ContextId | None
+
+
+class Unpacked(NamedTuple):
+    """A value that arrived; `depth` is that of the deepest edge it came by."""
+
+    value: Any
+    depth: int
+
+
+@final
+class Parcels:
+    """Packs and unpacks for one worker."""
+
+    def __init__(self, codec: Codec, engine: Engine, refs: Refs) -> None:
+        self._codec, self._engine, self._refs = codec, engine, refs
+
+    def pack(self, value: object, *, to: WorkerId, context: ContextId | None, place: str) -> Packed:
+        """Make a value ready to leave for `to`; raises CannotTravel."""
+        with self._refs.packing(to) as references:
+            packed = self._codec.pack(value, place)
+            headers, payload = encode_tensors(packed.tensors)
+            crossings: list[Crossing] = []
+            if context is not None:
+                crossings = self._engine.attach_send(context, to, packed.tensors)
+        return Packed(Parcel(packed.data, headers, crossings, references), payload, context)
+
+    def undo(self, packed: Packed) -> None:
+        """It did not leave."""
+        self._refs.pack_undone(packed.parcel.references)
+        if packed.context is not None:
+            self._engine.withdraw(packed.context, packed.parcel.crossings)
+
+    def unpack(
+        self,
+        parcel: Parcel,
+        payload: memoryview | None,
+        *,
+        source: WorkerId,
+        context: ContextId | None,
+    ) -> Unpacked:
+        """The value, its references held and its graph attached."""
+        with self._refs.unpacking(parcel.references):
+            tensors = decode_tensors(parcel.tensors, payload)
+            if parcel.crossings:
+                if context is None:
+                    raise BadMessage("a message outside of any context came with edges")
+                self._engine.attach_recv(context, source, parcel.crossings, tensors)
+            value = self._codec.unpack(parcel.data, tensors)
+        return Unpacked(value, max((crossing.depth for crossing in parcel.crossings), default=0))
+
+
+def warn_if_cut(parcel: Parcel, what: str) -> None:
+    """Tell the user if tensors that require grad are in the parcel and no edge records them."""
+    if not torch.is_grad_enabled():
+        return
+    recorded = {place for crossing in parcel.crossings for place in crossing.tensors}
+    cut = sum(h.requires_grad and n not in recorded for n, h in enumerate(parcel.tensors))
+    if cut:
+        warn_of_cut(cut, what)

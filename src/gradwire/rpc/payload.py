@@ -1,0 +1,144 @@
+"""Python values to bytes and a list of tensors, and back. Data only: no pickle.
+
+Msgpack alone would turn tuples into lists, subclasses into their bases and big integers into
+errors: our own walk (walk.py) first makes a skeleton in which every value that is not plain has a
+tag, and msgpack only writes that down. Unpacking constructs exposed dataclasses, namedtuples and
+enums, and runs no other code of a user's but the __hash__ and __eq__ of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, final
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from gradwire.errors import BadMessage, CannotTravel, GradwireError
+from gradwire.options import Limits
+from gradwire.rpc import arrays, kinds, named
+from gradwire.rpc.tags import END_OF_TAGS, FIRST_EXTENSION
+from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, spoken
+
+__all__ = ["Codec", "Names", "Packed"]
+
+T = TypeVar("T")
+
+_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
+
+
+class Packed(NamedTuple):
+    """A value as data, and the tensors it names; their bytes travel beside it."""
+
+    data: bytes
+    tensors: list[Tensor]
+
+
+@final
+class Codec:
+    """What travels between workers as arguments and results, and how.
+
+    May be used by many threads at once.
+    """
+
+    def __init__(self, names: Names, limits: Limits) -> None:
+        self._names, self._limits = names, limits
+        self._packers: dict[type, Packer] = {**kinds.PACKERS, **arrays.PACKERS, **named.PACKERS}
+        self._unpackers: dict[int, Unpacker] = {
+            **kinds.UNPACKERS,
+            **arrays.UNPACKERS,
+            **named.UNPACKERS,
+        }
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode: Callable[[bytes | memoryview], object] = msgspec.msgpack.Decoder().decode
+
+    def extend(
+        self,
+        kind: type[T],
+        tag: int,
+        pack: Callable[[T], object],
+        unpack: Callable[[Any], object],
+    ) -> None:
+        """Let values of exactly this type travel as what `pack` makes of them.
+
+        That must be plain: None, numbers, text, bytes, lists of these. A peer may send anything
+        plain in its place, and `unpack` has to check it.
+        """
+        assert FIRST_EXTENSION <= tag < END_OF_TAGS, f"tag {tag} is not for extensions"
+        assert tag not in self._unpackers, f"tag {tag} is taken"
+
+        def unpack_node(_walk: Unpacking, node: Node) -> object:
+            _, data = node
+            return unpack(data)
+
+        self._packers[kind] = lambda _, value: [tag, pack(value)]
+        self._unpackers[tag] = unpack_node
+
+    def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
+        """The value as data; raises CannotTravel, which says where in `place` the culprit sits.
+
+        `place` is what errors call the value or, for a tuple, each of its elements.
+
+        hot: every argument and result
+        """
+        walk = Packing(self._packers, self._learn, self._names, self._limits.depth)
+        try:
+            data = self._encode(walk.node(value))
+        except CannotTravel as refusal:
+            raise _placed(refusal, place) from None
+        except RecursionError:
+            raise CannotTravel("containers are nested deeper than Python's stack") from None
+        if len(data) > self._limits.head:
+            raise CannotTravel(
+                f"{len(data)} bytes besides tensors are over the limit of {self._limits.head}",
+                hint="send them as a tensor or a numpy array, or raise Limits.head",
+            )
+        return Packed(data, walk.tensors)
+
+    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed; raises BadMessage, or NotExposed for a name unknown here.
+
+        hot: every argument and result
+        """
+        walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
+        try:
+            value = walk.value(self._decode(data))
+        except GradwireError:
+            raise
+        except Exception as error:
+            # Whatever a peer's bytes lead to, in a constructor or a __hash__, is the peer's.
+            raise BadMessage(
+                f"a packed value is malformed: {type(error).__name__}: {error}"
+            ) from error
+        walk.done()
+        return value
+
+    def _learn(self, kind: type) -> Packer:
+        packer = named.maybe_packer(kind)
+        if packer is None:
+            raise _refusal(kind)
+        self._packers[kind] = packer
+        return packer
+
+
+def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel:
+    if isinstance(place, str):
+        return refusal.inside(place)
+    for index, name in enumerate(place):
+        step = f"[{index}]"
+        if refusal.place.startswith(step):
+            rest = refusal.place.removeprefix(step)
+            return CannotTravel(refusal.message, place=name + rest, hint=refusal.hint)
+    return refusal
+
+
+def _refusal(kind: type) -> CannotTravel:
+    base = next((base for base in _BASES if issubclass(kind, base)), None)
+    return CannotTravel(
+        f"a value of type {spoken(kind)} does not travel",
+        hint="send its parts, or a reference to it; a dataclass, namedtuple or enum travels once "
+        "it is exposed with @gradwire.expose"
+        if base is None
+        else f"send it as a plain {base.__name__}",
+    )

@@ -1,0 +1,366 @@
+"""References of one worker: the driver of the counting in refs_state.py.
+
+Values that live here are kept under their ids, each in a promise, as a reference may be used before its value is
+made. Messages to other workers leave from the service threads: a reference may end anywhere, also in
+the middle of a garbage collection that interrupted code holding our lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, assert_never, final
+
+from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.messages import Done
+from gradwire.agent.promise import Promise
+from gradwire.errors import BadMessage, CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.ids import ForkId, RefId, WorkerId
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
+from gradwire.rpc.refs_state import (
+    Action,
+    Broken,
+    Confirmed,
+    Forget,
+    Hold,
+    RefStatistics,
+    RefTable,
+    SendAccept,
+    SendDrop,
+    SendFork,
+    Verdict,
+)
+from gradwire.wire.message import Message
+
+_CONTROL_SECONDS = 30.0
+_ASK_AGAIN_SECONDS = 0.05
+
+
+class Value(NamedTuple):
+    """What a reference points to."""
+
+    value: object
+
+
+class Raised(NamedTuple):
+    """What the function that should have made the value raised instead."""
+
+    error: BaseException
+
+
+Content = Value | Raised
+Made = Callable[[Hold], object]
+"""Makes the public object for a hold: an RRef, which refs knows nothing of."""
+
+
+@final
+class Refs:
+    """See the top of this file."""
+
+    def __init__(self, agent: Agent) -> None:
+        me = agent.directory.me
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._table = RefTable(me.id)
+        self._values: dict[RefId, Promise[Content]] = {}
+        self._local = threading.local()
+        self._ended: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
+        self._janitor: threading.Thread | None = None
+        self._ask_again: list[tuple[float, Action]] = []
+        self.make: Made
+        agent.handle(Fork, self._serve_fork, Lane.SERVICE)
+        agent.handle(Accept, self._serve_accept, Lane.SERVICE)
+        agent.handle(Drop, self._serve_drop, Lane.SERVICE)
+        agent.kinds.add(Counted)
+        agent.on_peer_lost(self._peer_lost)
+        agent.timer.watch(self._expire)
+
+    # -- values of this worker
+
+    def keep_here(self, content: Content | None = None) -> Hold:
+        """A new value of this worker's own; made later if there is no content yet."""
+        with self._lock:
+            hold = self._table.create(self._agent.directory.me.id)
+            promise = self._values[hold.ref] = Promise()
+        if content is not None:
+            promise.settle(content)
+        return hold
+
+    def keep_elsewhere(self, owner: WorkerId) -> Hold:
+        """A new value that a call is about to make on another worker."""
+        with self._lock:
+            return self._table.create(owner)
+
+    def content(self, ref: RefId) -> Promise[Content]:
+        """The value of a reference that this worker owns. It may be used before it is made."""
+        with self._lock:
+            return self._values.setdefault(ref, Promise())
+
+    def value_here(self, hold: Hold, deadline: float) -> object:
+        """The value of one of our own references, when it is made; raises what its function raised."""
+        me, agent = self._agent.directory.me, self._agent
+        if hold.fork is not None:
+            owner = agent.directory.name(hold.owner)
+            raise UsageError(
+                f"For {hold.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
+                hint="to_here() fetches a copy of the value",
+            )
+        try:
+            with agent.dispatch.user.waiting():
+                content = self.content(hold.ref).wait(deadline - agent.clock.now())
+        except TimeoutError:
+            raise CallTimeout(
+                f"the value of {hold.ref} was not made on {me.name} in time"
+            ) from None
+        if isinstance(content, Raised):
+            raise content.error
+        return content.value
+
+    # -- a creating call
+
+    def creation_arrived(self, ref: RefId, fork: ForkId) -> None:
+        """A call has come whose result stays here."""
+        with self._lock:
+            self._values.setdefault(ref, Promise())
+            actions = self._table.creation_arrived(ref, fork)
+        self._perform(actions)
+
+    def creation_undone(self, hold: Hold) -> None:
+        """The creating call did not leave."""
+        if hold.fork is None:
+            self.ended(hold)
+            return
+        with self._lock:
+            self._table.creation_undone(hold.fork)
+
+    def creation_ended(self, fork: ForkId, outcome: Outcome) -> None:
+        """The creating call was answered, or given up."""
+        with self._lock:
+            if isinstance(outcome, CallTimeout):
+                actions = self._table.creation_timed_out(fork)
+            else:
+                actions = self._table.creation_answered(fork)
+        self._perform(actions)
+
+    # -- references on their way
+
+    @contextmanager
+    def packing(self, to: WorkerId) -> Iterator[list[Reference]]:
+        """Inside the block `pack` adds to this list; if it raises, all of them are taken back."""
+        packed: list[Reference] = []
+        self._local.packing = to, packed
+        try:
+            yield packed
+        except BaseException:
+            self.pack_undone(packed)
+            raise
+        finally:
+            del self._local.packing
+
+    def pack(self, hold: Hold) -> int:
+        """A reference is part of the value being packed; its place in the list."""
+        to, packed = self._local.packing
+        with self._lock:
+            fork = self._table.pack(hold, to)
+        packed.append(Reference(hold.ref, hold.owner, fork))
+        return len(packed) - 1
+
+    def pack_undone(self, references: Sequence[Reference]) -> None:
+        """What was packed did not leave."""
+        me = self._agent.directory.me.id
+        actions: list[Action] = []
+        with self._lock:
+            for made in references:
+                hold = Hold(made.ref, made.owner, None if made.owner == me else made.fork)
+                actions += self._table.pack_undone(hold, made.fork)
+        self._perform(actions)
+
+    @contextmanager
+    def unpacking(self, references: Sequence[Reference]) -> Iterator[None]:
+        """Inside the block `unpacked` gives these; one that nobody asks for ends with it."""
+        self._local.unpacking = [self.make(hold) for hold in self.arrived(references)]
+        try:
+            yield
+        finally:
+            del self._local.unpacking
+
+    def unpacked(self, place: object) -> object:
+        """The reference at this place of the list, in the value being unpacked."""
+        came: list[object] = self._local.unpacking
+        if not isinstance(place, int) or not 0 <= place < len(came):
+            raise BadMessage(f"a message names its reference {place!r} of {len(came)}")
+        return came[place]
+
+    def arrived(self, references: Sequence[Reference]) -> list[Hold]:
+        """References came with a message; every one of them, even if the message is then refused."""
+        holds: list[Hold] = []
+        actions: list[Action] = []
+        with self._lock:
+            for came in references:
+                hold, more = self._table.arrived(came.ref, came.owner, came.fork)
+                holds.append(hold)
+                actions += more
+        self._perform(actions)
+        return holds
+
+    def release(self, references: Sequence[Reference]) -> None:
+        """References came with a message that nobody wants any more."""
+        for hold in self.arrived(references):
+            self.ended(hold)
+
+    # -- the end of references
+
+    def watch(self, rref: object, hold: Hold) -> None:
+        """When this object dies, the hold ends."""
+        with self._lock:
+            if self._janitor is None:
+                name = f"gradwire {self._agent.directory.me.name} refs"
+                self._janitor = threading.Thread(target=self._clean, name=name, daemon=True)
+                self._janitor.start()
+        # SimpleQueue.put may be called from a finalizer: it takes no lock that its thread could hold.
+        weakref.finalize(rref, self._ended.put, hold).atexit = False
+
+    def ended(self, hold: Hold) -> None:
+        """A hold is over."""
+        with self._lock:
+            actions = self._table.hold_ended(hold)
+        self._perform(actions)
+
+    def is_confirmed(self, hold: Hold) -> bool:
+        """Whether the owner has counted it."""
+        with self._lock:
+            return hold.fork is None or self._table.is_confirmed(hold.fork)
+
+    def abandon(self) -> None:
+        """End every hold on values of others: this worker leaves."""
+        with self._lock:
+            actions = self._table.abandon()
+        self._perform(actions)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is still to be confirmed."""
+        with self._lock:
+            return self._table.pending() or not self._ended.empty()
+
+    def leaks(self) -> list[str]:
+        """The forks of our values that others still hold, for people."""
+        with self._lock:
+            leaks = self._table.leaks()
+        return [f"{ref} as {fork} on {self._agent.directory.name(w)}" for ref, fork, w in leaks]
+
+    def statistics(self) -> RefStatistics:
+        """How much is remembered."""
+        with self._lock:
+            return self._table.statistics()
+
+    def close(self) -> None:
+        """Stop the janitor."""
+        self._ended.put(None)
+        if self._janitor is not None and self._janitor is not threading.current_thread():
+            self._janitor.join()
+
+    def _clean(self) -> None:
+        while (hold := self._ended.get()) is not None:
+            self.ended(hold)
+
+    # -- what other workers say
+
+    def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
+        with self._lock:
+            verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
+        self._answer(source, Counted(verdict.value))
+
+    def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
+        with self._lock:
+            actions = self._table.accept_arrived(message.fork)
+        self._answer(source, Done())
+        self._perform(actions)
+
+    def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
+        with self._lock:
+            actions = self._table.drop_arrived(message.ref, message.fork)
+        self._answer(source, Done())
+        self._perform(actions)
+
+    def _answer(self, source: Source, message: Message) -> None:
+        self._agent.answer(source, message, deadline=self._agent.clock.now() + _CONTROL_SECONDS)
+
+    def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
+        with self._lock:
+            actions = self._table.peer_lost(worker)
+        self._perform(actions)
+
+    # -- performing
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendFork() | SendAccept() | SendDrop():
+                    self._agent.dispatch.service.submit(partial(self._send, action))
+                case Forget(ref):
+                    with self._lock:
+                        forgotten = self._values.pop(ref, None)
+                    del forgotten  # outside the lock: it may be the end of other references
+                case Confirmed() | Broken():
+                    pass  # the table knows; whoever uses the reference is told by its owner's loss
+                case _:
+                    assert_never(action)
+
+    def _send(self, action: SendFork | SendAccept | SendDrop) -> None:
+        message: Message
+        match action:
+            case SendFork(ref, fork, _):
+                message = Fork(ref, fork)
+            case SendAccept(fork, _):
+                message = Accept(fork)
+            case SendDrop(ref, fork, _):
+                message = Drop(ref, fork)
+        limit = self._agent.clock.now() + _CONTROL_SECONDS
+        try:
+            _, answer = self._agent.request(action.to, message, deadline=limit, what=str(message))
+        except GradwireError:  # lost or leaving; peer_lost settles what depends on it
+            return
+        answer.on_settled(partial(self._heard, action))
+
+    def _heard(self, action: SendFork | SendAccept | SendDrop, outcome: Outcome) -> None:
+        if isinstance(outcome, CallTimeout):
+            self._again(action, _CONTROL_SECONDS)
+            return
+        if not isinstance(outcome, Answer):
+            return
+        actions: list[Action] = []
+        again = False
+        with self._lock:
+            match action, outcome.message:
+                case SendFork(), Counted(verdict) if verdict == Verdict.NOT_YET.value:
+                    again = True
+                case SendFork(), Counted(verdict):
+                    actions = self._table.fork_answered(action.fork, Verdict(verdict))
+                case SendAccept(), _:
+                    self._table.accept_acknowledged(action.fork)
+                case SendDrop(), _:
+                    self._table.drop_acknowledged(action.fork)
+                case SendFork(), _:
+                    pass  # not an answer to this; we ask again when the peer is found lost
+        self._perform(actions)
+        if again:
+            self._again(action, _ASK_AGAIN_SECONDS)
+
+    def _again(self, action: Action, seconds: float) -> None:
+        with self._lock:
+            self._ask_again.append((self._agent.clock.now() + seconds, action))
+        self._agent.timer.need(self._agent.clock.now() + seconds)
+
+    def _expire(self, now: float) -> float | None:
+        with self._lock:
+            due = [action for when, action in self._ask_again if when <= now]
+            self._ask_again = [entry for entry in self._ask_again if entry[0] > now]
+            following = min((when for when, _ in self._ask_again), default=None)
+        self._perform(due)
+        return following

@@ -1,0 +1,516 @@
+"""Who may forget a value: the references of one worker, counted by fork.
+
+Rules of this file:
+  1. Pure. No torch, no threads, no clock: it never sees a value, only ids.
+  2. Inputs are methods, outputs are actions. Whoever owns the table performs them, in order.
+  3. It does not resend. `unacknowledged()` says what to send again, whenever someone wants to.
+
+A value lives on its *owner*. A *hold* is one RRef object; its end is reported once. Holds on the
+owner are a plain count. Every hold elsewhere is one *fork* with an id of its own, even if a worker
+already holds the same value: forks are never shared, so each is born, counted and dropped once.
+
+    SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
+    SendAccept   holder -> maker    "the fork you made for me needs you no longer"
+    SendDrop     holder -> owner    "I hold this fork no longer"
+
+All three may be lost, repeated, late and overtaken. The calls and answers that carry references
+come at most once, may be late, and are lost only together with a peer. Why nothing is forgotten
+too early or kept for ever:
+
+  * A fork is released only when counted, its hold has ended, and every fork made from it is
+    accepted. So whoever waits to be counted has a maker whose own fork keeps the value there.
+  * A Drop is only sent once the owner has counted the fork, so it never overtakes the counting.
+  * A repeated Fork must not count again what was dropped: a fork that asked is remembered as long
+    as its value. Forks that the owner made itself never ask, and leave nothing behind.
+
+Note [A fork may come before its value]
+The creator may pass on a reference whose creating call is still on its way, so a Fork, or the
+reference itself, can reach the owner first. A Fork is then answered NOT_YET and asked again; it
+cannot be counted in advance, as it looks the same as a late copy about a value long forgotten. A
+reference comes once, so its value is awaited. Others than the creator may pass on only what is
+counted: then an unknown value in a fork of theirs is a forgotten one, and the answer is NEVER.
+
+Note [A creation that timed out is asked about]
+Its call may still be on the way. A Drop at once would be ignored by an owner that knows no such
+value, and the late call would then count a fork that nobody drops. So the creator asks like any
+other holder, and drops once it is counted.
+
+What the file relies on: the owner reports `creation_arrived` for every creating call, even one it
+then refuses; a receiver reports `arrived` for every reference of a call, even one it then refuses;
+peers are reported lost also to workers that only heard of them (a NOT_YET names whom to watch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import final
+
+from gradwire.errors import BadMessage, PeerLost, UsageError
+from gradwire.ids import ForkId, RefId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One RRef object of this worker; without a fork on the owner itself."""
+
+    ref: RefId
+    owner: WorkerId
+    fork: ForkId | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendFork:
+    """Ask the owner to count our fork."""
+
+    ref: RefId
+    fork: ForkId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SendAccept:
+    """Tell the maker of our fork that its own may go."""
+
+    fork: ForkId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrop:
+    """Tell the owner that our fork is gone."""
+
+    ref: RefId
+    fork: ForkId
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The owner has counted a fork that had to wait for it; never said of forks the owner made."""
+
+    ref: RefId
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The value will not be had: its owner, or the worker it came through too early, was lost."""
+
+    ref: RefId
+    fork: ForkId | None
+    lost: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nobody holds the value of this worker: delete it, or discard it if it is still being made."""
+
+    ref: RefId
+
+
+Action = SendFork | SendAccept | SendDrop | Confirmed | Broken | Forget
+
+
+class Verdict(Enum):
+    """How an owner answers a Fork."""
+
+    COUNTED = "counted"
+    NOT_YET = "not yet"  # ask again; the owner should watch the fork's maker
+    NEVER = "never"  # its maker was lost, and the value with it
+
+
+@dataclass(frozen=True, slots=True)
+class RefStatistics:
+    """What a table remembers, in numbers; all are 0 when nothing is held anywhere."""
+
+    owned: int
+    """values that live here"""
+    forks: int
+    """forks of them that others hold"""
+    tombstones: int
+    """forks of them that were dropped and must not be counted again"""
+    held: int
+    """forks that this worker holds"""
+    pending_users: int
+    """of those, the ones not counted yet"""
+    pending_children: int
+    """forks made here for others and not accepted yet"""
+    unacknowledged: int
+    """accepts and drops on their way"""
+
+
+@dataclass(slots=True)
+class _Value:
+    """A value owned here. `asked` outlives `forks`: the difference are the tombstones."""
+
+    holds: int = 0
+    forks: dict[ForkId, WorkerId] = field(default_factory=dict)
+    asked: set[ForkId] = field(default_factory=set)
+    awaited: bool = False
+    lost: WorkerId | None = None
+
+
+class _Stage(Enum):
+    CREATING = "creating"
+    ASKING = "asking"
+    COUNTED = "counted"
+    BROKEN = "broken"
+
+
+_WAITING = (_Stage.CREATING, _Stage.ASKING)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A fork held here, until it is dropped. `children` were made from it and still need it."""
+
+    ref: RefId
+    fork: ForkId
+    owner: WorkerId
+    stage: _Stage
+    alive: bool = True
+    children: set[ForkId] = field(default_factory=set)
+    lost: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    parent: ForkId
+    to: WorkerId
+
+
+@final
+class RefTable:
+    """The references of one worker.
+
+    Ids start at `first`; a worker that comes back under the same number must start above all ids
+    of its earlier lives.
+    """
+
+    def __init__(self, me: WorkerId, *, first: int = 0) -> None:
+        self._me = me
+        self._next = first
+        self._values: dict[RefId, _Value] = {}
+        self._held: dict[ForkId, _Held] = {}
+        self._children: dict[ForkId, _Child] = {}
+        self._accepts: dict[ForkId, SendAccept] = {}
+        self._drops: dict[ForkId, SendDrop] = {}
+        self._lost: set[WorkerId] = set()
+
+    def __repr__(self) -> str:
+        return f"<RefTable of w{self._me}: {self.statistics()}>"
+
+    # Making, passing and ending holds.
+
+    def create(self, owner: WorkerId) -> Hold:
+        """A new value: here at once, on another worker when the creating call arrives there."""
+        ref = RefId(self._me, self._number())
+        if owner == self._me:
+            self._values[ref] = _Value(holds=1)
+            return Hold(ref, owner, None)
+        fork = ForkId(self._me, self._number())
+        self._held[fork] = _Held(ref, fork, owner, _Stage.CREATING)
+        return Hold(ref, owner, fork)
+
+    def pack(self, hold: Hold, to: WorkerId) -> ForkId:
+        """A new fork, about to travel to `to` with the hold's ref and owner."""
+        child = ForkId(self._me, self._number())
+        if hold.fork is None:
+            self._passable_value(hold.ref).forks[child] = to
+        else:
+            self._passable_fork(hold.ref, hold.fork).children.add(child)
+            self._children[child] = _Child(hold.fork, to)
+        return child
+
+    def pack_undone(self, hold: Hold, child: ForkId) -> list[Action]:
+        """What was packed has certainly not left."""
+        if hold.fork is None:
+            return self.drop_arrived(hold.ref, child)
+        return self._child_settled(child)
+
+    def arrived(self, ref: RefId, owner: WorkerId, fork: ForkId) -> tuple[Hold, list[Action]]:
+        """A reference came with a call or an answer of the worker that made the fork."""
+        if owner == self._me:
+            return Hold(ref, owner, None), self._came_home(ref, fork)
+        stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
+        held = self._held[fork] = _Held(ref, fork, owner, stage)
+        return Hold(ref, owner, fork), self._first_actions(held)
+
+    def hold_ended(self, hold: Hold) -> list[Action]:
+        """The RRef object is gone; to be reported once."""
+        if hold.fork is None:
+            value = self._values[hold.ref]
+            assert value.holds > 0, f"a hold on {hold.ref} ended twice"
+            value.holds -= 1
+            return self._maybe_forget(hold.ref)
+        held = self._held.get(hold.fork)
+        return [] if held is None else self._ended(held)
+
+    def abandon(self) -> list[Action]:
+        """End all holds on values of others, as at shutdown; what still waits is dropped later."""
+        return [action for held in list(self._held.values()) for action in self._ended(held)]
+
+    # What became of a creating call.
+
+    def creation_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
+        """The creating call reached us, the owner; its creator holds the fork."""
+        value = self._values.setdefault(ref, _Value())
+        value.awaited = False
+        # Whoever asked was counted then, and may have dropped it since.
+        if fork not in value.asked and fork.worker not in self._lost:
+            value.forks[fork] = fork.worker
+        return self._maybe_forget(ref)
+
+    def creation_answered(self, fork: ForkId) -> list[Action]:
+        """The owner answered the creating call, so it has counted the fork or never will."""
+        held = self._held.get(fork)
+        if held is None or held.stage is not _Stage.CREATING:
+            return []
+        return self._counted(held)
+
+    def creation_timed_out(self, fork: ForkId) -> list[Action]:
+        """Nobody waits for the answer any more."""
+        # See Note [A creation that timed out is asked about].
+        held = self._held.get(fork)
+        if held is None or held.stage is not _Stage.CREATING:
+            return []
+        held.stage = _Stage.ASKING
+        return [SendFork(held.ref, fork, held.owner)]
+
+    def creation_undone(self, fork: ForkId) -> None:
+        """The creating call has certainly not left."""
+        held = self._held.pop(fork, None)
+        assert held is None or not held.children, f"{fork} was passed on before it was sent for"
+
+    # What other workers say.
+
+    def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId) -> Verdict:
+        """A holder asks us, the owner, to count its fork; it gets the verdict as the answer."""
+        if holder in self._lost:
+            return Verdict.NEVER
+        value = self._values.get(ref)
+        if value is None:
+            return self._verdict_on_unknown(ref, fork)
+        if fork not in value.asked:
+            value.asked.add(fork)
+            value.forks[fork] = holder
+        return Verdict.COUNTED
+
+    def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
+        """The owner answered our Fork."""
+        held = self._held.get(fork)
+        if held is None or held.stage is not _Stage.ASKING or verdict is Verdict.NOT_YET:
+            return []
+        return self._counted(held) if verdict is Verdict.COUNTED else self._broke(held, fork.worker)
+
+    def accept_arrived(self, fork: ForkId) -> list[Action]:
+        """The holder of a fork that we made no longer needs ours."""
+        return self._child_settled(fork)
+
+    def accept_acknowledged(self, fork: ForkId) -> None:
+        """Our Accept was heard."""
+        self._accepts.pop(fork, None)
+
+    def drop_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
+        """A fork of our value is no longer held; news of what we do not know is old news."""
+        value = self._values.get(ref)
+        if value is None or value.forks.pop(fork, None) is None:
+            return []
+        return self._maybe_forget(ref)
+
+    def drop_acknowledged(self, fork: ForkId) -> None:
+        """Our Drop was heard."""
+        self._drops.pop(fork, None)
+
+    def peer_lost(self, worker: WorkerId) -> list[Action]:
+        """A peer is gone, with what it held, what it owned, and what was on its way to it."""
+        self._lost.add(worker)
+        self._accepts = {fork: send for fork, send in self._accepts.items() if send.to != worker}
+        self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
+        actions: list[Action] = []
+        for ref in list(self._values):
+            actions += self._holder_lost(ref, worker)
+        for held in list(self._held.values()):
+            if held.owner == worker:
+                actions += self._broke(held, worker)
+        for child in [child for child, made in self._children.items() if made.to == worker]:
+            actions += self._child_settled(child)
+        return actions
+
+    def peer_joined(self, worker: WorkerId) -> None:
+        """A lost peer's number is in use again; nothing of its old life may be reported."""
+        self._lost.discard(worker)
+
+    # What is asked of the table.
+
+    def is_confirmed(self, fork: ForkId) -> bool:
+        """Whether the owner has counted a fork that we hold."""
+        held = self._held.get(fork)
+        return held is not None and held.stage is _Stage.COUNTED
+
+    def pending(self) -> bool:
+        """Whether a graceful shutdown should still wait for others."""
+        waiting = any(held.stage in _WAITING for held in self._held.values())
+        return waiting or bool(self._children or self._accepts or self._drops)
+
+    def unacknowledged(self) -> list[Action]:
+        """All that was sent and not heard: send it again."""
+        forks = [
+            SendFork(held.ref, held.fork, held.owner)
+            for held in self._held.values()
+            if held.stage is _Stage.ASKING
+        ]
+        return [*forks, *self._accepts.values(), *self._drops.values()]
+
+    def leaks(self) -> list[tuple[RefId, ForkId, WorkerId]]:
+        """The forks of our values that others still hold, and who."""
+        return [
+            (ref, fork, holder)
+            for ref, value in self._values.items()
+            for fork, holder in value.forks.items()
+        ]
+
+    def statistics(self) -> RefStatistics:
+        """How much is remembered."""
+        values, held = self._values.values(), self._held.values()
+        return RefStatistics(
+            owned=len(values),
+            forks=sum(len(value.forks) for value in values),
+            tombstones=sum(len(value.asked - value.forks.keys()) for value in values),
+            held=len(held),
+            pending_users=sum(fork.stage in _WAITING for fork in held),
+            pending_children=len(self._children),
+            unacknowledged=len(self._accepts) + len(self._drops),
+        )
+
+    # The owner's part.
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _passable_value(self, ref: RefId) -> _Value:
+        value = self._values.get(ref)
+        assert value is not None, f"{ref} is passed on without a hold on it"
+        if value.lost is not None:
+            raise PeerLost(f"{ref} cannot be passed on: w{value.lost} was lost before creating it")
+        return value
+
+    def _came_home(self, ref: RefId, fork: ForkId) -> list[Action]:
+        value = self._values.get(ref)
+        actions: list[Action] = []
+        if value is None:
+            value = self._values[ref] = self._value_before_creation(ref, fork)
+            if value.lost is not None:
+                actions.append(Broken(ref, None, value.lost))
+        value.holds += 1
+        value.forks.pop(fork, None)  # there if we passed it to ourselves
+        return actions + self._accept(fork)
+
+    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _Value:
+        # See Note [A fork may come before its value].
+        if fork.worker in self._lost:
+            return _Value(lost=fork.worker)
+        if fork.worker == ref.worker:
+            return _Value(awaited=True)
+        raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
+
+    def _verdict_on_unknown(self, ref: RefId, fork: ForkId) -> Verdict:
+        # See Note [A fork may come before its value].
+        may_come = fork.worker == ref.worker and fork.worker not in self._lost
+        return Verdict.NOT_YET if may_come else Verdict.NEVER
+
+    def _holder_lost(self, ref: RefId, worker: WorkerId) -> list[Action]:
+        value = self._values[ref]
+        value.forks = {fork: holder for fork, holder in value.forks.items() if holder != worker}
+        if not (value.awaited and ref.worker == worker):
+            return self._maybe_forget(ref)
+        value.awaited = False
+        value.lost = worker
+        broken: list[Action] = [Broken(ref, None, worker)] if value.holds else []
+        return broken + self._maybe_forget(ref)
+
+    def _maybe_forget(self, ref: RefId) -> list[Action]:
+        # Kept while awaited though nobody holds it: tombstones must last until the call comes.
+        value = self._values[ref]
+        if value.holds or value.forks or value.awaited:
+            return []
+        del self._values[ref]
+        return [Forget(ref)]
+
+    # The holder's part.
+
+    def _passable_fork(self, ref: RefId, fork: ForkId) -> _Held:
+        held = self._held.get(fork)
+        if held is None or not held.alive:
+            raise UsageError(
+                f"{ref} was dropped by w{self._me} and cannot be passed on",
+                hint="pass references on before shutdown()",
+            )
+        if held.lost is not None:
+            raise PeerLost(f"{ref} cannot be passed on: w{held.lost} was lost")
+        if held.stage is _Stage.ASKING:
+            raise UsageError(
+                f"{ref} cannot be passed on before w{held.owner} has counted {fork}",
+                hint="wait until confirmed_by_owner() is true",
+            )
+        return held
+
+    def _first_actions(self, held: _Held) -> list[Action]:
+        if held.owner in self._lost:
+            return self._broke(held, held.owner)
+        if held.stage is _Stage.COUNTED:
+            return []
+        return [SendFork(held.ref, held.fork, held.owner)]
+
+    def _counted(self, held: _Held) -> list[Action]:
+        held.stage = _Stage.COUNTED
+        confirmed: list[Action] = [Confirmed(held.ref, held.fork)] if held.alive else []
+        return confirmed + self._accept(held.fork) + self._maybe_drop(held)
+
+    def _broke(self, held: _Held, lost: WorkerId) -> list[Action]:
+        if held.stage is _Stage.BROKEN:
+            return []
+        # The maker may not know of the loss, and waits for us.
+        accepted = self._accept(held.fork) if held.stage is _Stage.ASKING else []
+        for child in held.children:
+            del self._children[child]
+        held.children.clear()
+        held.stage = _Stage.BROKEN
+        held.lost = lost
+        if held.alive:
+            return [Broken(held.ref, held.fork, lost), *accepted]
+        del self._held[held.fork]
+        return accepted
+
+    def _ended(self, held: _Held) -> list[Action]:
+        held.alive = False
+        if held.stage is _Stage.BROKEN:
+            del self._held[held.fork]
+            return []
+        return self._maybe_drop(held)
+
+    def _maybe_drop(self, held: _Held) -> list[Action]:
+        if held.alive or held.children or held.stage is not _Stage.COUNTED:
+            return []
+        del self._held[held.fork]
+        send = self._drops[held.fork] = SendDrop(held.ref, held.fork, held.owner)
+        return [send]
+
+    def _accept(self, fork: ForkId) -> list[Action]:
+        maker = fork.worker
+        if maker == self._me:
+            return self._child_settled(fork)
+        if maker in self._lost:
+            return []
+        send = self._accepts[fork] = SendAccept(fork, maker)
+        return [send]
+
+    def _child_settled(self, child: ForkId) -> list[Action]:
+        made = self._children.pop(child, None)
+        if made is None:
+            return []
+        parent = self._held[made.parent]
+        parent.children.remove(child)
+        return self._maybe_drop(parent)

@@ -1,0 +1,166 @@
+"""RRef: a value that lives on one worker, in the hands of others.
+
+How many hold it is counted in refs_state.py; this file is what the user sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+
+import torch
+
+from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.autograd.api import backward
+from gradwire.door import Door
+from gradwire.errors import UsageError
+from gradwire.ids import ContextId
+from gradwire.rpc.calls import Calls, Target, checked_root
+from gradwire.rpc.futures import Future
+from gradwire.rpc.refs import Refs, Value
+from gradwire.rpc.refs_state import Hold
+
+T = TypeVar("T")
+
+
+class Home(Protocol):
+    """What a reference asks of the worker it belongs to."""
+
+    refs: Refs
+    calls: Calls
+    directory: Directory
+
+    def deadline(self, timeout: float | None) -> float:
+        """The moment a wait that begins now must end."""
+
+
+home_door: Door[Home] = Door("gradwire home")
+
+
+class RRef(Generic[T]):
+    """A reference to a value on its owner; `RRef(value)` makes one to a value of this worker.
+
+    The value lives as long as any worker holds a reference to it. References travel in calls.
+    """
+
+    __slots__ = ("__weakref__", "_home", "hold")
+
+    def __init__(self, value: T) -> None:
+        home = home_door.find()
+        self._bind(home, home.refs.keep_here(Value(value)))
+
+    @classmethod
+    def _of(cls, home: Home, hold: Hold) -> RRef[T]:
+        rref = cls.__new__(cls)
+        rref._bind(home, hold)
+        return rref
+
+    def _bind(self, home: Home, hold: Hold) -> None:
+        self._home, self.hold = home, hold
+        home.refs.watch(self, hold)
+
+    # -- where it is
+
+    def owner(self) -> WorkerInfo:
+        """The worker the value lives on."""
+        return self._home.directory.find(self.hold.owner)
+
+    def owner_name(self) -> str:
+        """Its name."""
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Whether the value lives on this worker."""
+        return self.hold.fork is None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner has counted this reference; until then it keeps the one it came from."""
+        return self._home.refs.is_confirmed(self.hold)
+
+    # -- the value
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """The value: itself on its owner, a copy elsewhere. Waits until it is made."""
+        deadline = self._home.deadline(timeout)
+        if self.is_owner():
+            return cast(T, self._home.refs.value_here(self.hold, deadline))
+        return cast(T, self._home.calls.fetch(self.hold, deadline))
+
+    def local_value(self) -> T:
+        """The value itself, on its owner."""
+        return cast(T, self._home.refs.value_here(self.hold, self._home.deadline(None)))
+
+    def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:
+        """Run backward from the value: into the context's map, or on its owner without an id into `.grad`."""
+        if self.is_owner():
+            root = checked_root(self.local_value())
+            if dist_autograd_ctx_id == -1:
+                torch.autograd.backward(root, retain_graph=retain_graph)
+            else:
+                backward(dist_autograd_ctx_id, [root], retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        deadline = self._home.deadline(None)
+        self._home.calls.backward_from(
+            self.hold, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
+        )
+
+    # -- its methods
+
+    def rpc_sync(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
+        return Proxy(self, self._home.calls.call, timeout)
+
+    def rpc_async(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        """`rref.rpc_async().method(…)` runs the method on the owner; a future of its result."""
+        return Proxy(self, self._home.calls.call_async, timeout)
+
+    def remote(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+        """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
+
+        def call(to: int, target: Target, deadline: float) -> RRef[Any]:
+            return RRef._of(self._home, self._home.calls.remote(to, target, deadline))
+
+        return Proxy(self, call, timeout)
+
+    # -- as an object
+
+    def __repr__(self) -> str:
+        what = "owned here" if self.is_owner() else f"on {self.owner_name()} as {self.hold.fork}"
+        return f"RRef({self.hold.ref}, {what})"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC",
+            hint="pass it to rpc_sync, rpc_async or remote: each such copy is counted",
+        )
+
+
+class Proxy:
+    """The methods of the value that a reference points to."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(
+        self,
+        rref: RRef[Any],
+        call: Callable[[int, Target, float], Any],
+        timeout: float | None,
+    ) -> None:
+        self._rref, self._call, self._timeout = rref, call, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
+            rref = self._rref
+            target = Target(f".{name}", (rref, *args), kwargs)
+            return self._call(rref.hold.owner, target, rref._home.deadline(self._timeout))
+
+        method.__name__ = name
+        return method
+
+    def __repr__(self) -> str:
+        return f"<methods of {self._rref!r}>"
+
+
+__all__ = ["Future", "RRef"]

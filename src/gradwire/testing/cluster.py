@@ -1,0 +1,97 @@
+"""n workers inside this process, over in-memory channels.
+
+They run the shipped codec, registry and states; only the link between them differs. Made for tests, notebooks
+and documentation: no ports, no processes, and hundreds of them start in a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import ParamSpec, TypeVar, final
+
+from gradwire.agent.clock import Clock
+from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.events import Event
+from gradwire.options import Options
+from gradwire.rpc.worker import Exposed, Worker
+from gradwire.transport.address import Transports
+from gradwire.transport.memory import MemoryNetwork
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@final
+class Member:
+    """One worker of a cluster."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.name = worker.name
+
+    def __repr__(self) -> str:
+        return f"<Member {self.name}>"
+
+    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function here, in this thread, as that worker."""
+        with self.worker.scope():
+            return fn(*args, **kwargs)
+
+
+@final
+class Cluster(Sequence[Member]):
+    """The workers, by number."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self._members = members
+
+    def __getitem__(self, n: int) -> Member:  # type: ignore[override]
+        return self._members[n]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @contextmanager
+    def trace(self) -> Iterator[list[str]]:
+        """The events of all workers inside the block, as lines, in the order they happened."""
+        lines: list[str] = []
+
+        def note(event: Event) -> None:
+            lines.append(str(event))
+
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.worker.events.subscribe(note))
+            yield lines
+
+
+@contextmanager
+def cluster(
+    n: int,
+    *,
+    expose: Exposed = (),
+    options: Options | None = None,
+    clock: Clock | None = None,
+) -> Iterator[Cluster]:
+    """n workers named w0, w1, … in this process; they are gone when the block ends.
+
+    >>> with cluster(2) as workers:
+    ...     workers[0].run(gradwire.rpc_sync, "w1", torch.sin, args=(x,))
+    """
+    options = options or Options()
+    transports = Transports({"memory": MemoryNetwork(limits=options.limits)})
+    listeners = [transports.listen(f"memory://w{id}") for id in range(n)]
+    members = [(WorkerInfo(f"w{id}", id), listeners[id].address) for id in range(n)]
+    exposed = tuple(expose)
+    workers = [
+        Worker(
+            Directory(id, members), "cluster", transports, listeners[id], options, exposed, clock
+        )
+        for id in range(n)
+    ]
+    try:
+        yield Cluster([Member(worker) for worker in workers])
+    finally:
+        for worker in workers:
+            worker.close()

@@ -1,0 +1,400 @@
+"""What every transport owes: checks of the contract in `transport/base.py`, for any channel.
+
+    for check in CHANNEL_CHECKS:
+        check(make_pair)
+
+`make_pair` gives two connected channels. A check fails with AssertionError, ends the channels it
+made, and never waits longer than `PATIENCE` for what should happen at once. This file must not know
+any particular transport, nor a test framework.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, TypeAlias, TypeVar
+
+from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
+from gradwire.options import Limits
+from gradwire.transport.base import HELD_AT_MOST, Channel
+from gradwire.wire.frame import Buffer, Frame
+
+MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
+Check: TypeAlias = Callable[[MakePair], None]
+
+PATIENCE = 10.0
+"""Seconds until something that should have happened counts as never happening."""
+_MOMENT = 0.01
+_MEGABYTE = bytes(1 << 20)
+_TOO_MUCH = [_MEGABYTE] * (HELD_AT_MOST // len(_MEGABYTE) + 1)
+
+T = TypeVar("T")
+E = TypeVar("E", bound=GradwireError)
+
+
+def frames_keep_their_order(make_pair: MakePair) -> None:
+    """Hundreds of frames of all sizes arrive whole, as they were sent."""
+    sizes = [0, 1, 23, 100, 4096, 30_000, 65_511, 65_512, 65_513, 65_536, 65_537, 200_000]
+    sent = [
+        _frame(number, head=_pattern(sizes[number % 12]), payload=[_pattern(sizes[number % 7])])
+        for number in range(120)
+    ]
+    with _connected(make_pair) as (here, there):
+        sender = _Background(lambda: _send_all(here, sent))
+        for expected in sent:
+            _expect_same(there.recv(), expected)
+        sender.result()
+
+
+def kind_flags_and_request_arrive(make_pair: MakePair) -> None:
+    """The largest values of the prefix, and the smallest."""
+    with _connected(make_pair) as (here, there):
+        for frame in (
+            Frame(0xFFFF, 1, (1 << 64) - 1, b"head", [b"payload"]),
+            Frame(0, 0, 0, b"", []),
+        ):
+            _send(here, frame)
+            _expect_same(there.recv(), frame)
+
+
+def nothing_but_a_prefix_is_a_frame(make_pair: MakePair) -> None:
+    """Without head and payload, or with empty parts only; then the payload holds no buffer."""
+    payloads: list[list[Buffer]] = [[], [b""], [b"", bytearray(), memoryview(b"")]]
+    with _connected(make_pair) as (here, there):
+        for parts in payloads:
+            _send(here, _frame(payload=parts))
+            _expect(len(there.recv().payload) == 0, "an empty payload arrived as a buffer")
+
+
+def a_payload_of_many_parts_arrives_as_one_block(make_pair: MakePair) -> None:
+    """More parts than one system call takes, some of them empty, of every type of buffer."""
+    parts: list[Buffer] = []
+    for number in range(1000):
+        part = _pattern(number % 37)
+        parts += [part, bytearray(part), memoryview(part)]
+    with _connected(make_pair) as (here, there):
+        sender = _Background(lambda: _send(here, _frame(payload=parts)))
+        received = there.recv()
+        _expect(len(received.payload) == 1, f"{len(received.payload)} blocks instead of one")
+        _expect_same(received, _frame(payload=parts))
+        sender.result()
+
+
+def a_received_payload_is_writable_bytes(make_pair: MakePair) -> None:
+    """It is one memoryview, and the receiver may write to it."""
+    with _connected(make_pair) as (here, there):
+        _send(here, _frame(payload=[b"abc"]))
+        (block,) = there.recv().payload
+        _expect(isinstance(block, memoryview), f"the payload is a {type(block).__name__}")
+        assert isinstance(block, memoryview)
+        _expect(block.format == "B" and not block.readonly, "the payload is not writable bytes")
+        block[:] = b"xyz"
+
+
+def a_large_payload_arrives(make_pair: MakePair) -> None:
+    """Eight megabytes, in one part and in several, and a head larger than any read-ahead."""
+    large = _pattern(1 << 23)
+    view = memoryview(large)
+    uneven = [view[:1], view[1:4_000_000], view[4_000_000:]]
+    frames = [
+        _frame(1, payload=[large]),
+        _frame(2, head=_pattern(300_000), payload=uneven),
+        _frame(3, head=b"after"),
+    ]
+    with _connected(make_pair) as (here, there):
+        sender = _Background(lambda: _send_all(here, frames))
+        for frame in frames:
+            _expect_same(there.recv(), frame)
+        sender.result()
+
+
+def a_frame_is_a_snapshot(make_pair: MakePair) -> None:
+    """What is written to a buffer after send has returned does not arrive."""
+    small, large = bytearray(b"before"), bytearray(b"b" * 100_000)
+    parts: list[Buffer] = [small, large]
+    with _connected(make_pair) as (here, there):
+        _send(here, _frame(payload=parts))
+        small[:], large[:] = b"after!", b"a" * 100_000
+        parts.clear()
+        _expect_same(there.recv(), _frame(payload=[b"before", b"b" * 100_000]))
+
+
+def a_block_is_not_used_again_while_it_is_held(make_pair: MakePair) -> None:
+    """Payloads that are kept stay what they were, whatever arrives after them."""
+    with _connected(make_pair) as (here, there):
+        kept = []
+        for number in range(20):
+            _send(here, _frame(payload=[bytes([number]) * 5000]))
+            kept.append(there.recv().payload[0])
+        for number, block in enumerate(kept):
+            _expect(bytes(block) == bytes([number]) * 5000, f"payload {number} was overwritten")
+
+
+def both_directions_flow_at_once(make_pair: MakePair) -> None:
+    """Several senders at each end with more than any buffer holds; nothing waits for ever."""
+    payload = [_pattern(1 << 20)]
+
+    def sends(channel: Channel, sender: int) -> None:
+        for number in range(3):
+            _send(channel, Frame(number, 0, sender, b"", payload))
+
+    def receives(channel: Channel) -> None:
+        seen = {1: 0, 2: 0}
+        for _ in range(6):
+            frame = channel.recv()
+            _expect(frame.kind == seen[frame.request], f"sender {frame.request} was reordered")
+            _expect_same(frame, Frame(frame.kind, 0, frame.request, b"", payload))
+            seen[frame.request] += 1
+
+    with _connected(make_pair) as ends:
+        work = [_Background(partial(receives, end)) for end in ends]
+        work += [_Background(partial(sends, end, sender)) for end in ends for sender in (1, 2)]
+        for each in work:
+            each.result()
+
+
+def close_wakes_recv(make_pair: MakePair) -> None:
+    """A thread that waits for a frame learns that we closed, and why."""
+    with _connected(make_pair) as (here, _):
+        reader = _Background(here.recv)
+        _expect(reader.is_blocked(), "recv returned, though nothing was sent")
+        here.close("enough")
+        _expect_says(reader.error(PeerLost), "closed here: enough")
+
+
+def close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
+    """A thread in the middle of a frame that nobody reads, and one that waits behind it."""
+    with _connected(make_pair) as (here, _):
+        senders = [_Background(lambda: _clog(here)), _Background(lambda: _clog(here))]
+        _expect(all(sender.is_blocked() for sender in senders), "send returned, though unread")
+        here.close("enough")
+        for sender in senders:
+            _expect_says(sender.error(PeerLost), "closed here: enough")
+
+
+def the_peers_close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
+    """Whoever will never read ends the wait of whoever wants to send."""
+    with _connected(make_pair) as (here, there):
+        sender = _Background(lambda: _clog(here))
+        _expect(sender.is_blocked(), "send returned, though unread")
+        there.close()
+        _expect_says(sender.error(PeerLost), "by peer")
+
+
+def frames_sent_before_close_arrive(make_pair: MakePair) -> None:
+    """The end is seen after the last frame, and again each time one asks."""
+    with _connected(make_pair) as (here, there):
+        for number in range(3):
+            _send(here, _frame(number, payload=[_pattern(20_000)]))
+        here.close()
+        for number in range(3):
+            _expect_same(there.recv(), _frame(number, payload=[_pattern(20_000)]))
+        for _ in range(2):
+            _expect_says(_raised(PeerLost, there.recv), "connection closed by peer")
+
+
+def a_peer_that_left_can_still_be_heard_by_one_who_sends(make_pair: MakePair) -> None:
+    """A send that fails because the peer left does not throw away what it said before."""
+    with _connected(make_pair) as (here, there):
+        _send(there, _frame(7))
+        there.close()
+        _raised(PeerLost, lambda: _send_for_ever(here))
+        _expect_same(here.recv(), _frame(7))
+        _expect_says(_raised(PeerLost, here.recv), "by peer")
+
+
+def a_closed_channel_stays_closed(make_pair: MakePair) -> None:
+    """Send and recv raise, closing again does nothing, and the first reason is kept."""
+    with _connected(make_pair) as (here, there):
+        _send(there, _frame(payload=[b"unread"]))
+        here.close("first")
+        here.close("second")
+        _expect_says(_raised(PeerLost, lambda: _send(here, _frame())), "closed here: first")
+        _expect_says(_raised(PeerLost, here.recv), "closed here: first")
+
+
+def a_frame_over_the_limits_is_refused(make_pair: MakePair) -> None:
+    """By the number it promises; the channel is closed, and says why."""
+    over_head = _frame(head=b"123456789")
+    over_payload = _frame(payload=[b"12345", b"6789"])
+    for frame, limits, text in (
+        (over_head, Limits(head=8), "a message head of 9 bytes is over the limit of 8"),
+        (over_payload, Limits(payload=8), "a payload of 9 bytes is over the limit of 8"),
+        (Frame(0, 2, 0, b"", []), Limits(), "a frame has unknown flags 0x0002"),
+    ):
+        with _connected(make_pair) as (here, there):
+            there.limits = limits
+            _send(here, frame)
+            _expect_says(_raised(BadMessage, there.recv), text)
+            _expect_says(_raised(PeerLost, there.recv), f"closed here: {text}")
+            _expect_says(_raised(PeerLost, here.recv), "by peer")
+
+
+def limits_can_be_widened_later(make_pair: MakePair) -> None:
+    """Each frame is measured by the limits that stand when it is received."""
+    with _connected(make_pair) as (here, there):
+        there.limits = Limits(head=4, payload=1)
+        _send(here, _frame(head=b"1234"))
+        there.recv()
+        there.limits = Limits()
+        _send(here, _frame(head=b"12345", payload=[b"12"]))
+        _expect_same(there.recv(), _frame(head=b"12345", payload=[b"12"]))
+
+
+def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
+    """It names the peer, nothing of the frame has left, and the channel is as good as before."""
+    clog = _frame(payload=_TOO_MUCH)
+    with _connected(make_pair) as (here, there):
+        sender = _Background(lambda: _send(here, clog))
+        # Until the sender has begun, small frames still go; each of them is received below.
+        attempts = 1
+        while (late := _sent_in_a_moment(here, _frame(1))) is None:
+            attempts += 1
+        _expect_says(late, f"{here.remote} had no room for a message before its deadline")
+        received = [there.recv() for _ in range(attempts)]
+        sender.result()
+        large = [frame for frame in received if frame.payload]
+        _expect(len(large) == 1, "the frame that filled the pipe did not arrive once")
+        _expect_same(large[0], clog)
+        _send(here, _frame(2))
+        _expect_same(there.recv(), _frame(2))
+
+
+def the_remote_end_has_an_address(make_pair: MakePair) -> None:
+    """One that can be put into an error."""
+    with _connected(make_pair) as ends:
+        for end in ends:
+            _expect("://" in end.remote, f"{end.remote!r} is not an address")
+
+
+CHANNEL_CHECKS: tuple[Check, ...] = (
+    frames_keep_their_order,
+    kind_flags_and_request_arrive,
+    nothing_but_a_prefix_is_a_frame,
+    a_payload_of_many_parts_arrives_as_one_block,
+    a_received_payload_is_writable_bytes,
+    a_large_payload_arrives,
+    a_frame_is_a_snapshot,
+    a_block_is_not_used_again_while_it_is_held,
+    both_directions_flow_at_once,
+    close_wakes_recv,
+    close_wakes_a_blocked_sender,
+    the_peers_close_wakes_a_blocked_sender,
+    frames_sent_before_close_arrive,
+    a_peer_that_left_can_still_be_heard_by_one_who_sends,
+    a_closed_channel_stays_closed,
+    a_frame_over_the_limits_is_refused,
+    limits_can_be_widened_later,
+    a_deadline_holds_on_a_full_pipe,
+    the_remote_end_has_an_address,
+)
+
+
+def check_channel(make_pair: MakePair) -> None:
+    """Every check, one after the other."""
+    for check in CHANNEL_CHECKS:
+        check(make_pair)
+
+
+class _Background(Generic[T]):
+    """A function on a thread of its own, and what became of it."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._outcome: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="conformance", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._function())
+        except BaseException as error:
+            self._error = error
+
+    def is_blocked(self) -> bool:
+        """Whether it is still at it after a moment; one that must block always is."""
+        self._thread.join(2 * _MOMENT)
+        return self._thread.is_alive()
+
+    def result(self) -> T:
+        self._thread.join(PATIENCE)
+        _expect(not self._thread.is_alive(), f"still blocked after {PATIENCE:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
+
+    def error(self, kind: type[E]) -> E:
+        return _raised(kind, self.result)
+
+
+@contextmanager
+def _connected(make_pair: MakePair) -> Iterator[tuple[Channel, Channel]]:
+    here, there = make_pair()
+    try:
+        yield here, there
+    finally:
+        here.close("the check is over")
+        there.close("the check is over")
+
+
+def _frame(number: int = 0, head: bytes = b"", payload: Sequence[Buffer] = ()) -> Frame:
+    return Frame(3, 0, number, head, payload)
+
+
+def _pattern(length: int) -> bytes:
+    return (bytes(range(251)) * (length // 251 + 1))[:length]
+
+
+def _send(channel: Channel, frame: Frame) -> None:
+    channel.send(frame, time.monotonic() + PATIENCE)
+
+
+def _send_all(channel: Channel, frames: list[Frame]) -> None:
+    for frame in frames:
+        _send(channel, frame)
+
+
+def _send_for_ever(channel: Channel) -> None:
+    while True:
+        _send(channel, _frame(payload=[_MEGABYTE]))
+
+
+def _clog(channel: Channel) -> None:
+    for _ in range(2):
+        _send(channel, _frame(payload=_TOO_MUCH))
+
+
+def _sent_in_a_moment(channel: Channel, frame: Frame) -> DeadlinePassed | None:
+    try:
+        channel.send(frame, time.monotonic() + _MOMENT)
+    except DeadlinePassed as late:
+        return late
+    return None
+
+
+def _raised(kind: type[E], function: Callable[[], object]) -> E:
+    try:
+        outcome = function()
+    except kind as error:
+        return error
+    raise AssertionError(f"{outcome!r:.200} instead of {kind.__name__}")
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    # Not `assert`, which `python -O` leaves out: these are the whole point of the file.
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def _expect_says(error: GradwireError, text: str) -> None:
+    _expect(text in error.message, f"{error.message!r} does not say {text!r}")
+
+
+def _expect_same(received: Frame, sent: Frame) -> None:
+    _expect(received[:4] == sent[:4], f"{received[:4]!r:.200} arrived, not {sent[:4]!r:.200}")
+    same = b"".join(received.payload) == b"".join(sent.payload)
+    _expect(same, f"the payload of frame {sent.request} arrived changed")

@@ -1,0 +1,1 @@
+"""Whole frames between two ends; IO, no meaning."""

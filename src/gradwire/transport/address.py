@@ -1,0 +1,87 @@
+"""Addresses as they are written, and the transport that each scheme stands for.
+
+    tcp://host:port   tcp://[::1]:0   unix:///path   memory://name
+
+Pure but for the transports it is given: what a place means is known to its transport alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from gradwire.errors import UsageError
+from gradwire.transport.base import Channel, Listener, Transport
+
+_HINT = "addresses look like tcp://host:port, tcp://[::1]:port, unix:///path or memory://name"
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A scheme and a place in it: a path, a name, or a host with its port.
+
+    >>> parse_address("tcp://[::1]:80")
+    Address(scheme='tcp', place='::1', port=80)
+    >>> str(parse_address("tcp://[::1]:80"))
+    'tcp://[::1]:80'
+    """
+
+    scheme: str
+    place: str
+    port: int | None = None
+
+    def __str__(self) -> str:
+        if self.port is None:
+            return f"{self.scheme}://{self.place}"
+        host = f"[{self.place}]" if ":" in self.place else self.place
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """The address that is written so; host, port, path and name may be empty."""
+    scheme, separator, rest = text.partition("://")
+    if not (scheme and separator):
+        raise UsageError(f"{text!r} is not an address", hint=_HINT)
+    if scheme != "tcp":
+        return Address(scheme, rest)
+    host, port = _split_port(rest)
+    if not (port.isascii() and port.isdigit() and int(port) <= _LAST_PORT):
+        raise UsageError(f"{text!r} has no port between 0 and {_LAST_PORT}", hint=_HINT)
+    if ":" in host.removeprefix("[").removesuffix("]") and not host.startswith("["):
+        raise UsageError(f"{text!r} needs brackets around its host", hint=_HINT)
+    return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def _split_port(rest: str) -> tuple[str, str]:
+    if not rest or rest.endswith("]"):
+        return rest, "0"
+    host, _, port = rest.rpartition(":")
+    return host, port
+
+
+@final
+class Transports:
+    """The transports one worker knows, by scheme; itself a transport."""
+
+    def __init__(self, known: Mapping[str, Transport]) -> None:
+        self._known = dict(known)
+
+    def listen(self, address: str) -> Listener:
+        """Take the address on the transport of its scheme."""
+        return self._of(address).listen(address)
+
+    def connect(self, address: str, deadline: float) -> Channel:
+        """Reach the address over the transport of its scheme."""
+        return self._of(address).connect(address, deadline)
+
+    def _of(self, address: str) -> Transport:
+        scheme = parse_address(address).scheme
+        if scheme not in self._known:
+            known = ", ".join(sorted(self._known)) or "none"
+            raise UsageError(
+                f"no transport is called {scheme!r}, which {address!r} asks for",
+                hint=f"the known ones are: {known}",
+            )
+        return self._known[scheme]

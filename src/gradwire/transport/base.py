@@ -1,0 +1,100 @@
+"""The contract of every transport: whole frames, in order, between two ends.
+
+A transport is a way to carry a `Frame`; how its bytes go is its own matter (a stream, a queue,
+shared memory), as long as what is said here holds. This layer must not know workers, calls or what
+a frame means. `gradwire.testing.conformance` checks this contract, on ours and on yours.
+
+Deadlines are absolute, on the clock of `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gradwire.errors import DeadlinePassed
+from gradwire.options import Limits
+from gradwire.wire.frame import Frame
+
+HELD_AT_MOST = 1 << 24
+"""Bytes a channel may hold for a peer that does not read; the frame that gets there still goes."""
+
+CLOSED_BY_PEER = "connection closed by peer"
+RESET_BY_PEER = "connection reset by peer"
+
+
+def closed_here(reason: str) -> str:
+    """What PeerLost says after `close(reason)`."""
+    return f"closed here: {reason}"
+
+
+def unread_by_deadline(remote: str) -> DeadlinePassed:
+    """What a send raises that could not begin in time."""
+    return DeadlinePassed(
+        f"{remote} had no room for a message before its deadline",
+        hint="the peer reads too slowly or not at all, or a larger message was still on its way",
+    )
+
+
+class Channel(Protocol):
+    """One end of a connection.
+
+    Any thread may send; one thread at a time may recv, not always the same one. Do not send from a
+    finalizer: it may run in the middle of a send of its own thread.
+    """
+
+    limits: Limits
+    """What the peer may promise in a prefix; narrow it until the peer has authenticated."""
+
+    @property
+    def remote(self) -> str:
+        """The address of the other end, as it is written in errors."""
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """Hand the frame over; when this returns, its buffers are yours again.
+
+        DeadlinePassed means that not a byte of it has left, and the channel is as good as before. A
+        frame that can go at once goes, however late it is. Once begun it is finished, unless
+        the peer takes no byte for `stall` seconds, which ends the channel. After PeerLost nobody
+        knows how much of the frame has arrived.
+        """
+
+    def recv(self) -> Frame:
+        """Block for the next frame; its payload is one block, owned by whoever holds it.
+
+        PeerLost once all that the peer sent before it left has been received, or at once after
+        `close`; its message says which. BadMessage if the frame is over the limits, which ends
+        the channel.
+        """
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End the connection, from any thread, any number of times; wakes a blocked send and recv.
+
+        Frames already sent still reach a peer that reads; those not received here are dropped.
+        """
+
+
+class Listener(Protocol):
+    """A place where peers connect."""
+
+    @property
+    def address(self) -> str:
+        """Where peers connect to, with the port or name that was really taken."""
+
+    def accept(self) -> Channel:
+        """Block for the next connection; PeerLost once this listener was closed."""
+
+    def close(self, reason: str = "close() was called") -> None:
+        """Stop listening, any number of times; wakes a blocked accept."""
+
+
+class Transport(Protocol):
+    """One way to reach a peer, chosen by the scheme of its address."""
+
+    def listen(self, address: str) -> Listener:
+        """Take the address; UsageError if it cannot be had."""
+
+    def connect(self, address: str, deadline: float) -> Channel:
+        """A channel to whoever listens there.
+
+        PeerLost if nobody does, DeadlinePassed if nobody has answered by then.
+        """

@@ -1,0 +1,295 @@
+"""Both ends in one process: tests, threads, notebooks, and calls of a worker to itself.
+
+Frames go through the same prefix and limits as on a socket, and are copied once, so that nothing
+here is easier than in the world. It has no threads of its own, and no process globals: two networks
+do not see each other's names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, final
+
+from gradwire.errors import BadMessage, PeerLost, UsageError
+from gradwire.options import Limits
+from gradwire.transport.address import parse_address
+from gradwire.transport.base import (
+    CLOSED_BY_PEER,
+    HELD_AT_MOST,
+    closed_here,
+    unread_by_deadline,
+)
+from gradwire.transport.blocks import BlockPool
+from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
+
+
+class _Parcel(NamedTuple):
+    """A frame on its way, with the prefix it would have on a wire."""
+
+    prefix: bytes
+    frame: Frame
+    size: int
+
+
+@final
+class _Pipe:
+    """One direction: frames in order, and room for so many bytes.
+
+    The lock is held for a few operations, never while copying or waiting. What ends the
+    queue is None, and it stays there for whoever asks again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
+        self._held = 0
+        self._waiting = 0
+        self._ended = False
+        self._room = threading.Condition(threading.Lock())
+
+    def put(self, parcel: _Parcel, deadline: float) -> bool:
+        """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
+        with self._room:
+            # Held bytes are compared without those of this parcel: a large frame then does not
+            # starve behind small ones, and one larger than the whole pipe passes.
+            if self._held >= self._capacity:
+                self._wait_for_room(deadline)
+            if self._ended:
+                return False
+            self._held += parcel.size
+            self._parcels.put(parcel)
+        return True
+
+    def _wait_for_room(self, deadline: float) -> None:
+        self._waiting += 1
+        try:
+            while self._held >= self._capacity and not self._ended:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._room.wait(min(left, threading.TIMEOUT_MAX))
+        finally:
+            self._waiting -= 1
+
+    def get(self) -> _Parcel | None:
+        """The next parcel, or None after the last."""
+        parcel = self._parcels.get()
+        if parcel is None:
+            self._parcels.put(None)
+            return None
+        with self._room:
+            self._held -= parcel.size
+            if self._waiting:
+                self._room.notify_all()
+        return parcel
+
+    def end(self) -> None:
+        """Nothing more goes in; what is in can still be had."""
+        with self._room:
+            if not self._ended:
+                self._ended = True
+                self._parcels.put(None)
+                self._room.notify_all()
+
+    def drop(self) -> None:
+        """End, and let go of what is in: its reader is gone."""
+        self.end()
+        try:
+            while True:
+                self._parcels.get_nowait()
+        except Empty:
+            self._parcels.put(None)
+
+
+@final
+class MemoryChannel:
+    """One end of two pipes."""
+
+    def __init__(
+        self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool
+    ) -> None:
+        self.remote = remote
+        self.limits = limits
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._pool = pool
+        self._ended: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<MemoryChannel to {self.remote}: {self._ended or 'open'}>"
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """Copy the payload into one block and queue it; see `Channel.send`."""
+        self._check_open()
+        parcel = self._pack(frame)
+        try:
+            taken = self._outgoing.put(parcel, deadline)
+        except TimeoutError:
+            raise unread_by_deadline(self.remote) from None
+        if not taken:
+            self._check_open()
+            raise PeerLost(CLOSED_BY_PEER)
+
+    def recv(self) -> Frame:
+        """Block for the next frame; see `Channel.recv`."""
+        self._check_open()
+        parcel = self._incoming.get()
+        self._check_open()
+        if parcel is None:
+            self._end(CLOSED_BY_PEER)
+            raise PeerLost(CLOSED_BY_PEER)
+        try:
+            decode_prefix(parcel.prefix, self.limits)
+        except BadMessage as refusal:
+            self.close(refusal.message)
+            raise
+        return parcel.frame
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End both directions; see `Channel.close`."""
+        self._end(closed_here(reason))
+
+    def _end(self, story: str) -> None:
+        # Two threads may both pass this test, and then the later story stays: either is true.
+        if self._ended is None:
+            self._ended = story
+        self._outgoing.end()
+        self._incoming.drop()
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise PeerLost(self._ended)
+
+    def _pack(self, frame: Frame) -> _Parcel:
+        kind, flags, request, head, parts = frame
+        length = sum(map(len, parts)) if parts else 0
+        payload = (self._snapshot(parts, length),) if length else ()
+        prefix = encode_prefix(frame)
+        size = len(prefix) + len(head) + length
+        return _Parcel(prefix, Frame(kind, flags, request, head, payload), size)
+
+    def _snapshot(self, parts: Sequence[Buffer], length: int) -> memoryview:
+        block = self._pool.take(length)
+        begin = 0
+        for part in parts:
+            end = begin + len(part)
+            block[begin:end] = part
+            begin = end
+        return block
+
+
+@final
+class MemoryListener:
+    """A name in a network."""
+
+    def __init__(self, network: MemoryNetwork, address: str) -> None:
+        self.address = address
+        self._network = network
+        self._arrivals: SimpleQueue[MemoryChannel | None] = SimpleQueue()
+        self._ended: str | None = None
+        self._lock = threading.Lock()
+
+    def accept(self) -> MemoryChannel:
+        """Block for the next connection; see `Listener.accept`."""
+        channel = self._arrivals.get()
+        if channel is None:
+            self._arrivals.put(None)
+            raise PeerLost(f"{self.address} was {self._ended}")
+        return channel
+
+    def close(self, reason: str = "close() was called") -> None:
+        """Give the name back and refuse those who wait; see `Listener.close`."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = closed_here(reason)
+        self._network.forget(self)
+        self._refuse_waiting()
+        self._arrivals.put(None)
+
+    def arrive(self, channel: MemoryChannel) -> bool:
+        """Let a channel wait for `accept`; False if nobody will come for it."""
+        with self._lock:
+            if self._ended is None:
+                self._arrivals.put(channel)
+            return self._ended is None
+
+    def _refuse_waiting(self) -> None:
+        try:
+            while True:
+                waiting = self._arrivals.get_nowait()
+                if waiting is not None:
+                    waiting.close("nobody accepted it")
+        except Empty:
+            return
+
+
+@final
+class MemoryNetwork:
+    """The names that can be reached, and channels between them."""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        capacity: int = HELD_AT_MOST,
+        pool: BlockPool | None = None,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._capacity = capacity
+        self._pool = pool or BlockPool()
+        self._listeners: dict[str, MemoryListener] = {}
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+
+    def listen(self, address: str) -> MemoryListener:
+        """Take the name, or a fresh one if it is empty."""
+        name = _name_in(address)
+        with self._lock:
+            name = name or self._fresh_name()
+            if name in self._listeners:
+                raise UsageError(f"cannot listen on {address}: the name is taken")
+            listener = MemoryListener(self, f"memory://{name}")
+            self._listeners[name] = listener
+        return listener
+
+    def connect(self, address: str, deadline: float) -> MemoryChannel:
+        """A channel to the listener of that name; there is nothing to wait for."""
+        with self._lock:
+            listener = self._listeners.get(_name_in(address))
+        here, there = self._joined(address, f"{address} (connection {next(self._numbers)})")
+        if listener is None or not listener.arrive(there):
+            raise PeerLost(f"cannot reach {address}: nobody listens there")
+        return here
+
+    def pair(self) -> tuple[MemoryChannel, MemoryChannel]:
+        """Two ends without a listener, for a worker that calls itself."""
+        number = next(self._numbers)
+        return self._joined(f"memory://pair-{number}/b", f"memory://pair-{number}/a")
+
+    def forget(self, listener: MemoryListener) -> None:
+        """The name is free again."""
+        with self._lock:
+            self._listeners.pop(_name_in(listener.address), None)
+
+    def _fresh_name(self) -> str:
+        names = (f"listener-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._listeners)
+
+    def _joined(self, remote: str, other_remote: str) -> tuple[MemoryChannel, MemoryChannel]:
+        there, back = _Pipe(self._capacity), _Pipe(self._capacity)
+        return (
+            MemoryChannel(remote, back, there, limits=self._limits, pool=self._pool),
+            MemoryChannel(other_remote, there, back, limits=self._limits, pool=self._pool),
+        )
+
+
+def _name_in(address: str) -> str:
+    parsed = parse_address(address)
+    if parsed.scheme != "memory":
+        raise UsageError(f"{address} is not a memory address", hint="memory://name")
+    return parsed.place

@@ -1,0 +1,153 @@
+"""Frames over TCP, to this host or another; IPv4 and IPv6.
+
+Plain TCP neither hides nor authenticates anything: who may speak is decided above. A name is
+resolved by the operating system, whose wait for an answer no deadline of ours can cut short.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias, final
+
+from gradwire.errors import DeadlinePassed, PeerLost, UsageError
+from gradwire.options import Limits, Timeouts
+from gradwire.transport.address import Address, parse_address
+from gradwire.transport.blocks import BlockPool
+from gradwire.transport.sockets import SocketChannel, SocketListener, reason_of
+
+_DEFAULT_HOST = "127.0.0.1"
+_BACKLOG = 1024
+_PROBES = 3
+_LONGEST_CONNECT = 86400.0
+
+_Resolved: TypeAlias = tuple[socket.AddressFamily, tuple[object, ...]]
+
+
+@final
+class TcpTransport:
+    """tcp://host:port"""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        stall: float | None = None,
+        pool: BlockPool | None = None,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._stall = Timeouts().stall if stall is None else stall
+        self._pool = pool or BlockPool()
+
+    def listen(self, address: str) -> SocketListener:
+        """Take the port, or a free one for port 0; only this host can reach us if none is named."""
+        where = _tcp_address(address)
+        host = where.place or _DEFAULT_HOST
+        try:
+            sock = _listening(host, where.port or 0)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
+        bound = Address("tcp", host, sock.getsockname()[1])
+        return SocketListener(sock, str(bound), self._accepted)
+
+    def connect(self, address: str, deadline: float) -> SocketChannel:
+        """Try every address the host has, in order, until one answers."""
+        where = _tcp_address(address)
+        if not (where.place and where.port):
+            raise UsageError(f"{address} does not say which host and port to connect to")
+        with _named_errors(address):
+            sock = _connected(where.place, where.port, deadline, self._stall)
+        return self._channel(sock, address)
+
+    def _accepted(self, sock: socket.socket) -> SocketChannel:
+        host, port = sock.getpeername()[:2]
+        _tune(sock, self._stall)
+        return self._channel(sock, str(Address("tcp", host, port)))
+
+    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
+        return SocketChannel(sock, remote, limits=self._limits, stall=self._stall, pool=self._pool)
+
+
+def _tcp_address(address: str) -> Address:
+    parsed = parse_address(address)
+    if parsed.scheme != "tcp":
+        raise UsageError(f"{address} is not a tcp address", hint="tcp://host:port")
+    return parsed
+
+
+def _resolve(host: str, port: int) -> list[_Resolved]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(family, place) for family, _, _, _, place in found]
+    except UnicodeError as error:
+        # Python encodes the name before it asks, and a label may not be empty or over 63 long.
+        raise socket.gaierror(socket.EAI_NONAME, "name or service not known") from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family, place = _resolve(host, port)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@contextmanager
+def _named_errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlinePassed(f"{address} did not answer before the deadline") from error
+    except OSError as error:
+        raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
+
+
+def _connected(host: str, port: int, deadline: float, stall: float) -> socket.socket:
+    failure: OSError = TimeoutError("no time was left")
+    for family, place in _resolve(host, port):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _tune(sock, stall)
+            sock.settimeout(min(left, _LONGEST_CONNECT))
+            sock.connect(place)
+            _refuse_own_echo(sock)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+def _refuse_own_echo(sock: socket.socket) -> None:
+    # A connect to a free port of the range that outgoing ports are taken from may meet itself.
+    if sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError("connection refused")
+
+
+def _tune(sock: socket.socket, stall: float) -> None:
+    """Answers leave at once, and a host that vanished is noticed in about `stall` idle seconds.
+
+    Not TCP_USER_TIMEOUT: it also ends connections to a peer that is alive and only does not read,
+    which a send with a deadline must survive.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause = max(1, math.ceil(stall / (_PROBES + 1)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)

@@ -1,0 +1,157 @@
+"""Frames over a unix socket, between processes of one user on one host.
+
+The file system is the lock: the socket has mode 0600, and one we name ourselves lies in a directory
+of mode 0700. Who connects must also be the same user by the kernel's word (SO_PEERCRED), for the
+mode may have been opened wider by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+import time
+from contextlib import suppress
+from typing import final
+
+from gradwire.errors import DeadlinePassed, PeerLost, UsageError
+from gradwire.options import Limits, Timeouts
+from gradwire.transport.address import parse_address
+from gradwire.transport.blocks import BlockPool
+from gradwire.transport.sockets import SocketChannel, SocketListener, as_timeval, reason_of
+
+_BACKLOG = 1024
+_LONGEST_PATH = 107
+_CREDENTIALS = struct.Struct("iII")
+
+
+@final
+class UnixTransport:
+    """unix:///path, or unix:// for a path of its own making."""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        stall: float | None = None,
+        pool: BlockPool | None = None,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._stall = Timeouts().stall if stall is None else stall
+        self._pool = pool or BlockPool()
+
+    def listen(self, address: str) -> SocketListener:
+        """Make the socket; it is removed again by `close`, and so is a directory made for it."""
+        path = _path_in(address)
+        directory = None if path else tempfile.mkdtemp(prefix="gradwire-")
+        path = path or os.path.join(str(directory), "socket")
+        try:
+            _check_length(path)
+            sock = _listening(path)
+        except BaseException as error:
+            _remove_directory(directory)
+            if isinstance(error, OSError):
+                raise UsageError(
+                    f"cannot listen on unix://{path}: {reason_of(error)}",
+                    hint="remove the file if no worker is left that listens there",
+                ) from error
+            raise
+        return SocketListener(
+            sock,
+            f"unix://{path}",
+            wrap=lambda accepted: self._accepted(accepted, path),
+            on_close=lambda: _remove(path, directory),
+        )
+
+    def connect(self, address: str, deadline: float) -> SocketChannel:
+        """Reach whoever listens at the path."""
+        path = _path_in(address)
+        if not path:
+            raise UsageError(f"{address} does not say which path to connect to")
+        _check_length(path)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _unanswered(address)
+        try:
+            sock = _connected(path, left)
+        except BlockingIOError as error:
+            raise _unanswered(address) from error
+        except OSError as error:
+            raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
+        return self._channel(sock, address)
+
+    def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
+        process, user = _peer_of(sock)
+        if user != os.geteuid():
+            sock.close()
+            return None
+        return self._channel(sock, f"unix://{path} (process {process})")
+
+    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
+        return SocketChannel(sock, remote, limits=self._limits, stall=self._stall, pool=self._pool)
+
+
+def _path_in(address: str) -> str:
+    parsed = parse_address(address)
+    if parsed.scheme != "unix":
+        raise UsageError(f"{address} is not a unix address", hint="unix:///path")
+    return parsed.place
+
+
+def _check_length(path: str) -> None:
+    length = len(os.fsencode(path))
+    if length > _LONGEST_PATH:
+        raise UsageError(
+            f"unix://{path} has a path of {length} bytes, over the limit of {_LONGEST_PATH}",
+            hint="choose a shorter path, or a shorter TMPDIR",
+        )
+
+
+def _listening(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        # Nobody gets in before `listen`, so there is no moment at which the mode is too wide.
+        os.chmod(path, 0o600)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _connected(path: str, left: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Not settimeout: a unix connect that may not block fails at once when many are waiting.
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(left))
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user of whoever connected, as the kernel knows them."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(data)
+    return process, user
+
+
+def _unanswered(address: str) -> DeadlinePassed:
+    return DeadlinePassed(f"{address} did not answer before the deadline")
+
+
+def _remove(path: str, directory: str | None) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+    _remove_directory(directory)
+
+
+def _remove_directory(directory: str | None) -> None:
+    if directory is not None:
+        with suppress(OSError):
+            os.rmdir(directory)

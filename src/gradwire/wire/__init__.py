@@ -1,0 +1,1 @@
+"""Objects to bytes and back; pure."""

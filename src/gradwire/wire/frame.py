@@ -1,0 +1,68 @@
+"""One message on its way: a fixed prefix, a head (msgpack) and a payload (raw tensor bytes).
+
+    prefix   24 bytes, little endian: kind u16, flags u16, head length u32, payload length u64, request u64
+    head     the message, encoded by wire/message.py
+    payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
+
+`request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
+marks an answer; the other bits are reserved for the checksum and must be 0.
+This file knows lengths and limits, not what a message means.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradwire.errors import BadMessage
+from gradwire.options import Limits
+
+PREFIX = struct.Struct("<HHIQQ")
+ALIGNMENT = 64
+IS_ANSWER = 1
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Frame(NamedTuple):
+    """A message as a channel carries it.
+
+    Outgoing, `payload` is a list of buffers sent one after the other; they must stay unchanged until
+    `Channel.send` returns. Incoming, it holds at most one buffer: all payload bytes in one
+    block, which the receiver owns until the last tensor on it dies.
+    """
+
+    kind: int
+    flags: int
+    request: int
+    head: bytes
+    payload: Sequence[Buffer]
+
+
+class Prefix(NamedTuple):
+    """The decoded first bytes of a frame."""
+
+    kind: int
+    flags: int
+    head_length: int
+    payload_length: int
+    request: int
+
+
+def encode_prefix(frame: Frame) -> bytes:
+    """The bytes that go before head and payload."""
+    length = sum(len(part) for part in frame.payload)
+    return PREFIX.pack(frame.kind, frame.flags, len(frame.head), length, frame.request)
+
+
+def decode_prefix(data: Buffer, limits: Limits) -> Prefix:
+    """The prefix in the first bytes of `data`, refused if it promises more than the limits allow."""
+    kind, flags, head, payload, request = PREFIX.unpack_from(data)
+    if flags & ~IS_ANSWER:
+        raise BadMessage(f"a frame has unknown flags {flags:#06x}")
+    if head > limits.head:
+        raise BadMessage(f"a message head of {head} bytes is over the limit of {limits.head}")
+    if payload > limits.payload:
+        raise BadMessage(f"a payload of {payload} bytes is over the limit of {limits.payload}")
+    return Prefix(kind, flags, head, payload, request)

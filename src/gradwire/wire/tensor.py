@@ -1,0 +1,299 @@
+"""Tensors to headers and raw buffers, and back; never a copy that is not named.
+
+Encoding gives views of the tensors' own memory. It copies in three cases, each in a function of
+its own: another device (`_staged`), memory with gaps or overlaps (`_compacted`), and a conjugate,
+negative or zero tensor, whose bytes exist nowhere yet (`_bytes_of`).
+
+Decoding copies nothing: every tensor lies on the received block and keeps it alive. Each has a
+storage of its own over its own bytes, so none is a view of another, `deepcopy` and `torch.save` of
+one do not drag the block along, and in-place operators count versions apart. Headers come from a
+peer: every number is checked before torch sees it.
+
+Two traces stay, both torch's own rule for memory that is shared with a buffer: a tensor that was
+sent, and one that was received, can no longer grow with `resize_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradwire.errors import BadMessage, CannotTravel
+from gradwire.wire.frame import ALIGNMENT, Buffer
+from gradwire.wire.header import (
+    ALL_FLAGS,
+    COALESCED,
+    DTYPE_CODES,
+    INFERENCE,
+    LAYOUT_CODES,
+    LAYOUTS,
+    META,
+    REQUIRES_GRAD,
+    STRIDED,
+    TensorHeader,
+    dtype_of,
+    malformed,
+    numel_of,
+    order_of,
+    strides_of,
+)
+from gradwire.wire.sparse import PARTS, put_together, take_apart
+
+__all__ = ["MAX_TENSORS", "TensorHeader", "decode_tensors", "encode_tensors"]
+
+MAX_TENSORS = 1 << 16
+
+_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+_NAMES_WITHOUT_NUMPY = ("torch.bfloat16", "torch.complex32", "torch.float8", "torch.float4")
+_WITHOUT_NUMPY = {dtype for dtype in DTYPE_CODES if str(dtype).startswith(_NAMES_WITHOUT_NUMPY)}
+
+
+def encode_tensors(tensors: Sequence[Tensor]) -> tuple[list[TensorHeader], list[Buffer]]:
+    """Headers, and the buffers whose concatenation is the payload they point into.
+
+    The buffers are views: they keep the tensors alive, but show whatever is written into them until
+    the send is over.
+
+    hot: every message with tensors
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise CannotTravel(
+            f"{len(tensors)} tensors in one message are over the limit of {MAX_TENSORS}",
+            hint="stack them, or send them in several calls",
+        )
+    payload = _Payload()
+    headers: list[TensorHeader] = []
+    for tensor in tensors:
+        try:
+            headers.append(_encode(tensor, payload))
+        except CannotTravel as refusal:
+            raise refusal.inside(f"tensors[{len(headers)}]") from None
+    return headers, payload.buffers
+
+
+def decode_tensors(headers: Sequence[TensorHeader], payload: memoryview | None) -> list[Tensor]:
+    """The tensors, lying on `payload`: that very object lives until the last of them dies.
+
+    It must be writable bytes, must never be released by hand, and nobody else may write to it.
+
+    hot: every message with tensors
+    """
+    if len(headers) > MAX_TENSORS:
+        raise BadMessage(f"{len(headers)} tensors are over the limit of {MAX_TENSORS}")
+    block = _Block(payload)
+    return [_decode(header, block) for header in headers]
+
+
+class _Payload:
+    """Buffers in the making, each tensor at a multiple of ALIGNMENT."""
+
+    __slots__ = ("_end", "buffers")
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self._end = 0
+
+    def append(self, view: memoryview) -> int:
+        """Add a tensor's bytes; the offset where they begin."""
+        offset = self._end
+        gap = -offset % ALIGNMENT
+        if gap:
+            self.buffers.append(_PADDING[gap])
+            offset += gap
+        self.buffers.append(view)
+        self._end = offset + len(view)
+        return offset
+
+
+def _encode(tensor: Tensor, payload: _Payload) -> TensorHeader:
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise _refusal(f"a tensor of type {name}", "send a plain torch.Tensor made of it")
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if tensor.is_inference():
+        flags |= INFERENCE
+    device = "" if tensor.is_cpu else str(tensor.device)
+    if tensor.layout is not torch.strided:
+        return _encode_sparse(tensor.detach(), payload, flags, device)
+    if device and device != META:
+        tensor = _staged(tensor)
+    return _encode_dense(tensor, payload, flags, device)
+
+
+def _encode_dense(
+    tensor: Tensor, payload: _Payload, flags: int = 0, device: str = ""
+) -> TensorHeader:
+    code = DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        raise _refusal(
+            f"a tensor of dtype {tensor.dtype}", "dequantize() it, or view() it as another dtype"
+        )
+    if tensor.is_nested:
+        raise _refusal("a nested tensor", "send its unbind(), or to_padded_tensor()")
+    shape = tuple(tensor.shape)
+    order = None
+    # A contiguous tensor may still have strides of its own in dimensions of size 1.
+    if not tensor.is_contiguous() or (1 in shape and len(shape) > 1):
+        tensor, order = _in_memory_order(tensor.detach(), shape)
+    offset = 0
+    if device != META and 0 not in shape:
+        offset = payload.append(_bytes_of(tensor))
+    return TensorHeader(code, shape, offset, flags, order, STRIDED, device)
+
+
+def _in_memory_order(
+    tensor: Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...] | None]:
+    """The same elements as a contiguous tensor, and the order of dimensions that makes it so."""
+    if 0 in shape:
+        return tensor, None
+    order = order_of(shape, tensor.stride())
+    laid = tensor if order is None else tensor.permute(order)
+    if laid.is_contiguous():
+        return laid, order
+    return _in_memory_order(_compacted(tensor), shape)
+
+
+def _compacted(tensor: Tensor) -> Tensor:
+    """A copy without gaps and overlaps, in the order of dimensions that torch's clone() chooses."""
+    return tensor.clone()
+
+
+def _staged(tensor: Tensor) -> Tensor:
+    """A copy in the memory of the cpu."""
+    return tensor.detach().cpu()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A view of a contiguous tensor's bytes; a copy if it is conjugate, negative or zero."""
+    try:
+        if tensor.dtype in _WITHOUT_NUMPY:
+            tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        return tensor.numpy(force=True).data.cast("B")
+    except RuntimeError as error:
+        raise _refusal("a tensor without memory of its own", f"torch says: {error}") from error
+
+
+def _encode_sparse(tensor: Tensor, payload: _Payload, flags: int, device: str) -> TensorHeader:
+    if tensor.layout not in PARTS or device == META:
+        where = f" on {META}" if device == META else ""
+        raise _refusal(f"a tensor of layout {tensor.layout}{where}", "send it as to_dense()")
+    if device:
+        tensor = _staged(tensor)
+    if tensor.layout is torch.sparse_coo and tensor.is_coalesced():
+        flags |= COALESCED
+    parts = tuple(_encode_dense(part, payload) for part in take_apart(tensor))
+    code, layout = parts[-1].dtype, LAYOUT_CODES[tensor.layout]
+    return TensorHeader(code, tuple(tensor.shape), 0, flags, None, layout, device, parts)
+
+
+def _refusal(what: str, way_out: str) -> CannotTravel:
+    return CannotTravel(f"{what} does not travel", hint=way_out)
+
+
+class _Block:
+    """The received bytes, claimed from front to back so that no two tensors share any."""
+
+    __slots__ = ("_end", "_length", "_payload")
+
+    def __init__(self, payload: memoryview | None) -> None:
+        assert payload is None or not payload.readonly, (
+            "tensors may be written to: so must their block"
+        )
+        self._payload = payload
+        self._length = 0 if payload is None else payload.nbytes
+        self._end = 0
+
+    def claim(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """A flat tensor over the next bytes; it holds on to the payload object by itself."""
+        if offset % ALIGNMENT or offset < self._end:
+            raise malformed(f"offset {offset} is not aligned, or inside the tensor before")
+        end = offset + numel * dtype.itemsize
+        if end > self._length:
+            raise malformed(f"bytes {offset} to {end} are outside a payload of {self._length}")
+        self._end = end
+        return torch.frombuffer(self._payload, dtype=dtype, count=numel, offset=offset)
+
+
+def _decode(header: TensorHeader, block: _Block) -> Tensor:
+    if header.flags & ~ALL_FLAGS:
+        raise malformed(f"flags {header.flags:#x} are unknown")
+    # The reader may be a caller inside inference_mode: the sender's mode decides, not ours.
+    if torch.is_inference_mode_enabled() is not header.inference:
+        with torch.inference_mode(header.inference):
+            return _rebuild(header, block)
+    return _rebuild(header, block)
+
+
+def _rebuild(header: TensorHeader, block: _Block) -> Tensor:
+    if header.layout == STRIDED:
+        tensor = _rebuild_dense(header, block)
+    else:
+        tensor = _rebuild_sparse(header, block)
+    return _placed(tensor, header.device) if header.device not in ("", META) else tensor
+
+
+def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:
+    if header.parts or header.flags & COALESCED:
+        raise malformed("a dense tensor has sparse parts")
+    dtype, shape, order = dtype_of(header), header.shape, header.order
+    numel = numel_of(shape, dtype.itemsize)
+    if header.device == META or numel == 0:
+        # Named, since torch.set_default_device reaches into every factory.
+        device = META if header.device == META else "cpu"
+        strides = strides_of(shape, order)
+        return _insist(lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+    flat = block.claim(header.offset, dtype, numel)
+    if order is not None:
+        return flat.as_strided_(shape, strides_of(shape, order))
+    return flat if len(shape) == 1 else flat.resize_(shape)
+
+
+def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
+    layout = LAYOUTS.get(header.layout)
+    if layout is None:
+        raise malformed(f"layout {header.layout} is unknown")
+    dtype = dtype_of(header)
+    numel_of(header.shape, dtype.itemsize)
+    if len(header.parts) != len(PARTS[layout]) or header.order is not None or header.device == META:
+        raise malformed(f"{len(header.parts)} parts do not make a tensor of layout {layout}")
+    if any(part.layout != STRIDED or part.flags or part.device for part in header.parts):
+        raise malformed("a part of a sparse tensor is not a plain dense tensor")
+    parts = [_rebuild_dense(part, block) for part in header.parts]
+    if parts[-1].dtype is not dtype or (header.coalesced and layout is not torch.sparse_coo):
+        raise malformed(f"the parts do not make a {layout} tensor of {dtype}")
+    try:
+        return _insist(lambda: put_together(parts, header.shape, layout, header.coalesced))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise malformed(f"not a valid {layout} tensor: {error}") from error
+
+
+def _insist(make: Callable[[], Tensor]) -> Tensor:
+    """What `make` gives, the second time if need be.
+
+    Torch says once per process that a layout or a dtype is in beta. Where warnings are errors,
+    that must not cost the message: the second time it is silent.
+    """
+    try:
+        return make()
+    except Warning:
+        return make()
+
+
+def _placed(tensor: Tensor, name: str) -> Tensor:
+    """A copy on the device of that name."""
+    kind = torch.accelerator.current_accelerator()
+    count = 0 if kind is None else torch.accelerator.device_count()
+    if name not in [f"{kind}:{index}" for index in range(count)]:
+        raise BadMessage(
+            f"a tensor of device {name!r} arrived, but this worker has no such device",
+            hint="send tensor.cpu() and move it where it is used",
+        )
+    try:
+        return tensor.to(name)
+    except RuntimeError as error:
+        raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error

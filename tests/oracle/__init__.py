@@ -1,0 +1,1 @@
+"""Random programs over several workers, compared with the same program in one process."""

@@ -1,0 +1,176 @@
+"""Runs a whole program in one world, and says what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+import gradwire
+from tests.oracle import interpreter
+from tests.oracle.interpreter import STATES, as_local, call, name
+from tests.oracle.programs import Program
+from tests.oracle.state import State
+
+Gradient = torch.Tensor | None
+
+
+@dataclass
+class Outcome:
+    """Everything that must be equal. `gradients` are of x, then of each worker's parameter."""
+
+    error: str | None
+    values: list[torch.Tensor]
+    gradients: list[Gradient]
+    counts: list[Counter]
+
+    def largest(self) -> float:
+        there = [
+            g.abs().max().item()
+            for g in [*self.values, *self.gradients]
+            if g is not None and g.numel()
+        ]
+        return max(there, default=0.0)
+
+
+# -- what the root asks of each worker before and after
+
+
+def reset(seed: int, worker: int, watched: bool) -> None:
+    state = STATES[interpreter.here()] = State(seed, worker)
+    if watched:
+        state.watch_leaf()
+
+
+def harvest(context: int | None) -> tuple[Gradient, dict]:
+    """The gradient of this worker's parameter, from `.grad` or from the context's map, and the counts."""
+    state = STATES.pop(interpreter.here())
+    gradient = state.parameter.grad
+    if context is not None and not interpreter.is_local():
+        assert gradient is None
+        gradient = gradwire.get_gradients(context).get(state.parameter)
+    return None if gradient is None else gradient.detach(), dict(state.counts)
+
+
+def backward_there(weights: list[int], parts: list[torch.Tensor]) -> None:
+    """Make the loss on this worker, and differentiate it here, within a served function."""
+    sum(
+        (part * part).sum() * weight for weight, part in zip(weights, parts, strict=True)
+    ).backward()
+
+
+def loss_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    return sum((part * part).sum() for part in parts)
+
+
+# -- one world or the other
+
+
+def run_local(program: Program) -> Outcome:
+    with as_local("local0"), torch.autograd.set_multithreading_enabled(False):
+        return _run(program, None)
+
+
+def run_remote(program: Program) -> Outcome:
+    """On the worker w0 of a cluster that has as many workers, or more."""
+    with gradwire.context() as context:
+        return _run(program, context)
+
+
+def _run(program: Program, context: int | None) -> Outcome:
+    for worker in range(program.workers):
+        call(worker, reset, program.seed, worker, worker in program.leaf_hooks)()
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    state = STATES[name(0)]
+    values = interpreter.run_steps(program.body, [x * 1, state.parameter * x])
+    chosen = [[values[n % len(values)] for n in loss] for loss in program.losses]
+    mapped = program.mode in ("context map", "context map twice", "reference backward")
+    slopes: list[Gradient] = []
+    try:
+        slopes = _differentiate(program.mode, context, x, values, chosen) or []
+        error = None
+    except RuntimeError as raised:
+        error = _kind(raised)
+    gradients: list[Gradient] = [x.grad]
+    if mapped and context is not None:
+        gradients = [gradwire.get_gradients(context).get(x)]
+    counts = []
+    for worker in range(program.workers):
+        gradient, count = call(worker, harvest, context if mapped else None)()
+        gradients.append(gradient)
+        counts.append(Counter(count))
+    kept = [value.detach() for value in values] + [g.detach() for g in slopes if g is not None]
+    return Outcome(error, kept, [g if g is None else g.detach() for g in gradients], counts)
+
+
+_ERRORS = [
+    "second time",
+    "modified by an inplace operation",
+    "torch.utils.checkpoint is incompatible with .grad()",
+    "this checkpoint() is not necessary",
+]
+
+
+def _kind(error: RuntimeError) -> str:
+    """What went wrong, in words that both worlds share."""
+    for part in _ERRORS:
+        if part in str(error):
+            return part
+    raise error
+
+
+def _differentiate(mode: str, context, x, values, chosen) -> list[Gradient] | None:
+    first, second = (loss_of(parts) for parts in chosen)
+    if not first.requires_grad:
+        return None
+    match mode:
+        case "backward":
+            first.backward()
+        case "retain twice":
+            first.backward(retain_graph=True)
+            first.backward()
+        case "twice without retain":
+            first.backward()
+            first.backward()
+        case "two losses":
+            first.backward(retain_graph=True)
+            if second.requires_grad:
+                second.backward()
+        case "one of two losses":
+            if second.requires_grad:
+                second.backward()
+        case "grad":
+            return list(torch.autograd.grad(first, [x], allow_unused=True))
+        case "grad of a received value":
+            wanted = [v for v in values if v.grad_fn is not None][-1:]
+            return list(torch.autograd.grad(first, [x, *wanted], allow_unused=True))
+        case "second order":
+            return _second_order(first, x)
+        case "served backward":
+            weights = list(range(1, len(chosen[0]) + 1))
+            call(1, backward_there, weights, chosen[0])()
+        case _:
+            _into_map(mode, context, first)
+    return None
+
+
+def _second_order(loss: torch.Tensor, x: torch.Tensor) -> list[Gradient]:
+    (slope,) = torch.autograd.grad(loss, [x], create_graph=True, allow_unused=True)
+    if slope is not None and slope.requires_grad:
+        (slope * slope).sum().backward()
+    return [slope]
+
+
+def _into_map(mode: str, context: int | None, loss: torch.Tensor) -> None:
+    twice = mode == "context map twice"
+    if context is None:
+        loss.backward(retain_graph=twice)
+        if twice:
+            loss.backward()
+    elif mode == "reference backward":
+        gradwire.RRef(loss).backward(context)
+    else:
+        gradwire.backward(context, [loss], retain_graph=twice)
+        if twice:
+            gradwire.backward(context, [loss])

@@ -1,0 +1,63 @@
+"""What one worker of a random program has: a parameter, things kept, and counts of what ran."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import torch
+
+
+class State:
+    """Fresh for every program."""
+
+    def __init__(self, seed: int, worker: int) -> None:
+        generator = torch.Generator().manual_seed(seed * 16 + worker)
+        values = torch.randint(1, 4, (3,), dtype=torch.float64, generator=generator)
+        self.parameter = torch.nn.Parameter(values)
+        self.kept: list[torch.Tensor] = []
+        self.counts: Counter = Counter()
+        self.alive: list[object] = []
+        self._lock = threading.Lock()
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def watch_leaf(self) -> None:
+        """Every kind of hook that a leaf may have."""
+        leaf = self.parameter
+        leaf.register_hook(lambda _: self.count("leaf hook"))
+        leaf.register_post_accumulate_grad_hook(lambda p: self.note_sum(p))
+        accumulator = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_: self.count("accumulator hook"))
+        self.alive.append(accumulator)
+
+    def note_sum(self, leaf: torch.Tensor) -> None:
+        """What a post-accumulate hook sees is part of what is compared."""
+        self.count(f"post-accumulate hook at {leaf.grad.sum().item()}")
+
+
+class Accumulator:
+    """An object that lives on a worker and whose methods are called through a reference."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total * 1
+
+    def add(self, value: torch.Tensor, times: int) -> torch.Tensor:
+        self.total = self.total + value * times
+        return self.total
+
+
+class Doubled(torch.autograd.Function):
+    """Counts its backwards, and asks for zeros where there is no gradient."""
+
+    @staticmethod
+    def forward(ctx, state: State, x: torch.Tensor) -> torch.Tensor:
+        ctx.state = state
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.state.count("user backward")
+        return None, gradient * 2

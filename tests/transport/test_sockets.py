@@ -1,0 +1,472 @@
+"""Frames over a stream socket: what the kernel and a hostile peer can do to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
+from gradwire.options import Limits
+from gradwire.transport.blocks import BlockPool
+from gradwire.transport.sockets import SocketChannel, SocketListener
+from gradwire.wire.frame import PREFIX, Frame, encode_prefix
+
+FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])
+BYTES = encode_prefix(FRAME) + b"headpayload"
+HUGE = Frame(1, 0, 0, b"", [bytes(1 << 20)] * 8)
+
+
+class Interrupted(BaseException):
+    """What a signal handler of these tests raises, as Ctrl-C raises KeyboardInterrupt."""
+
+
+class CountedSocket:
+    """A socket that notes which system calls are made on it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            self.calls.append(name)
+            return getattr(self._sock, name)(*args)
+
+        return call
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+def as_channel(sock: object, stall: float = 5.0, limits: Limits | None = None) -> SocketChannel:
+    return SocketChannel(
+        sock,  # type: ignore[arg-type]
+        "unix:///peer",
+        limits=limits or Limits(),
+        stall=stall,
+        pool=BlockPool(),
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def received(channel: SocketChannel) -> tuple[int, int, int, bytes, bytes]:
+    kind, flags, request, head, payload = channel.recv()
+    return kind, flags, request, head, b"".join(payload)
+
+
+def fill(sock: socket.socket) -> int:
+    """Send until the kernel takes no byte more; how many it took."""
+    taken = 0
+    for size in (1 << 16, 1):
+        try:
+            while True:
+                taken += sock.send(bytes(size), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            continue
+    return taken
+
+
+def read_exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        data += sock.recv(min(count - len(data), 1 << 16))
+    return bytes(data)
+
+
+def in_background(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def interrupt_this_thread_once_it_is_in(function: str) -> threading.Thread:
+    """Raise Interrupted here as soon as a call of that name is on our stack."""
+    main = threading.get_ident()
+
+    def is_inside() -> bool:
+        frame: FrameType | None = sys._current_frames()[main]
+        while frame is not None:
+            if frame.f_code.co_name == function:
+                return True
+            frame = frame.f_back
+        return False
+
+    def watch() -> None:
+        while not is_inside():
+            os.sched_yield()
+        # In the function, but maybe not yet in the kernel; either is an interrupt of a wait.
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    return in_background(watch)
+
+
+@pytest.fixture
+def _signals_raise() -> Iterator[None]:
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+# --- the bytes ---
+
+
+def test_a_frame_is_its_prefix_its_head_and_its_payload(pair):
+    ours, theirs = pair
+    as_channel(ours).send(FRAME, soon())
+    assert theirs.recv(1000) == BYTES
+
+
+def test_a_frame_may_arrive_byte_by_byte(pair):
+    ours, theirs = pair
+
+    def drip() -> None:
+        for byte in BYTES * 3:
+            theirs.send(bytes([byte]))
+
+    dripping = in_background(drip)
+    channel = as_channel(ours)
+    for _ in range(3):
+        assert received(channel) == (1, 0, 7, b"head", b"payload")
+    dripping.join()
+
+
+def test_a_small_frame_costs_one_system_call_at_each_end(pair):
+    ours, theirs = map(CountedSocket, pair)
+    near, far = as_channel(ours), as_channel(theirs)
+    ours.calls.clear()
+    theirs.calls.clear()
+    for _ in range(3):
+        near.send(Frame(1, 0, 0, b"no-op", ()), soon())
+        far.recv()
+    near.send(FRAME, soon())
+    far.recv()
+    assert ours.calls == ["send", "send", "send", "sendmsg"]
+    assert theirs.calls == ["recv_into"] * 4
+
+
+def test_frames_that_arrived_together_are_read_together(pair):
+    ours, theirs = pair
+    counted = CountedSocket(ours)
+    channel = as_channel(counted)
+    counted.calls.clear()
+    theirs.sendall(BYTES * 100)
+    for _ in range(100):
+        assert received(channel) == (1, 0, 7, b"head", b"payload")
+    assert counted.calls == ["recv_into"]
+
+
+def test_a_part_that_is_not_bytes_is_our_bug_and_ends_the_channel(pair):
+    channel = as_channel(pair[0])
+    with pytest.raises(AssertionError, match="a payload part is not a view of single bytes"):
+        channel.send(Frame(1, 0, 0, b"", [memoryview(array("d", [1.0]))]), soon())
+    with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
+        channel.recv()
+
+
+# --- deadlines and stalls ---
+
+
+def test_a_deadline_passes_before_the_first_byte_and_the_channel_stays_usable(pair):
+    ours, theirs = pair
+    taken = fill(ours)
+    channel = as_channel(ours)
+    for deadline in (time.monotonic() + 0.01, time.monotonic() - 1):
+        with pytest.raises(DeadlinePassed, match="unix:///peer had no room for a message before"):
+            channel.send(FRAME, deadline)
+    read_exactly(theirs, taken)
+    channel.send(FRAME, soon())
+    assert theirs.recv(1000) == BYTES
+
+
+def test_a_send_that_waits_for_room_goes_on_when_there_is_some(pair):
+    ours, theirs = pair
+    taken = fill(ours)
+    sending = in_background(lambda: as_channel(ours).send(FRAME, soon()))
+    read_exactly(theirs, taken)
+    assert read_exactly(theirs, len(BYTES)) == BYTES
+    sending.join()
+
+
+def test_a_frame_that_can_go_at_once_goes_however_late(pair):
+    ours, theirs = pair
+    as_channel(ours).send(FRAME, time.monotonic() - 1)
+    assert theirs.recv(1000) == BYTES
+
+
+def test_a_deadline_may_be_infinitely_far(pair):
+    ours, theirs = pair
+    taken = fill(ours)
+    channel = as_channel(ours)
+    sending = [in_background(lambda: channel.send(FRAME, float("inf"))) for _ in range(2)]
+    assert read_exactly(theirs, taken + 2 * len(BYTES))[taken:] == BYTES * 2
+    for each in sending:
+        each.join()
+
+
+def test_a_peer_that_stops_reading_within_a_message_is_given_up(pair):
+    channel = as_channel(pair[0], stall=0.02)
+    with pytest.raises(PeerLost, match=r"no byte moved for 0.02 s in the middle of a message"):
+        channel.send(HUGE, soon())
+    with pytest.raises(PeerLost, match=r"closed here: no byte moved for 0.02 s"):
+        channel.recv()
+
+
+@pytest.mark.parametrize("already_sent", [1, 24, 26, 30])
+def test_a_peer_that_stops_sending_within_a_message_is_given_up(pair, already_sent):
+    ours, theirs = pair
+    theirs.sendall(BYTES[:already_sent])
+    channel = as_channel(ours, stall=0.02)
+    with pytest.raises(PeerLost, match=r"no byte moved for 0.02 s in the middle of a message"):
+        channel.recv()
+    assert theirs.recv(1) == b""
+
+
+def test_a_peer_that_has_nothing_to_say_is_not_given_up(pair):
+    ours, theirs = pair
+    channel = as_channel(ours, stall=0.002)
+    got: list[Frame] = []
+    reading = in_background(lambda: got.append(channel.recv()))
+    reading.join(0.02)
+    assert reading.is_alive()
+    theirs.sendall(BYTES)
+    reading.join()
+    assert got[0].request == 7
+
+
+# --- ends ---
+
+
+@pytest.mark.parametrize("already_sent", [1, 24, 26, 30])
+def test_a_connection_that_ends_within_a_message_says_so(pair, already_sent):
+    ours, theirs = pair
+    theirs.sendall(BYTES[:already_sent])
+    theirs.close()
+    channel = as_channel(ours)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="connection closed by peer in the middle of a message"):
+            channel.recv()
+
+
+def test_a_reset_is_told_apart_from_a_close():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    channel = as_channel(ours)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=r"^connection reset by peer$"):
+            channel.recv()
+    with pytest.raises(PeerLost, match=r"^connection reset by peer$"):
+        channel.send(FRAME, soon())
+
+
+def test_a_send_to_a_peer_that_left_says_so(pair):
+    ours, theirs = pair
+    theirs.close()
+    channel = as_channel(ours)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=r"^connection closed by peer$"):
+            channel.send(FRAME, soon())
+    channel.close()
+
+
+def test_another_error_of_the_system_ends_the_channel(pair):
+    class Failing(CountedSocket):
+        def send(self, *_: object) -> int:
+            raise OSError(errno.ENETDOWN, "Network is down")
+
+    channel = as_channel(Failing(pair[0]))
+    with pytest.raises(PeerLost, match=r"^network is down$"):
+        channel.send(Frame(1, 0, 0, b"", ()), soon())
+    with pytest.raises(PeerLost, match=r"^network is down$"):
+        channel.recv()
+
+
+def test_a_descriptor_is_closed_when_its_last_user_is_gone(pair):
+    ours, _ = pair
+    channel = as_channel(ours)
+    lost = []
+
+    def use(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except PeerLost as error:
+            lost.append(error.message)
+
+    threads = [in_background(lambda: use(channel.recv))]
+    threads += [in_background(lambda: use(lambda: channel.send(HUGE, soon()))) for _ in range(2)]
+    threads[0].join(0.01)
+    threads += [in_background(channel.close) for _ in range(4)]
+    for thread in threads:
+        thread.join()
+    assert lost == ["closed here: close() was called"] * 3
+    assert ours.fileno() == -1
+
+
+def test_a_channel_shows_its_state(pair):
+    channel = as_channel(pair[0])
+    assert repr(channel) == "<SocketChannel to unix:///peer: open>"
+    channel.close("enough")
+    assert repr(channel) == "<SocketChannel to unix:///peer: closed here: enough>"
+
+
+# --- promises ---
+
+
+def test_a_promise_over_the_limits_is_refused_before_any_of_it_arrives(pair):
+    ours, theirs = pair
+    theirs.sendall(PREFIX.pack(1, 0, 0, 1001, 0))
+    with pytest.raises(BadMessage, match="a payload of 1001 bytes is over the limit of 1000"):
+        as_channel(ours, limits=Limits(payload=1000)).recv()
+    assert theirs.recv(1) == b""
+
+
+def test_a_promise_alone_takes_no_memory(pair):
+    def resident() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    ours, theirs = pair
+    theirs.sendall(PREFIX.pack(1, 0, 0, 1 << 30, 0) + b"that was all")
+    theirs.shutdown(socket.SHUT_WR)
+    before = resident()
+    with pytest.raises(PeerLost, match="in the middle of a message") as caught:
+        as_channel(ours).recv()
+    assert caught.tb is not None  # which keeps the block alive
+    assert resident() - before < 64 << 20
+
+
+def test_a_promise_of_more_than_there_is_ends_the_channel(pair):
+    ours, theirs = pair
+    theirs.sendall(PREFIX.pack(1, 0, 0, 1 << 50, 0))
+    with pytest.raises(PeerLost, match=f"closed here: no memory for a payload of {1 << 50} bytes"):
+        as_channel(ours, limits=Limits(payload=1 << 60)).recv()
+
+
+# --- interrupts ---
+
+
+@pytest.mark.usefixtures("_signals_raise")
+def test_an_interrupt_while_nothing_arrives_leaves_the_channel_usable(pair):
+    ours, theirs = pair
+    channel = as_channel(ours)
+    interrupt_this_thread_once_it_is_in("_await_frame")
+    with pytest.raises(Interrupted):
+        channel.recv()
+    theirs.sendall(BYTES)
+    assert received(channel) == (1, 0, 7, b"head", b"payload")
+
+
+@pytest.mark.usefixtures("_signals_raise")
+def test_an_interrupt_while_a_full_pipe_is_waited_for_leaves_the_channel_usable(pair):
+    ours, theirs = pair
+    taken = fill(ours)
+    channel = as_channel(ours)
+    interrupt_this_thread_once_it_is_in("_wait_for_room")
+    with pytest.raises(Interrupted):
+        channel.send(FRAME, soon())
+    read_exactly(theirs, taken)
+    channel.send(FRAME, soon())
+    assert theirs.recv(1000) == BYTES
+
+
+@pytest.mark.usefixtures("_signals_raise")
+def test_an_interrupt_within_a_message_ends_the_channel(pair):
+    ours, theirs = pair
+    theirs.sendall(BYTES[:26])
+    channel = as_channel(ours)
+    interrupt_this_thread_once_it_is_in("_read_into")
+    with pytest.raises(Interrupted):
+        channel.recv()
+    with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
+        channel.recv()
+
+
+@pytest.mark.usefixtures("_signals_raise")
+def test_an_interrupt_within_a_send_ends_the_channel(pair):
+    ours, theirs = pair
+    channel = as_channel(ours)
+    interrupt_this_thread_once_it_is_in("_push")
+    with pytest.raises(Interrupted):
+        channel.send(HUGE, soon())
+    with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
+        channel.send(FRAME, soon())
+    theirs.close()
+
+
+# --- listeners ---
+
+
+class Troubled:
+    """A listening socket whose first accepts fail."""
+
+    def __init__(self, sock: socket.socket, *errors: int) -> None:
+        self._sock = sock
+        self._errors = list(errors)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self._errors:
+            number = self._errors.pop()
+            raise OSError(number, os.strerror(number))
+        return self._sock.accept()
+
+
+@pytest.mark.parametrize("error", [errno.ECONNABORTED, errno.EMFILE])
+def test_trouble_with_one_connection_does_not_end_the_listener(error):
+    server = socket.create_server(("127.0.0.1", 0))
+    listener = SocketListener(
+        Troubled(server, error),  # type: ignore[arg-type]
+        "tcp://there:1",
+        as_channel,
+    )
+    ours = socket.create_connection(server.getsockname())
+    accepted = listener.accept()
+    accepted.send(FRAME, soon())
+    assert ours.recv(1000) == BYTES
+    accepted.close()
+    ours.close()
+    listener.close()
+
+
+def test_a_connection_that_cannot_be_wrapped_is_dropped_and_the_next_one_taken():
+    server = socket.create_server(("127.0.0.1", 0))
+    outcomes: list[Exception | None] = [OSError("no longer there")]
+
+    def wrap(sock: socket.socket) -> SocketChannel:
+        if outcomes:
+            raise outcomes.pop() or AssertionError
+        return as_channel(sock)
+
+    listener = SocketListener(server, "tcp://there:1", wrap)
+    first, second = (socket.create_connection(server.getsockname()) for _ in range(2))
+    accepted = listener.accept()
+    assert first.recv(1) == b""
+    assert repr(listener) == "<SocketListener on tcp://there:1: open>"
+    for each in (first, second, accepted, listener):
+        each.close()
