@@ -2,15 +2,68 @@
 
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.api import backward, context, get_gradients
-from gradwire.options import Limits, Options, Timeouts
-from gradwire.rpc.api import (
-    get_worker_info,
-    init_rpc,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
+from gradwire.errors import (
+    BackwardTimeout,
+    BadMessage,
+    CallTimeout,
+    CannotTravel,
+    ContextClosed,
+    DeadlinePassed,
+    GradwireError,
+    GraphCutWarning,
+    JoinTimeout,
+    NotExposed,
+    PeerError,
+    PeerLost,
+    RefLeakWarning,
+    RemoteError,
+    UnknownWorker,
+    UsageError,
 )
+from gradwire.options import Limits, Options, Timeouts
+from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [  # in the order one learns them
+    # begin and end
+    "init_rpc",
+    "shutdown",
+    "Options",
+    "Timeouts",
+    "Limits",
+    # run something elsewhere
+    "rpc_sync",
+    "rpc_async",
+    "Future",
+    "expose",
+    "get_worker_info",
+    "WorkerInfo",
+    # keep something elsewhere
+    "remote",
+    "RRef",
+    # differentiate through all of it
+    "context",
+    "backward",
+    "get_gradients",
+    # what can go wrong
+    "GradwireError",
+    "UsageError",
+    "UnknownWorker",
+    "NotExposed",
+    "CannotTravel",
+    "ContextClosed",
+    "PeerError",
+    "PeerLost",
+    "BadMessage",
+    "DeadlinePassed",
+    "CallTimeout",
+    "BackwardTimeout",
+    "JoinTimeout",
+    "RemoteError",
+    "GraphCutWarning",
+    "RefLeakWarning",
+]

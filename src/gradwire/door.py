@@ -1,7 +1,7 @@
 """How public functions find the worker they belong to; the only state of the process.
 
-Code that a worker runs finds it in a context variable set around it. Other code finds the process's default,
-which `init_rpc` sets; a process that hosts many workers has none.
+Code that a worker runs finds it in a context variable set around it. Other code finds the process's
+default, which `init_rpc` sets; a process that hosts many workers has none.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """Every exception and warning gradwire raises.
 
-GradwireError              (a RuntimeError, so that `except RuntimeError` of older programs still works)
-├── UsageError             you called us wrongly
-│   ├── UnknownWorker      no worker of that name or id has joined
-│   ├── NotExposed         the callee's registry does not hold that function, method or class
-│   ├── CannotTravel       a value that the data-only codec does not carry
-│   └── ContextClosed      a graph outlived the context that recorded it
-├── PeerError              a peer did not do its part
-│   ├── PeerLost           its connection ended, or it went silent
-│   └── BadMessage         it sent something no correct peer sends
-├── DeadlinePassed         a wait was given up (also a TimeoutError)
-│   ├── CallTimeout        nobody answered a call before its deadline
-│   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
-│   └── JoinTimeout        not every worker arrived
-└── RemoteError            your function raised on another worker; also an instance of the original type
+GradwireError              (a RuntimeError, so that `except RuntimeError` of older programs still
+works) ├── UsageError             you called us wrongly │   ├── UnknownWorker      no worker of that
+name or id has joined │   ├── NotExposed         the callee's registry does not hold that function,
+method or class │   ├── CannotTravel       a value that the data-only codec does not carry │   └──
+ContextClosed      a graph outlived the context that recorded it ├── PeerError              a peer
+did not do its part │   ├── PeerLost           its connection ended, or it went silent │   └──
+BadMessage         it sent something no correct peer sends ├── DeadlinePassed         a wait was
+given up (also a TimeoutError) │   ├── CallTimeout        nobody answered a call before its deadline
+│   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time │   └──
+JoinTimeout        not every worker arrived └── RemoteError            your function raised on
+another worker; also an instance of the original type
 
 GraphCutWarning            a tensor that requires grad crossed where no context records it
 RefLeakWarning             references were still counted when their owner shut down
@@ -47,7 +44,7 @@ class NotExposed(UsageError):
 
 
 class CannotTravel(UsageError):
-    """A value that the data-only codec does not carry; `place` says where in the arguments it sits."""
+    """A value that the data-only codec does not carry; `place` says where it sits."""
 
     def __init__(self, message: str = "", *, place: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -116,7 +113,9 @@ class RemoteError(GradwireError):
 
 
 class GraphCutWarning(UserWarning):
-    """A tensor that requires grad crossed where no context records it: its gradient will not come back."""
+    """A tensor that requires grad crossed where no context records it: its gradient will not come
+    back.
+    """
 
 
 class RefLeakWarning(UserWarning):

@@ -28,7 +28,7 @@ class CallId(_Counted, frozen=True, order=True, array_like=True):
 
 
 class EdgeId(_Counted, frozen=True, order=True, array_like=True):
-    """One crossing of the autograd graph from a worker to another, numbered by the worker it left."""
+    """One crossing of the graph from a worker to another, numbered by the worker it left."""
 
     def __str__(self) -> str:
         return f"e{self.worker}.{self.n}"

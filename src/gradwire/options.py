@@ -59,7 +59,9 @@ class Options:
     init_method: str = "env://"
     """where workers find each other: env://, tcp://host:port or file:///path"""
     listen: str = "auto"
-    """where peers reach this worker: unix, tcp://host:port, or auto (unix on one machine, else loopback)"""
+    """where peers reach this worker: unix, tcp://host:port, or auto (unix on one machine, else
+    loopback)
+    """
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -1,8 +1,8 @@
 """Draws random programs. A program is plain data, so that its blocks travel as arguments.
 
 A *block* is a list of steps that one worker runs over a list of values; each step appends to it. A
-number in a step that stands for a value is taken modulo how many there are, so every block is valid.
-What a drawn program uses is counted: a feature that is never drawn fails the run.
+number in a step that stands for a value is taken modulo how many there are, so every block is
+valid. What a drawn program uses is counted: a feature that is never drawn fails the run.
 """
 
 from __future__ import annotations
@@ -115,17 +115,17 @@ class _Drawer:
     def block(
         self, worker: int, caller: int | None, depth: int, steps: int, *, pure: bool = False
     ) -> Block:
-        """Steps for one worker. A pure block keeps no state and hangs no hooks, so that it may run at
-        the same time as others, or twice."""
+        """Steps for one worker.
+
+        A pure block keeps no state and hangs no hooks: it may run twice, or along with others.
+        """
         if depth == 4:
             self.note("depth 4")
         drawn = []
         if depth and self.rng.random() < 0.25:
             self.note("received tensor modified in place")
             drawn.append(["modify received"])
-        for _ in range(steps):
-            drawn.append(self.step(worker, caller, depth, pure))
-        return drawn
+        return drawn + [self.step(worker, caller, depth, pure) for _ in range(steps)]
 
     def step(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.budget -= 1

@@ -24,18 +24,16 @@ class State:
         with self._lock:
             self.counts[what] += 1
 
-    def watch_leaf(self) -> None:
-        """Every kind of hook that a leaf may have."""
+    def watch_leaf(self, *, sums: bool) -> None:
+        """Every kind of hook that a leaf may have; `sums` says whether what they see is compared."""
         leaf = self.parameter
         leaf.register_hook(lambda _: self.count("leaf hook"))
-        leaf.register_post_accumulate_grad_hook(lambda p: self.note_sum(p))
+        leaf.register_post_accumulate_grad_hook(
+            lambda p: self.count(f"post-accumulate hook at {p.grad.sum().item() if sums else ''}")
+        )
         accumulator = leaf.view_as(leaf).grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self.count("accumulator hook"))
         self.alive.append(accumulator)
-
-    def note_sum(self, leaf: torch.Tensor) -> None:
-        """What a post-accumulate hook sees is part of what is compared."""
-        self.count(f"post-accumulate hook at {leaf.grad.sum().item()}")
 
 
 class Accumulator:

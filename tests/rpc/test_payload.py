@@ -283,6 +283,7 @@ def test_tensors_are_listed_in_the_order_of_the_walk_and_each_time_they_appear(c
         np.array([True, False]),
         np.array([1 + 2j], np.complex64),
         np.array(["a", "longer", "ü"]),
+        np.zeros((0, 2), "U3"),
         np.array([b"x\0y", b"z"]),
         np.array(["2020-01-01", "NaT"], "datetime64[D]"),
         np.array([3], "timedelta64[25us]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -581,6 +581,7 @@ class Cluster:
         self.dead: set[int] = set()
         self.knows_lost: set[tuple[int, int]] = set()
         self.net: list[Message] = []
+        self.heard: list[Message] = []
         self.unsent: list[tuple[Hold, Message]] = []
         self.holds: list[tuple[int, Hold]] = []
         self.creating: list[tuple[int, ForkId]] = []
@@ -645,6 +646,8 @@ class Cluster:
 
     def deliver(self, message: Message) -> None:
         self.net.remove(message)
+        if message.is_control:
+            self.heard.append(message)
         table = self.tables[message.dst]
         serve = getattr(self, f"serve_{message.kind}")
         self.perform(message.dst, serve(table, message) or [])
@@ -703,6 +706,19 @@ class Cluster:
                 case Confirmed(_, fork):
                     assert any(hold.fork == fork for _, hold in self.holds)
 
+    def repeat(self, pick: int) -> None:
+        """The network finds an old copy of something it has delivered before."""
+        self.send(self.heard[pick % len(self.heard)])
+
+    def lose(self, pick: int) -> None:
+        losable = [
+            message
+            for message in self.net
+            if message.is_control or (message.src in self.dead and message.kind != "loss")
+        ]
+        if losable:
+            self.net.remove(losable[pick % len(losable)])
+
     def resend(self, worker: int) -> None:
         self.perform(worker, self.tables[worker].unacknowledged())
 
@@ -748,6 +764,18 @@ class Cluster:
 
     def alive(self) -> list[int]:
         return sorted(self.tables.keys() - self.dead)
+
+    def check_end(self) -> None:
+        """Old copies of everything change nothing, neither while holds live nor after."""
+        for check in (self.check_settled, self.check_empty):
+            self.drain()
+            check()
+            for old in self.heard.copy():
+                self.send(old)
+            self.drain()
+            check()
+            while self.holds:
+                self.end(0)
 
     def check_settled(self) -> None:
         for worker in self.alive():
@@ -826,22 +854,15 @@ class AnyOrder(RuleBasedStateMachine):
             if self.cluster.net:
                 self.cluster.deliver(self.cluster.net[pick % len(self.cluster.net)])
 
-    @precondition(lambda self: any(message.is_control for message in self.cluster.net))
+    @precondition(lambda self: self.cluster.heard)
     @rule(pick=picks)
     def repeat(self, pick: int) -> None:
-        control = [message for message in self.cluster.net if message.is_control]
-        self.cluster.send(replace(control[pick % len(control)]))
+        self.cluster.repeat(pick)
 
+    @precondition(lambda self: self.cluster.net)
     @rule(pick=picks)
     def lose(self, pick: int) -> None:
-        dead = self.cluster.dead
-        losable = [
-            message
-            for message in self.cluster.net
-            if message.is_control or (message.src in dead and message.kind != "loss")
-        ]
-        if losable:
-            self.cluster.net.remove(losable[pick % len(losable)])
+        self.cluster.lose(pick)
 
     @rule(at=picks)
     def resend(self, at: int) -> None:
@@ -853,13 +874,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.cluster.kill(self.some(at))
 
     def teardown(self) -> None:
-        cluster = self.cluster
-        cluster.drain()
-        cluster.check_settled()
-        while cluster.holds:
-            cluster.end(0)
-        cluster.drain()
-        cluster.check_empty()
+        self.cluster.check_end()
 
 
 @pytest.mark.slow

@@ -503,6 +503,7 @@ sparse_headers = st.builds(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(IN_BETA)
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(dense_headers | sparse_headers, max_size=3))

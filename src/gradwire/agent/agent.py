@@ -28,7 +28,6 @@ from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
 from gradwire.wire.message import Kinds, Message, encode, kind_of
 
-
 _log = logging.getLogger("gradwire")
 
 
@@ -138,7 +137,9 @@ class Agent:
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> bool:
-        """Answer a request, on the channel it came by. False if the asker is lost, which is no error."""
+        """Answer a request, on the channel it came by. False if the asker is lost, which is no
+        error.
+        """
         if source.request == 0:
             return False
         frame = Frame(kind_of(type(message)), IS_ANSWER, source.request, encode(message), payload)
@@ -217,7 +218,7 @@ class Agent:
             error = CallTimeout(
                 f"{name} did not answer {CallId(self.directory.me.id, n)} ({pending.what}) "
                 f"within {waited:.3g} s",
-                hint="a longer timeout= on the call, or Timeouts(call=…) in the options, waits longer",
+                hint="a longer timeout= on the call, or Timeouts(call=…) in the options, wait more",
             )
             _settle(pending, error)
         return following

@@ -1,7 +1,7 @@
 """Channels to peers: made when first needed, read by a thread each, until they end.
 
-Between two workers there may be two channels, when both dialled at once; either carries anything. What
-a frame means is not known here: it is handed to `on_frame` together with whence it came.
+Between two workers there may be two channels, when both dialled at once; either carries anything.
+What a frame means is not known here: it is handed to `on_frame` together with whence it came.
 """
 
 from __future__ import annotations

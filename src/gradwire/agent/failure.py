@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 from gradwire.agent.messages import Failure
 from gradwire.errors import CannotTravel, GradwireError, RemoteError
@@ -20,8 +20,8 @@ NameOf = Callable[[type[BaseException]], str]
 def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     """What the caller must know of an exception raised on `worker`.
 
-    An exception that came from further away keeps the worker where it was raised; the traceback of each
-    worker it passed is added on the way.
+    An exception that came from further away keeps the worker where it was raised; the traceback of
+    each worker it passed is added on the way.
     """
     story = "".join(traceback.format_exception(error))
     if isinstance(error, RemoteError):
@@ -31,7 +31,7 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
 
 
 def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
-    """An exception to raise here: a RemoteError that is also of the original type where we know it."""
+    """What to raise here: a RemoteError that is also of the original type where we know it."""
     original = type_of(failure.type_name)
     error = _blank(original) if original is not None else None
     if error is None:
@@ -57,11 +57,11 @@ def _text(error: BaseException) -> str:
 
 
 def _blank(original: type[BaseException]) -> RemoteError | None:
-    """An instance made without the original's constructor, which may want arguments we do not have."""
+    """An instance made without the original's constructor, whose arguments we do not have."""
     if not issubclass(original, Exception):
         return None
     try:
-        remote = _remote_type(original)
+        remote = _remote_type(original)  # type: ignore[arg-type]  # classes are hashable
         error = remote.__new__(remote)
         BaseException.__init__(error)
     except TypeError:  # two layouts that do not mix, or a __new__ that insists on arguments
@@ -69,7 +69,7 @@ def _blank(original: type[BaseException]) -> RemoteError | None:
     return error
 
 
-@lru_cache(maxsize=256)
+@cache
 def _remote_type(original: type[Exception]) -> type[RemoteError]:
     if issubclass(original, RemoteError):
         return original

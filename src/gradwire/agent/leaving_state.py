@@ -1,8 +1,8 @@
 """Leaving together: who has finished, who is gone, when this worker may close.
 
-Two rounds. *Over* (phase 1): a worker's program has ended, it still serves. *Quiet* (phase 2): all are
-over, and nothing of its own is in flight. When all are quiet nobody will be asked anything again.
-Pure: the driver counts what is in flight and says so.
+Two rounds. *Over* (phase 1): a worker's program has ended, it still serves. *Quiet* (phase 2): all
+are over, and nothing of its own is in flight. When all are quiet nobody will be asked anything
+again. Pure: the driver counts what is in flight and says so.
 """
 
 from __future__ import annotations

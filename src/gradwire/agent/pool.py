@@ -1,8 +1,8 @@
 """Threads that run what peers ask for.
 
 The pool is elastic: a thread that waits inside gradwire (for a nested call, an edge, a reference)
-says so, and another may run in its place. So a call never starves the call it waits for, to any depth,
-while at most `limit` functions compute at once.
+says so, and another may run in its place. So a call never starves the call it waits for, to any
+depth, while at most `limit` functions compute at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ElasticPool:
                 self._busy += 1
 
     def close(self, timeout: float, *, drop_queued: bool) -> list[str]:
-        """Take no more jobs and wait for those it has; the names of the threads that did not end."""
+        """Take no more jobs, wait for those it has; the names of the threads that did not end."""
         with self._changed:
             self._closed = True
             if drop_queued:
@@ -117,7 +117,7 @@ class ElasticPool:
                     self._start_one_if_needed()
 
     def _maybe_next(self) -> Job | None:
-        """With the lock held: wait for a job and for room to run it; None once closed and through."""
+        """With the lock held: wait for a job and room to run it; None once closed and through."""
         while True:
             if self._jobs and (self._limit is None or self._busy < self._limit):
                 return self._jobs.popleft()

@@ -46,7 +46,7 @@ class Promise(Generic[T]):
         return True
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until it is settled. A signal (Ctrl-C) interrupts; a timeout raises TimeoutError."""
+        """Block until it is settled. A signal (Ctrl-C) interrupts; a timeout raises."""
         if not self._settled:
             waiter = threading.Lock()
             waiter.acquire()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory, WorkerInfo
@@ -35,7 +36,7 @@ class Meeting:
 
     directory: Directory
     job: str
-    store: dist.Store
+    store: Store
 
 
 def check_name(name: str) -> None:
@@ -47,12 +48,12 @@ def check_name(name: str) -> None:
         )
 
 
-def open_store(options: Options, rank: int, world_size: int) -> dist.Store:
+def open_store(options: Options, rank: int, world_size: int) -> Store:
     """The store that `init_method` names."""
     seconds = timedelta(seconds=options.timeouts.join)
     url = options.init_method
     try:
-        found = dist.rendezvous(url, rank=rank, world_size=world_size, timeout=seconds)
+        found = rendezvous(url, rank=rank, world_size=world_size, timeout=seconds)
         store, _, _ = next(iter(found))
     except ValueError as error:
         raise UsageError(
@@ -65,7 +66,7 @@ def open_store(options: Options, rank: int, world_size: int) -> dist.Store:
 
 
 def meet(
-    store: dist.Store,
+    store: Store,
     name: str,
     address: str,
     rank: int,
@@ -93,7 +94,7 @@ def meet(
     return Meeting(directory, job, store)
 
 
-def _wait(store: dist.Store, keys: list[str], seconds: float, name: str) -> None:
+def _wait(store: Store, keys: list[str], seconds: float, name: str) -> None:
     try:
         store.wait(keys, timedelta(seconds=max(0.001, seconds)))
     except RuntimeError:

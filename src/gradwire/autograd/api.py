@@ -32,7 +32,7 @@ def context() -> Iterator[ContextId]:
     if outer is not None:
         raise UsageError(
             "Already have an autograd context id for this thread",
-            hint=f"contexts do not nest; this code runs in {spoken_context(outer)}, which records it",
+            hint=f"contexts do not nest; {spoken_context(outer)} already records this code",
         )
     opened = engine.open()
     try:

@@ -16,7 +16,9 @@ from gradwire.ids import ContextId, EdgeId, PassId, WorkerId, spoken_context
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A crossing that left here. `token` is what its Send returned: to run from it is to run the Send."""
+    """A crossing that left here. `token` is what its Send returned: to run from it is to run the
+    Send.
+    """
 
     edge: EdgeId
     peer: WorkerId
@@ -33,7 +35,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A crossing that arrived here. `anchor` is the Recv's own input, which only a plain backward() reaches."""
+    """A crossing that arrived here. `anchor` is the Recv's own input, which only a plain backward()
+    reaches.
+    """
 
     edge: EdgeId
     lineage: Lineage
@@ -43,7 +47,9 @@ class Received:
 
 @dataclass(slots=True)
 class Join:
-    """One node that stands for a set of sends, so that a Recv has one link however many it depends on."""
+    """One node that stands for a set of sends, so that a Recv has one link however many it depends
+    on.
+    """
 
     edges: int
     depth: int

@@ -19,7 +19,8 @@ from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, WorkerId
 
 _JOINS_SEARCHED = 32
-"""How many of the latest Joins a new link may build on: one per recurrent state in use is enough."""
+"""How many of the latest Joins a new link may build on: one per recurrent state in use is enough.
+"""
 
 
 def leave(
@@ -65,7 +66,7 @@ def arrive(
 
 
 def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
-    """A token that stands for exactly these of this worker's sends; nothing where there are none."""
+    """A token that stands for exactly these of this worker's sends; nothing for none."""
     if not mine:
         return []
     if mine >> len(context.sent):

@@ -1,10 +1,10 @@
 """One worker's end of the graph: what crosses here in forward and in backward.
 
-Ties the parts of this layer together and is what their nodes call home. Passes begin in root.py, are
-served in served.py; which context is which is in contexts.py.
+Ties the parts of this layer together and is what their nodes call home. Passes begin in root.py,
+are served in served.py; which context is which is in contexts.py.
 
-Note [Gradients are never shared]: a gradient is on its way as soon as `ship` returns. The channel has
-copied its bytes by then, so that whoever else holds the buffer may write to it.
+Note [Gradients are never shared]: a gradient is on its way as soon as `ship` returns. The channel
+has copied its bytes by then, so that whoever else holds the buffer may write to it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Engine:
     def attach_send(
         self, id: ContextId, peer: WorkerId, tensors: Sequence[torch.Tensor]
     ) -> list[Crossing]:
-        """Record that those of a message's tensors that want a gradient leave, each by its own edge.
+        """Record that those of a message's tensors that want a gradient leave, each by its own
+        edge.
 
         Nothing is recorded once the context is closed: what crosses then is cut off.
         """

@@ -1,13 +1,14 @@
-"""Walks the local graph: what a tensor depends on, and the order in which the engine must take its nodes.
+"""Walks the local graph: what a tensor depends on, and the order in which the engine must take its
+nodes.
 
 Note [The order of waiting]
 
 A Send waits in its backward, so its place in the engine's queue matters. The engine takes the ready
-node with the highest sequence number. An edge has a depth, one more than the deepest edge it depends
-on. A Send is numbered by its depth, and every other node is lifted above the depth it depends on.
-Then nothing that could run stands behind a wait, and of the Sends the deepest waits first. No
-dead-lock: take, over all workers, the waiting Send of greatest depth; what it waits for is deeper
-still, hence not waiting, hence running.
+node with the highest sequence number. An edge has a depth, one more than the deepest edge it
+depends on. A Send is numbered by its depth, and every other node is lifted above the depth it
+depends on. Then nothing that could run stands behind a wait, and of the Sends the deepest waits
+first. No dead-lock: take, over all workers, the waiting Send of greatest depth; what it waits for
+is deeper still, hence not waiting, hence running.
 
 Ordinary numbers are per thread and start at 0, so a thread that receives also moves its own count
 above the depth it received. Nodes made by a thread that never received anything, on tensors another
@@ -25,9 +26,18 @@ from gradwire.autograd.lineage import NOTHING, Lineage, union
 from gradwire.autograd.torch_private import (
     AccumulateGrad,
     Node,
+    is_reentrant_checkpoint,
     sequence_number,
     set_sequence_number,
 )
+
+
+class Landmarks(NamedTuple):
+    """What a walk has met that a run must know of beforehand."""
+
+    accumulators: list[Node]
+    checkpoints: list[Node]
+    """those whose backward runs a backward of its own"""
 
 
 class Origin(NamedTuple):
@@ -53,7 +63,12 @@ class Walk:
     def __init__(self, recv_origin: MaybeRecv) -> None:
         self._recv_origin = recv_origin
         self._known: dict[Node, Origin] = {}
-        self.accumulators: set[Node] = set()
+        self._accumulators: list[Node] = []
+        self._checkpoints: list[Node] = []
+
+    def landmarks(self) -> Landmarks:
+        """What it has met so far."""
+        return Landmarks(list(self._accumulators), list(self._checkpoints))
 
     def origin(self, nodes: Iterable[Node | None]) -> Origin:
         """What these depend on together; lifts every node on the way.
@@ -77,13 +92,15 @@ class Walk:
                     continue
                 origin = _together([known[parent] for parent in parents])
                 lift(node, origin.depth)
+                if is_reentrant_checkpoint(node):
+                    self._checkpoints.append(node)
             known[node] = origin
         return _together([known[node] for node in roots])
 
     def _boundary(self, node: Node) -> Origin | None:
         """The origin of a node that the walk does not pass."""
         if isinstance(node, AccumulateGrad):
-            self.accumulators.add(node)
+            self._accumulators.append(node)
             return FROM_HERE
         return self._recv_origin(node)
 
@@ -105,8 +122,8 @@ def lift(node: Node, depth: int) -> None:
 def lift_this_thread(depth: int) -> None:
     """Let what this thread makes from now on stand above a depth.
 
-    Only making a node moves a thread's count, and tells it. A thread that stays with a context makes
-    one for each edge.
+    Only making a node moves a thread's count, and tells it. A thread that stays with a context
+    makes one for each edge.
     """
     if depth == 0:
         return

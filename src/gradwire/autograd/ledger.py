@@ -1,11 +1,13 @@
 """Where the leaves of one run keep their gradients, and how to take them back.
 
-Torch's own AccumulateGrad nodes run, with every hook on them: leaf, post-accumulate and those that DDP puts
-there. Around each of them stand two hooks of ours, for the time of one run:
+Torch's own AccumulateGrad nodes run, with every hook on them: leaf, post-accumulate and those that
+DDP puts there. Around each of them stand two hooks of ours, for the time of one run:
 
   to .grad    before: remember what was there. If the pass fails, it is put back.
-  to the map  before: put what the context has so far in the place of `.grad`; after: take the sum out
-              again and put `.grad` back. So hooks see the gradient of the context where they look for it.
+  to the map  before: put what the context has so far in the place of `.grad`; after: take the sum
+  out
+              again and put `.grad` back. So hooks see the gradient of the context where they look
+              for it.
 
 A leaf is locked between the two, as runs of several contexts may meet on it.
 """
@@ -36,7 +38,7 @@ class LeafLocks:
         self._lock = threading.Lock()
         self._locks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def of(self, leaf: torch.Tensor) -> threading.RLock:  # type: ignore[valid-type]
+    def of(self, leaf: torch.Tensor) -> threading.RLock:
         """The lock of this leaf."""
         with self._lock:
             if leaf not in self._locks:
@@ -65,6 +67,11 @@ class Ledger:
         self._entries: list[_Entry] = []
         self._open: dict[torch.Tensor, Gradient] = {}
         self.run: int | None = None
+
+    @property
+    def is_map(self) -> bool:
+        """Whether `.grad` stays as it was."""
+        return self._into is not None
 
     @contextmanager
     def watching(self, accumulators: Iterable[Node]) -> Iterator[None]:

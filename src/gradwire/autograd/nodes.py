@@ -1,13 +1,14 @@
 """The two points where a graph crosses, as nodes of torch's own graph.
 
-  Send   takes the tensors that leave and returns a token. Its backward waits until the edge is settled and
+  Send   takes the tensors that leave and returns a token. Its backward waits until the edge is
+  settled and
          returns the gradients.
-  Recv   takes the received tensors and returns them alive. Its backward ships the gradients at once.
-  Join   takes tokens and returns a token: a shared link to several Sends.
+  Recv   takes the received tensors and returns them alive. Its backward ships the gradients at
+  once. Join   takes tokens and returns a token: a shared link to several Sends.
 
 Note [Links]: a Recv also hangs on the Sends of its own worker that are in its lineage. So each
-worker's local graph is the projection of the global one, and torch's engine does the right thing by itself: it
-runs what the loss reaches, a Send after every Recv that depends on it, and nothing else.
+worker's local graph is the projection of the global one, and torch's engine does the right thing by
+itself: it runs what the loss reaches, a Send after every Recv that depends on it, and nothing else.
 
 Note [Nodes hold no context]: a node holds its ids and a weak way home. A node that held its context
 would close a cycle through C++ (context, token, node) that Python's collector cannot see.
@@ -60,7 +61,7 @@ class Side:
         home = self._home()
         if home is None:
             raise ContextClosed(
-                f"{self.edge} of {spoken_context(self.context)} leads to a worker that has shut down",
+                f"{self.edge} of {spoken_context(self.context)} leads to a worker that is closed",
                 hint="run backward before shutdown()",
             )
         return home
@@ -69,7 +70,8 @@ class Side:
 def origin_of_recv(context: ContextId, node: Node) -> Origin | None:
     """Where a Recv's tensors came from; None for any other node.
 
-    A Recv of another context is a boundary like a leaf: if a backward reaches it, it says so itself.
+    A Recv of another context is a boundary like a leaf: if a backward reaches it, it says so
+    itself.
     """
     if not isinstance(node, _RECV):
         return None

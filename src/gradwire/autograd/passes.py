@@ -1,8 +1,9 @@
 """The passes under way on one worker: found by their id, or by the engine run that executes a node.
 
-Note [Which pass a node runs for]: passes of one context may follow each other, run at once from several threads, or
-nest. The number of the current engine run tells them apart. A native backward is entered here by the
-first crossing it meets; a run that we start enters itself through an extra root (nodes.Entrance).
+Note [Which pass a node runs for]: passes of one context may follow each other, run at once from
+several threads, or nest. The number of the current engine run tells them apart. A native backward
+is entered here by the first crossing it meets; a run that we start enters itself through an extra
+root (nodes.Entrance).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Passes:
             )
 
     def heard_of(self, context: Context, id: PassId) -> Running | None:
-        """A peer speaks of this pass: the one we know, or a new one (gradients may come before Start).
+        """A peer speaks of this pass: the one we know, or a new one (gradients may come before
+        Start).
 
         None if it is over.
         """

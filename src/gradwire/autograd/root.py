@@ -59,8 +59,8 @@ class Root:
     def begin_native(self, context: Context, met: EdgeId) -> Running:
         """A backward of the user's has met its first crossing of this context.
 
-        That one is executed whatever the engine says of it: the node that a backward begins with is not
-        among those it tells of.
+        That one is executed whatever the engine says of it: the node that a backward begins with is
+        not among those it tells of.
         """
         with context.lock:
             reached = [
@@ -83,7 +83,7 @@ class Root:
         ledger = Ledger(self._locks, context.gradients)
         with context.lock:
             context.walk.origin(root.grad_fn for root in roots)
-            accumulators = list(context.walk.accumulators)
+            landmarks = context.walk.landmarks()
 
         def enter() -> None:
             ledger.run = current_run()
@@ -94,7 +94,7 @@ class Root:
             self._begin(running, union(r.lineage for r in reached), None, TO_MAP)
 
         try:
-            run.accumulate(roots, ledger, accumulators, enter, retain_graph=retain_graph)
+            run.accumulate(roots, ledger, landmarks, enter, retain_graph=retain_graph)
         except BaseException:
             ledger.undo()
             raise
@@ -202,8 +202,8 @@ class _Finish:
 def _runs_through(received: Received) -> bool:
     """Whether the current run executes this Recv.
 
-    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node that is executed
-    has a next one that is.
+    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
+    that is executed has a next one that is.
     """
     return will_execute(received.node) and any(
         will_execute(node) for node, _ in received.node.next_functions if node is not None

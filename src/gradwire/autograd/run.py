@@ -7,9 +7,11 @@ from typing import Any, cast
 
 import torch
 
+from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.nodes import Entrance
-from gradwire.autograd.torch_private import Node, set_sequence_number
+from gradwire.autograd.torch_private import set_sequence_number, will_execute
+from gradwire.errors import UsageError
 
 _BEFORE_ALL = 1 << 62
 
@@ -17,16 +19,26 @@ _BEFORE_ALL = 1 << 62
 def accumulate(
     tokens: Sequence[torch.Tensor],
     ledger: Ledger,
-    accumulators: Sequence[Node],
+    landmarks: Landmarks,
     enter: Callable[[], None],
     *,
     retain_graph: bool,
     create_graph: bool = False,
 ) -> None:
     """Run from these tokens to every leaf they reach, keeping the books in the ledger."""
-    entrance, _ = _entrance(enter)
+
+    def checked() -> None:
+        enter()
+        if ledger.is_map and any(will_execute(node) for node in landmarks.checkpoints):
+            raise UsageError(
+                "a reentrant checkpoint runs a backward of its own, "
+                "which writes to .grad and not to the context's map",
+                hint="use checkpoint(…, use_reentrant=False), or call loss.backward()",
+            )
+
+    entrance, _ = _entrance(checked)
     roots = [*tokens, entrance]
-    with ledger.watching(accumulators):
+    with ledger.watching(landmarks.accumulators):
         torch.autograd.backward(
             roots,
             [torch.ones_like(root) for root in roots],
@@ -57,7 +69,7 @@ def run_towards(
 
 
 def _entrance(enter: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A root that runs before all others and calls `enter`, and the input that makes grad() run it."""
+    """A root that runs first and calls `enter`, and the input that makes grad() run it."""
     with torch.inference_mode(False), torch.enable_grad():
         way_in = torch.zeros((), requires_grad=True)
         token: torch.Tensor = cast(Any, Entrance).apply(enter, way_in)

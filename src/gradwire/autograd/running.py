@@ -1,7 +1,8 @@
 """One pass while it runs on one worker: gradients that came, threads that wait for them.
 
 The driver around `PassState`: one condition, decided under it, acted outside it. It waits without
-a timeout of its own; the engine's timer fails a pass whose deadline is over, which wakes every wait.
+a timeout of its own; the engine's timer fails a pass whose deadline is over, which wakes every
+wait.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class Running:
             BackwardTimeout(
                 f"{self.id} of {self.context} was given up on {name} "
                 f"after {seconds:.3g} s{waited}{unfinished}",
-                hint="a longer Timeouts(backward=…) waits longer; a loss made by a thread that received "
-                "none of the tensors it uses may wait in the wrong order: make it in the thread that "
-                "received them, or call backward(context_id, [loss])",
+                hint="a longer Timeouts(backward=…) waits longer; a loss made by a thread that "
+                "received none of the tensors it uses may wait in the wrong order: make it in the "
+                "thread that received them, or call backward(context_id, [loss])",
             )
         )

@@ -1,7 +1,7 @@
 """Which context this code runs in.
 
-A context variable: served functions, engine runs and callbacks get it set around them. Threads start empty;
-`contextvars.copy_context().run` carries it into one.
+A context variable: served functions, engine runs and callbacks get it set around them. Threads
+start empty; `contextvars.copy_context().run` carries it into one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def current_context() -> ContextId | None:
 def inside(context: ContextId | None) -> Iterator[None]:
     """Run the block in this context.
 
-    Engine runs inside a context use the calling thread only: with a queue per device, a Send that waits on
-    the CPU's thread can hide work that a node on another device is about to make ready there.
+    Engine runs inside a context use the calling thread only: with a queue per device, a Send that
+    waits on the CPU's thread can hide work that a node on another device is about to make ready
+    there.
     """
     token = _current.set(context)
     try:

@@ -14,6 +14,7 @@ from gradwire.agent.messages import Done
 from gradwire.autograd import run
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
+from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import LeafLocks, Ledger
 from gradwire.autograd.lineage import Lineage, bits_from_wire, meets, numbers
 from gradwire.autograd.messages import (
@@ -26,7 +27,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
-from gradwire.autograd.torch_private import Node, current_run
+from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
@@ -90,7 +91,7 @@ class Served:
             ledger.run = current_run()
             self._passes.enter(running, current_run())
 
-        sent, received, accumulators = _mine(context, start)
+        sent, received, landmarks = _mine(context, start)
         if not sent:
             return
         tokens = [s.token for s in sent]
@@ -99,7 +100,7 @@ class Served:
             if start.destination == NOWHERE:
                 run.run_towards([r.anchor for r in received], tokens, enter, **how)
             else:
-                run.accumulate(tokens, ledger, accumulators, enter, **how)
+                run.accumulate(tokens, ledger, landmarks, enter, **how)
 
     def root_lost(self, worker: WorkerId) -> None:
         """Nobody will end the passes that began there: put back what they have changed here."""
@@ -126,7 +127,7 @@ class Served:
             (running.ledger.keep if message.failure is None else running.ledger.undo)()
 
 
-def _mine(context: Context, start: Start) -> tuple[list[Sent], list[Received], list[Node]]:
+def _mine(context: Context, start: Start) -> tuple[list[Sent], list[Received], Landmarks]:
     """The Sends to run from, the Recvs to run towards, and the leaves in between."""
     root = start.pass_id.worker
     needed = None if start.needed is None else bits_from_wire(start.needed)
@@ -141,4 +142,4 @@ def _mine(context: Context, start: Start) -> tuple[list[Sent], list[Received], l
         sent = [context.sent[n] for n in numbers(edges)]
         mine = [s for s in sent if s is not None and takes_part(s.lineage)]
         received = [r for r in context.received if takes_part(r.lineage)]
-        return mine, received, list(context.walk.accumulators)
+        return mine, received, context.walk.landmarks()

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
 
 Node = torch.autograd.graph.Node
 
@@ -88,6 +89,14 @@ def set_sequence_number(node: Node, number: int) -> None:
     cast(Any, node)._set_sequence_nr(number)
 
 
+def is_reentrant_checkpoint(node: Node) -> bool:
+    """Whether a node's backward runs one of its own, over a graph that is not there yet."""
+    return isinstance(node, _CHECKPOINT)
+
+
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
     """The class of the nodes that a Function makes."""
     return cast(type[Node], cast(Any, function)._backward_cls)
+
+
+_CHECKPOINT = backward_class(CheckpointFunction)

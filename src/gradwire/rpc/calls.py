@@ -1,7 +1,8 @@
 """A call, both ends of it: the worker that makes it, and the one that runs the function.
 
     call        pack, send, wait                           remote      pack, send, do not wait
-    _serve      unpack, run, pack, answer                  _keep       unpack, run, keep what it returns
+    _serve      unpack, run, pack, answer                  _keep       unpack, run, keep what it
+    returns
 
 See docs/design.md, section 3, for the stairs it walks down here and up there.
 """
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
@@ -129,7 +130,9 @@ class Calls:
         self, to: WorkerId, target: Target, deadline: float, keep: Kept | None = None
     ) -> Promise[Outcome]:
         context = current_context()
-        packed = self._parcels.pack((target.args, target.kwargs), to=to, context=context, place="")
+        packed = self._parcels.pack(
+            (target.args, target.kwargs), to=to, context=context, place=("args", "kwargs")
+        )
         try:
             warn_if_cut(packed.parcel, f"the arguments of {target.name}")
             call, promise = self._agent.request(

@@ -1,8 +1,8 @@
 """What `rpc_async` returns.
 
-A torch Future, so that `torch.futures.wait_all` and `collect_all` take it; but waiting, callbacks and errors are
-ours: exceptions keep their types, callbacks run on a thread of the worker's pool in the
-context of the call (never on one that reads), and it can be awaited.
+A torch Future, so that `torch.futures.wait_all` and `collect_all` take it; but waiting, callbacks
+and errors are ours: exceptions keep their types, callbacks run on a thread of the worker's pool in
+the context of the call (never on one that reads), and it can be awaited.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast, final
 
 import torch
@@ -65,7 +66,7 @@ class Future(torch.futures.Future[T]):
         self._grad_enabled = torch.is_grad_enabled()
         # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
         # It must not hold the future: that cycle goes through C++ and would never be freed.
-        self._set_unwrap_func(lambda _: promise.wait().value())  # type: ignore[attr-defined]
+        self._set_unwrap_func(lambda _: promise.wait().value())
         promise.on_settled(
             lambda landing: pools.service.submit_or_run(lambda: self._complete(landing))
         )
@@ -86,7 +87,7 @@ class Future(torch.futures.Future[T]):
         """Whether wait() returns at once."""
         return self._promise.settled
 
-    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what `callback(this)` returns, called when this one is done."""
         _check_callable(callback)
         following: Promise[Landing[S]] = Promise()
@@ -94,16 +95,14 @@ class Future(torch.futures.Future[T]):
 
         def run() -> None:
             landing: Landing[S] = Landing(lambda: (self._in_scope(callback), 0))
-            try:
+            with suppress(BaseException):  # it is in the landing, for whoever waits
                 landing.value()
-            except BaseException:  # it is in the landing, for whoever waits
-                pass
             following.settle(landing)
 
         self._promise.on_settled(lambda _: self._pools.user.submit_or_run(run))
         return future
 
-    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:  # type: ignore[override]
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call `callback(this)` when it is done."""
         _check_callable(callback)
         self.then(callback)
@@ -117,10 +116,8 @@ class Future(torch.futures.Future[T]):
                 done.set_result(None)
 
         def settled(_: Landing[T]) -> None:
-            try:
+            with suppress(RuntimeError):  # the loop was closed: nobody awaits any more
                 loop.call_soon_threadsafe(tell)
-            except RuntimeError:  # the loop was closed: nobody awaits any more
-                pass
 
         self._promise.on_settled(settled)
         yield from done

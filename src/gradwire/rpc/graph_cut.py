@@ -16,8 +16,8 @@ def warn_of_cut(count: int, what: str) -> None:
     tensors = "a tensor that requires grad" if count == 1 else f"{count} tensors that require grad"
     warnings.warn(
         f"{tensors} crossed in {what} outside of any open context: no gradient will come back\n"
-        "hint: make the call inside `with gradwire.context():`, detach() the tensor, or use no_grad; "
-        "a thread enters the context with contextvars.copy_context().run(...)",
+        "hint: make the call inside `with gradwire.context():`, detach() the tensor, or use "
+        "no_grad; a thread enters the context with contextvars.copy_context().run(...)",
         GraphCutWarning,
         stacklevel=_user_level(),
     )

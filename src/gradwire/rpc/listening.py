@@ -27,8 +27,8 @@ def transports_for(options: Options) -> Transports:
 def listen(transports: Transports, options: Options) -> Listener:
     """Open the listener that `options.listen` asks for.
 
-    Workers that meet on this machine speak over a unix socket. If they meet elsewhere, peers reach us at the
-    address from which this machine would speak to the meeting place.
+    Workers that meet on this machine speak over a unix socket. If they meet elsewhere, peers reach
+    us at the address from which this machine would speak to the meeting place.
     """
     if options.listen == "unix":
         return transports.listen("unix://")

@@ -28,7 +28,7 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """Where the result of a call stays instead of coming back. Without a fork the caller owns it."""
+    """Where the result of a call stays. Without a fork the caller itself owns it."""
 
     ref: RefId
     fork: ForkId | None

@@ -48,7 +48,14 @@ class Parcels:
     def __init__(self, codec: Codec, engine: Engine, refs: Refs) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
 
-    def pack(self, value: object, *, to: WorkerId, context: ContextId | None, place: str) -> Packed:
+    def pack(
+        self,
+        value: object,
+        *,
+        to: WorkerId,
+        context: ContextId | None,
+        place: str | tuple[str, ...],
+    ) -> Packed:
         """Make a value ready to leave for `to`; raises CannotTravel."""
         with self._refs.packing(to) as references:
             packed = self._codec.pack(value, place)

@@ -25,7 +25,11 @@ __all__ = ["Codec", "Names", "Packed"]
 
 T = TypeVar("T")
 
-_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
+_PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
+_GENERAL_HINT = (
+    "send its parts, or a reference to it; a dataclass, namedtuple or enum travels once it is "
+    "exposed with @gradwire.expose"
+)
 
 
 class Packed(NamedTuple):
@@ -134,11 +138,6 @@ def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel
 
 
 def _refusal(kind: type) -> CannotTravel:
-    base = next((base for base in _BASES if issubclass(kind, base)), None)
-    return CannotTravel(
-        f"a value of type {spoken(kind)} does not travel",
-        hint="send its parts, or a reference to it; a dataclass, namedtuple or enum travels once "
-        "it is exposed with @gradwire.expose"
-        if base is None
-        else f"send it as a plain {base.__name__}",
-    )
+    base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
+    hint = _GENERAL_HINT if base is None else f"send it as a plain {base.__name__}"
+    return CannotTravel(f"a value of type {spoken(kind)} does not travel", hint=hint)

@@ -1,8 +1,8 @@
 """References of one worker: the driver of the counting in refs_state.py.
 
-Values that live here are kept under their ids, each in a promise, as a reference may be used before its value is
-made. Messages to other workers leave from the service threads: a reference may end anywhere, also in
-the middle of a garbage collection that interrupted code holding our lock.
+Values that live here are kept under their ids, each in a promise, as a reference may be used before
+its value is made. Messages to other workers leave from the service threads: a reference may end
+anywhere, also in the middle of a garbage collection that interrupted code holding our lock.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Refs:
             return self._values.setdefault(ref, Promise())
 
     def value_here(self, hold: Hold, deadline: float) -> object:
-        """The value of one of our own references, when it is made; raises what its function raised."""
+        """The value of a reference of our own, once made; raises what its function raised."""
         me, agent = self._agent.directory.me, self._agent
         if hold.fork is not None:
             owner = agent.directory.name(hold.owner)
@@ -197,7 +197,7 @@ class Refs:
         return came[place]
 
     def arrived(self, references: Sequence[Reference]) -> list[Hold]:
-        """References came with a message; every one of them, even if the message is then refused."""
+        """References came with a message: all of them, even if it is then refused."""
         holds: list[Hold] = []
         actions: list[Action] = []
         with self._lock:
@@ -222,7 +222,7 @@ class Refs:
                 name = f"gradwire {self._agent.directory.me.name} refs"
                 self._janitor = threading.Thread(target=self._clean, name=name, daemon=True)
                 self._janitor.start()
-        # SimpleQueue.put may be called from a finalizer: it takes no lock that its thread could hold.
+        # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
         weakref.finalize(rref, self._ended.put, hold).atexit = False
 
     def ended(self, hold: Hold) -> None:

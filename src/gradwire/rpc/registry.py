@@ -134,6 +134,10 @@ class Registry:
         for item in expose:
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
+    def name_of(self, target: Function) -> str:
+        """The name under which a function or class travels; what is behind it is for the callee."""
+        return name_of(target)
+
     def lookup(self, name: str) -> Function:
         """The function or class of that name, to be called; refused unless it is exposed.
 

@@ -74,7 +74,7 @@ class RRef(Generic[T]):
         return self.hold.fork is None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner has counted this reference; until then it keeps the one it came from."""
+        """Whether the owner has counted it; until then the one it came from is kept."""
         return self._home.refs.is_confirmed(self.hold)
 
     # -- the value
@@ -91,7 +91,9 @@ class RRef(Generic[T]):
         return cast(T, self._home.refs.value_here(self.hold, self._home.deadline(None)))
 
     def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:
-        """Run backward from the value: into the context's map, or on its owner without an id into `.grad`."""
+        """Run backward from the value: into the context's map, or on its owner without an id into
+        `.grad`.
+        """
         if self.is_owner():
             root = checked_root(self.local_value())
             if dist_autograd_ctx_id == -1:

@@ -1,7 +1,7 @@
 """n workers inside this process, over in-memory channels.
 
-They run the shipped codec, registry and states; only the link between them differs. Made for tests, notebooks
-and documentation: no ports, no processes, and hundreds of them start in a moment.
+They run the shipped codec, registry and states; only the link between them differs. Made for tests,
+notebooks and documentation: no ports, no processes, and hundreds of them start in a moment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One message on its way: a fixed prefix, a head (msgpack) and a payload (raw tensor bytes).
 
-    prefix   24 bytes, little endian: kind u16, flags u16, head length u32, payload length u64, request u64
-    head     the message, encoded by wire/message.py
-    payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
+    prefix   24 bytes, little endian: kind u16, flags u16, head length u32, payload length u64,
+    request u64 head     the message, encoded by wire/message.py payload  tensor bytes, each tensor
+    aligned to 64; absent when the length is 0
 
 `request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
 marks an answer; the other bits are reserved for the checksum and must be 0.
@@ -28,8 +28,8 @@ Buffer = bytes | bytearray | memoryview
 class Frame(NamedTuple):
     """A message as a channel carries it.
 
-    Outgoing, `payload` is a list of buffers sent one after the other; they must stay unchanged until
-    `Channel.send` returns. Incoming, it holds at most one buffer: all payload bytes in one
+    Outgoing, `payload` is a list of buffers sent one after the other; they must stay unchanged
+    until `Channel.send` returns. Incoming, it holds at most one buffer: all payload bytes in one
     block, which the receiver owns until the last tensor on it dies.
     """
 
@@ -57,7 +57,7 @@ def encode_prefix(frame: Frame) -> bytes:
 
 
 def decode_prefix(data: Buffer, limits: Limits) -> Prefix:
-    """The prefix in the first bytes of `data`, refused if it promises more than the limits allow."""
+    """The prefix in the first bytes of `data`, refused if it promises more than allowed."""
     kind, flags, head, payload, request = PREFIX.unpack_from(data)
     if flags & ~IS_ANSWER:
         raise BadMessage(f"a frame has unknown flags {flags:#06x}")

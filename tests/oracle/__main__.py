@@ -1,0 +1,43 @@
+"""`python -m tests.oracle --programs 20000`: the long run, with its progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from gradwire.testing import cluster
+from tests.oracle.check import Checker, exposed
+from tests.oracle.programs import FEATURES
+
+
+def main() -> int:
+    """Run the programs; the number that differed, at most 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began, failures, features = time.monotonic(), [], Counter()
+    with cluster(5, expose=exposed()) as workers:
+        checker = Checker(workers[0].run)
+        for n, seed in enumerate(range(options.first, options.first + options.programs), 1):
+            failure = checker.failure(seed)
+            if failure is not None:
+                failures.append(failure)
+                print(failure, flush=True)
+            if n % 500 == 0:
+                rate = n / (time.monotonic() - began)
+                print(f"{n} programs, {len(failures)} differ, {rate:.0f} a second", flush=True)
+        features = checker.features
+    for feature in FEATURES:
+        print(f"{features[feature]:8d}  {feature}")
+    print(f"{options.programs - len(failures)} of {options.programs} programs as in one process")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
