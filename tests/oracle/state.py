@@ -25,7 +25,7 @@ class State:
             self.counts[what] += 1
 
     def watch_leaf(self, *, sums: bool) -> None:
-        """Every kind of hook that a leaf may have; `sums` says whether what they see is compared."""
+        """Every kind of hook a leaf may have; `sums` says whether what they see is compared."""
         leaf = self.parameter
         leaf.register_hook(lambda _: self.count("leaf hook"))
         leaf.register_post_accumulate_grad_hook(

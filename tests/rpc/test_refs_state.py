@@ -737,7 +737,8 @@ class Cluster:
         on_the_way = [*self.net, *(passage for _, passage in self.unsent)]
         for message in on_the_way:
             carried = message.kind in {"create", "passage"} and message.ref == ref
-            assert not carried or message.src in self.dead, f"{ref} is forgotten before {message}"
+            excused = {message.src, message.dst} & self.dead
+            assert not carried or excused, f"{ref} is forgotten before {message}"
         for worker, hold in self.holds:
             assert hold.ref != ref or self.is_excused(worker, hold), f"w{worker} still has {hold}"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, final
 
 from gradwire.agent.calls_state import CallTable, Pending
@@ -21,7 +22,7 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
 from gradwire.agent.timer import Timer
-from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.errors import CallTimeout, DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.transport.base import Channel
@@ -117,10 +118,11 @@ class Agent:
         self.timer.need(deadline)
         frame = Frame(kind_of(type(message)), 0, n, encode(message), payload)
         try:
-            channel = self._connections.to(to, deadline)
-            with self._lock:
-                self._calls.left(n, channel)
-            channel.send(frame, deadline)
+            with self._naming(to, what):
+                channel = self._connections.to(to, deadline)
+                with self._lock:
+                    self._calls.left(n, channel)
+                channel.send(frame, deadline)
         except BaseException:
             with self._lock:
                 self._calls.answered(n)
@@ -132,7 +134,21 @@ class Agent:
     ) -> None:
         """Send one way."""
         frame = Frame(kind_of(type(message)), 0, 0, encode(message), payload)
-        self._connections.to(to, deadline).send(frame, deadline)
+        with self._naming(to, type(message).__name__):
+            self._connections.to(to, deadline).send(frame, deadline)
+
+    @contextmanager
+    def _naming(self, to: WorkerId, what: str) -> Iterator[None]:
+        """What keeps a message from leaving says for whom it was."""
+        name = self.directory.name(to)
+        try:
+            yield
+        except PeerLost as error:
+            raise PeerLost(f"{name} was lost before {what} reached it: {error.message}") from error
+        except DeadlinePassed as error:
+            raise CallTimeout(
+                f"{what} did not leave for {name} in time: {error.message}"
+            ) from error
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
-Job = Callable[[], None]
+Job = Callable[[], object]
+
+_IDLE_KEPT = 4
+_IDLE_SECONDS = 5.0
 
 
 @final
@@ -117,10 +120,12 @@ class ElasticPool:
                     self._start_one_if_needed()
 
     def _maybe_next(self) -> Job | None:
-        """With the lock held: wait for a job and room to run it; None once closed and through."""
+        """With the lock held: wait for a job and room to run it; None to end the thread."""
         while True:
             if self._jobs and (self._limit is None or self._busy < self._limit):
                 return self._jobs.popleft()
             if self._closed and not self._jobs:
                 return None
-            self._changed.wait()
+            woken = self._changed.wait(_IDLE_SECONDS)
+            if not woken and not self._jobs and self._idle > _IDLE_KEPT:
+                return None

@@ -69,7 +69,6 @@ class Engine:
         context = self.contexts.heard_of(id)
         if context is None:
             return []
-        context.called.add(peer)
         return [
             crossing.leave(context, self, self._me, peer, {place: tensor})
             for place, tensor in enumerate(tensors)
@@ -169,7 +168,31 @@ class Engine:
             return
         running.settle(message.edge, Settlement(gradients, message.crossings))
 
+    def stop(self, reason: str) -> None:
+        """This worker leaves: whatever waits in a backward here wakes with an error."""
+        for running in self.passes.all():
+            running.fail(PeerLost(reason))
+        for id in self.contexts.all():
+            self.contexts.close(id)
+
     # -- the life of a context
+
+    def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
+        """A call to this peer is about to be made: its context, if that is still open.
+
+        What is called in a closed context must not open it again.
+        """
+        context = None if id is None else self.contexts.heard_of(id)
+        if context is None:
+            return None
+        context.called.add(peer)
+        return context.id
+
+    def called(self, id: ContextId | None, peer: WorkerId) -> None:
+        """The call has left. If its context was closed meanwhile, the peer may not have heard."""
+        if id is not None and self.contexts.maybe(id) is None:
+            limit = self._agent.clock.now() + 10.0
+            self._agent.tell(peer, Forget(id), deadline=limit)
 
     def open(self) -> Context:
         """A new context, opened here."""

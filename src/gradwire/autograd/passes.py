@@ -82,11 +82,11 @@ class Passes:
 
     def rooted_at(self, worker: WorkerId) -> list[Running]:
         """The passes that began on a worker."""
-        return [running for running in self._all() if running.id.worker == worker]
+        return [running for running in self.all() if running.id.worker == worker]
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the passes that cannot end well without this worker."""
-        for running in self._all():
+        for running in self.all():
             running.peer_lost(worker, error)
 
     def _add(self, context: Context, id: PassId, deadline: float) -> Running:
@@ -94,13 +94,14 @@ class Passes:
         self._timer.need(deadline)
         return running
 
-    def _all(self) -> list[Running]:
+    def all(self) -> list[Running]:
+        """Every one."""
         with self._lock:
             return list(self._by_id.values())
 
     def _expire(self, now: float) -> float | None:
         waiting = []
-        for running in self._all():
+        for running in self.all():
             if running.deadline <= now:
                 running.expire(self._seconds, self._name)
             else:

@@ -89,6 +89,13 @@ class Running:
             self._state.worker_done(worker)
             self._changed.notify_all()
 
+    def run_begins(self, ledger: Ledger) -> None:
+        """Here, the engine is about to run; raises what has already ended the pass."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self.ledger = ledger
+
     def run_over(self) -> None:
         """Here, the engine has returned, well or not."""
         with self._changed:
@@ -96,9 +103,9 @@ class Running:
             self._changed.notify_all()
 
     def wait_for_run(self) -> None:
-        """Wait until the engine has returned here; it does, as a failed pass wakes its waits."""
+        """Wait until the engine has returned here, if it began; a failed pass wakes its waits."""
         with self._changed:
-            self._changed.wait_for(lambda: self._run_over)
+            self._changed.wait_for(lambda: self._run_over or self.ledger is None)
 
     def wait_for_workers(self) -> None:
         """At the root: wait until everyone is done, or raise what ended the pass."""

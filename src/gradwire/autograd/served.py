@@ -70,28 +70,26 @@ class Served:
         running.deadline = self._agent.clock.now() + start.seconds
         running.retain_graph, running.create_graph = start.retain_graph, start.create_graph
         into = running.context.gradients if start.destination == TO_MAP else None
-        running.ledger = Ledger(self._locks, into)
+        ledger = Ledger(self._locks, into)
+        running.run_begins(ledger)
         self._agent.events.emit("run", running.id)
         try:
             with self._inside(running.context.id):
-                self._run(running, start)
+                self._run(running, ledger, start)
             running.check_collected()
         except BaseException as error:
-            running.ledger.undo()
+            ledger.undo()
             running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
             running.run_over()
 
-    def _run(self, running: Running, start: Start) -> None:
-        context, ledger = running.context, running.ledger
-        assert ledger is not None
-
+    def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
         def enter() -> None:
             ledger.run = current_run()
             self._passes.enter(running, current_run())
 
-        sent, received, landmarks = _mine(context, start)
+        sent, received, landmarks = _mine(running.context, start)
         if not sent:
             return
         tokens = [s.token for s in sent]
@@ -105,8 +103,8 @@ class Served:
     def root_lost(self, worker: WorkerId) -> None:
         """Nobody will end the passes that began there: put back what they have changed here."""
         for running in self._passes.rooted_at(worker):
+            running.wait_for_run()
             if running.ledger is not None:
-                running.wait_for_run()
                 running.ledger.undo()
             self._passes.over(running)
 
@@ -120,8 +118,7 @@ class Served:
     def _end(self, running: Running, message: PassEnded) -> None:
         if message.failure is not None:
             running.fail(self._agent.revive(message.failure))
-            if running.ledger is not None:
-                running.wait_for_run()
+            running.wait_for_run()
         self._passes.over(running)
         if running.ledger is not None:
             (running.ledger.keep if message.failure is None else running.ledger.undo)()

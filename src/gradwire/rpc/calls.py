@@ -26,8 +26,9 @@ from gradwire.autograd.scope import current_context
 from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import Future, Landing
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
-from gradwire.rpc.parcels import Packed, Parcels, Unpacked, warn_if_cut
+from gradwire.rpc.graph_cut import warn_of_cut
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
+from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.refs import Content, Raised, Refs, Value
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
@@ -70,10 +71,7 @@ class Calls:
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """Run it there and return what it returned, or raise what it raised."""
-        landing = self._launch(to, target, deadline)
-        with self._agent.dispatch.user.waiting():
-            landed = landing.wait()
-        return landed.value()
+        return self._wait_for(self._launch(to, target, deadline))
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
@@ -84,7 +82,9 @@ class Calls:
         here = to == self._agent.directory.me.id
         hold = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
         try:
-            promise = self._send_call(to, target, deadline, Kept(hold.ref, hold.fork))
+            context = self._engine.calling(current_context(), to)
+            keep = Kept(hold.ref, hold.fork)
+            promise = self._send_call(to, target, context, deadline, keep)
         except BaseException:
             self._refs.creation_undone(hold)
             raise
@@ -94,20 +94,19 @@ class Calls:
 
     def fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that lives elsewhere."""
-        context = current_context()
+        context = self._engine.calling(current_context(), hold.owner)
         seconds = deadline - self._agent.clock.now()
         message = Fetch(hold.ref, context, seconds)
         what = f"fetch of {hold.ref}"
         _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
-        with self._agent.dispatch.user.waiting():
-            outcome = promise.wait()
-        return self._landing(hold.owner, context, what, outcome).value()
+        self._engine.called(context, hold.owner)
+        return self._wait_for(self._landed(promise, hold.owner, context, what))
 
     def backward_from(
         self, hold: Hold, context: ContextId, *, retain_graph: bool, deadline: float
     ) -> None:
         """Run `backward(context, [value])` where the value lives."""
-        self._engine.contexts.find(context).called.add(hold.owner)
+        self._engine.calling(self._engine.contexts.find(context).id, hold.owner)
         message = BackwardFrom(hold.ref, context, retain_graph, deadline - self._agent.clock.now())
         what = f"backward from {hold.ref}"
         _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
@@ -117,24 +116,24 @@ class Calls:
             raise outcome
 
     def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
-        context = current_context()
-        landing: Promise[Landing[Any]] = Promise()
-
-        def landed(outcome: Outcome) -> None:
-            landing.settle(self._landing(to, context, target.name, outcome))
-
-        self._send_call(to, target, deadline).on_settled(landed)
-        return landing
+        context = self._engine.calling(current_context(), to)
+        promise = self._send_call(to, target, context, deadline)
+        return self._landed(promise, to, context, target.name)
 
     def _send_call(
-        self, to: WorkerId, target: Target, deadline: float, keep: Kept | None = None
+        self,
+        to: WorkerId,
+        target: Target,
+        context: ContextId | None,
+        deadline: float,
+        keep: Kept | None = None,
     ) -> Promise[Outcome]:
-        context = current_context()
         packed = self._parcels.pack(
             (target.args, target.kwargs), to=to, context=context, place=("args", "kwargs")
         )
         try:
-            warn_if_cut(packed.parcel, f"the arguments of {target.name}")
+            if torch.is_grad_enabled() and (cut := cut_tensors(packed.parcel)):
+                warn_of_cut(cut, f"the arguments of {target.name}")
             call, promise = self._agent.request(
                 to,
                 self._message(target, packed, deadline, keep),
@@ -145,6 +144,7 @@ class Calls:
         except BaseException:
             self._parcels.undo(packed)
             raise
+        self._engine.called(context, to)
         self._agent.events.emit("call", call, self._agent.directory.name(to))
         return promise
 
@@ -159,21 +159,36 @@ class Calls:
             keep,
         )
 
-    def _landing(
-        self, source: WorkerId, context: ContextId | None, what: str, outcome: Outcome
-    ) -> Landing[Any]:
-        """What an answer holds, not yet unpacked: that is for the thread that wants it."""
+    def _landed(
+        self, promise: Promise[Outcome], source: WorkerId, context: ContextId | None, what: str
+    ) -> Promise[Landing[Any]]:
+        """The answer when it comes, not yet unpacked: that is for the thread that wants it."""
+        landed: Promise[Landing[Any]] = Promise()
+        differentiable = torch.is_grad_enabled()
 
-        def unpack() -> Unpacked:
-            if isinstance(outcome, Exception):
-                raise outcome
-            if not isinstance(outcome.message, Result):
-                raise BadMessage(f"a call was answered by {type(outcome.message).__name__}")
-            parcel = outcome.message.parcel
-            warn_if_cut(parcel, f"the result of {what}")
-            return self._parcels.unpack(parcel, outcome.payload, source=source, context=context)
+        def settle(outcome: Outcome) -> None:
+            def unpack() -> Unpacked:
+                parcel, payload = _parcel_of(outcome)
+                came = self._parcels.unpack(parcel, payload, source=source, context=context)
+                cut = cut_tensors(parcel) if differentiable else 0
+                return came._replace(cut=(cut, f"the result of {what}") if cut else None)
 
-        return Landing(unpack)
+            landed.settle(Landing(unpack))
+
+        promise.on_settled(settle)
+        return landed
+
+    def _wait_for(self, landed: Promise[Landing[Any]]) -> Any:  # noqa: ANN401
+        try:
+            with self._agent.dispatch.user.waiting():
+                landing = landed.wait()
+        except BaseException:  # interrupted: what comes must still be let go of
+            landed.on_settled(self._let_go)
+            raise
+        return landing.value()
+
+    def _let_go(self, late: Landing[Any]) -> None:
+        self._agent.dispatch.service.submit(late.unpacked)
 
     def _late(self, message: Message) -> None:
         assert isinstance(message, Result)
@@ -272,6 +287,15 @@ def checked_root(value: object) -> torch.Tensor:
             f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
         )
     return check_root(value)
+
+
+def _parcel_of(outcome: Outcome) -> tuple[Parcel, Payload]:
+    """What an answer brought; raises what came in its place."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    if not isinstance(outcome.message, Result):
+        raise BadMessage(f"a call was answered by {type(outcome.message).__name__}")
+    return outcome.message.parcel, outcome.payload
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from gradwire.agent.dispatch import Dispatch
 from gradwire.agent.promise import Promise
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.errors import UsageError
+from gradwire.rpc.graph_cut import warn_of_cut
+from gradwire.rpc.parcels import Unpacked
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -29,30 +31,37 @@ S = TypeVar("S")
 class Landing(Generic[T]):
     """An outcome that is unpacked once, by whichever thread asks first."""
 
-    def __init__(self, unpack: Callable[[], tuple[T, int]]) -> None:
-        self._unpack: Callable[[], tuple[T, int]] | None = unpack
+    def __init__(self, unpack: Callable[[], Unpacked]) -> None:
+        self._unpack: Callable[[], Unpacked] | None = unpack
         self._lock = threading.Lock()
-        self._value: T | None = None
+        self._came = Unpacked(None)
         self._error: BaseException | None = None
-        self._depth = 0
 
-    def value(self) -> T:
-        """The value, or its exception raised.
-
-        See Note [The order of waiting], autograd/graph.py: the thread that goes on with the value
-        must make its nodes above the depth it came from.
-        """
+    def unpacked(self) -> T | BaseException:
+        """The value, or the exception that came in its place."""
         with self._lock:
             if self._unpack is not None:
                 try:
-                    self._value, self._depth = self._unpack()
+                    self._came = self._unpack()
                 except BaseException as error:  # kept, and raised wherever it is waited for
                     self._error = error
                 self._unpack = None
+        return self._came.value if self._error is None else self._error
+
+    def value(self) -> T:
+        """The value, or its exception raised, for the thread that goes on with it.
+
+        See Note [The order of waiting], autograd/graph.py: that thread must make its nodes above
+        the depth the value came from. It is also the one whose line a warning names.
+        """
+        self.unpacked()
         if self._error is not None:
             raise self._error
-        lift_this_thread(self._depth)
-        return cast(T, self._value)
+        lift_this_thread(self._came.depth)
+        cut, self._came = self._came.cut, self._came._replace(cut=None)
+        if cut is not None:
+            warn_of_cut(*cut)
+        return cast(T, self._came.value)
 
 
 class Future(torch.futures.Future[T]):
@@ -94,9 +103,8 @@ class Future(torch.futures.Future[T]):
         future: Future[S] = Future(following, self._pools)
 
         def run() -> None:
-            landing: Landing[S] = Landing(lambda: (self._in_scope(callback), 0))
-            with suppress(BaseException):  # it is in the landing, for whoever waits
-                landing.value()
+            landing: Landing[S] = Landing(lambda: Unpacked(self._in_scope(callback)))
+            landing.unpacked()
             following.settle(landing)
 
         self._promise.on_settled(lambda _: self._pools.user.submit_or_run(run))
@@ -130,11 +138,8 @@ class Future(torch.futures.Future[T]):
 
     def _complete(self, landing: Landing[T]) -> None:
         """Let C++ know, off the thread that reads: torch runs its own callbacks in here."""
-        try:
-            value: object = landing.value()
-        except BaseException as error:
-            value = error  # the unwrap function raises it
-        super().set_result(value)  # type: ignore[arg-type]
+        # An exception too: the unwrap function raises it.
+        super().set_result(landing.unpacked())  # type: ignore[arg-type]
 
 
 def _check_callable(callback: object) -> None:

@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-import torch
-
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import Parcel
 from gradwire.rpc.payload import Codec
 from gradwire.rpc.refs import Refs
@@ -35,10 +32,15 @@ class Packed:
 
 
 class Unpacked(NamedTuple):
-    """A value that arrived; `depth` is that of the deepest edge it came by."""
+    """A value that arrived.
+
+    `depth` is that of the deepest edge it came by; `cut` is how many of its tensors lost their
+    graph, and in what.
+    """
 
     value: Any
-    depth: int
+    depth: int = 0
+    cut: tuple[int, str] | None = None
 
 
 @final
@@ -90,11 +92,7 @@ class Parcels:
         return Unpacked(value, max((crossing.depth for crossing in parcel.crossings), default=0))
 
 
-def warn_if_cut(parcel: Parcel, what: str) -> None:
-    """Tell the user if tensors that require grad are in the parcel and no edge records them."""
-    if not torch.is_grad_enabled():
-        return
+def cut_tensors(parcel: Parcel) -> int:
+    """How many tensors of the parcel require grad and are recorded by no edge."""
     recorded = {place for crossing in parcel.crossings for place in crossing.tensors}
-    cut = sum(h.requires_grad and n not in recorded for n, h in enumerate(parcel.tensors))
-    if cut:
-        warn_of_cut(cut, what)
+    return sum(h.requires_grad and n not in recorded for n, h in enumerate(parcel.tensors))

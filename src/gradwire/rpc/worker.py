@@ -110,8 +110,7 @@ class Worker:
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. What waits for a peer gets an error; idempotent."""
-        for id in self.engine.contexts.all():
-            self.engine.contexts.close(id)
+        self.engine.stop(f"{self.name} was shut down")
         self.agent.close("shutdown() was called", seconds)
         self.refs.close()
 
