@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -888,3 +889,64 @@ class TestAnyOrder(AnyOrder.TestCase):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+# The same moves by chance: no shrinking, but far more of them, and they die where it hurts.
+
+WEIGHTS = {
+    "create": 3,
+    "pass": 6,
+    "undo": 1,
+    "end": 5,
+    "time out": 1,
+    "deliver": 14,
+    "repeat": 2,
+    "lose": 2,
+    "resend": 2,
+    "kill": 1,
+}
+
+
+def move(cluster: Cluster, what: str, chance: Random) -> None:
+    pick = chance.randrange(1 << 16)
+    match what:
+        case "create":
+            cluster.create(chance.choice(cluster.alive()), chance.randrange(4))
+        case "pass" if cluster.holds:
+            cluster.pack(*chance.choice(cluster.holds[-4:]), chance.randrange(4))
+            if cluster.unsent and chance.random() < 0.8:
+                cluster.send_packed(pick)
+        case "undo" if cluster.unsent:
+            cluster.unsend(pick)
+        case "end" if cluster.holds:
+            cluster.end(pick)
+        case "time out" if cluster.creating:
+            cluster.time_out(pick)
+        case "deliver" if cluster.net:
+            cluster.deliver(chance.choice(cluster.net))
+        case "repeat" if cluster.heard:
+            cluster.repeat(pick)
+        case "lose":
+            cluster.lose(pick)
+        case "resend":
+            cluster.resend(chance.choice(cluster.alive()))
+        case "kill" if len(cluster.dead) < 2 and chance.random() < 0.5:
+            cluster.kill(chance.choice(cluster.alive()))
+
+
+def walk(seed: int) -> None:
+    cluster, chance = Cluster(), Random(seed)
+    moves = chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=chance.randrange(10, 100))
+    for what in moves:
+        move(cluster, what, chance)
+    cluster.check_end()
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_left_on_many_random_walks():
+    for seed in range(2000):
+        try:
+            walk(seed)
+        except BaseException as error:
+            error.add_note(f"on the walk of seed {seed}")
+            raise

@@ -62,7 +62,7 @@ def _blank(original: type[BaseException]) -> RemoteError | None:
         return None
     try:
         remote = _remote_type(original)  # type: ignore[arg-type]  # classes are hashable
-        error = remote.__new__(remote)
+        error = original.__new__(remote)
         BaseException.__init__(error)
     except TypeError:  # two layouts that do not mix, or a __new__ that insists on arguments
         return None

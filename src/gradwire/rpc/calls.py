@@ -45,6 +45,11 @@ class Target(NamedTuple):
     args: tuple[object, ...]
     kwargs: dict[str, object]
 
+    @property
+    def spoken(self) -> str:
+        """Its name in errors and warnings."""
+        return self.name.replace(":", ".").lstrip(".")
+
 
 @final
 class Calls:
@@ -118,7 +123,7 @@ class Calls:
     def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
         context = self._engine.calling(current_context(), to)
         promise = self._send_call(to, target, context, deadline)
-        return self._landed(promise, to, context, target.name)
+        return self._landed(promise, to, context, target.spoken)
 
     def _send_call(
         self,
@@ -133,13 +138,13 @@ class Calls:
         )
         try:
             if torch.is_grad_enabled() and (cut := cut_tensors(packed.parcel)):
-                warn_of_cut(cut, f"the arguments of {target.name}")
+                warn_of_cut(cut, f"the arguments of {target.spoken}")
             call, promise = self._agent.request(
                 to,
                 self._message(target, packed, deadline, keep),
                 packed.payload,
                 deadline=deadline,
-                what=target.name,
+                what=target.spoken,
             )
         except BaseException:
             self._parcels.undo(packed)

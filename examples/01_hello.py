@@ -1,0 +1,44 @@
+"""Hello: run a function on another worker, on all of them at once, and see one fail.
+
+`gradwire.run` starts three worker processes named w0, w1 and w2, and calls `main` in w0.
+"""
+
+import os
+
+import gradwire
+
+
+def greet(who):
+    """Runs on whichever worker is called."""
+    me = gradwire.get_worker_info()
+    return f"{me.name} greets {who}", os.getpid()
+
+
+def divide(a, b):
+    return a / b
+
+
+def main():
+    text, _ = gradwire.rpc_sync("w1", greet, args=("w0",))  # waits for the answer
+    print(text)
+    assert text == "w1 greets w0"
+
+    futures = [gradwire.rpc_async(f"w{n}", greet, args=("everyone",)) for n in range(3)]
+    answers = [future.wait() for future in futures]  # all three were on their way at once
+    for text, _ in answers:
+        print(text)
+    assert [text for text, _ in answers] == [f"w{n} greets everyone" for n in range(3)]
+    assert len({process for _, process in answers}) == 3  # each worker is a process of its own
+
+    try:
+        gradwire.rpc_sync("w2", divide, args=(1, 0))
+    except ZeroDivisionError as error:  # its own type, with the remote traceback in its text
+        print(str(error).splitlines()[0])
+        assert str(error).startswith("ZeroDivisionError on w2: division by zero")
+        assert "in divide" in str(error)
+    else:
+        raise AssertionError("the exception did not arrive")
+
+
+if __name__ == "__main__":
+    gradwire.run(main, world_size=3)

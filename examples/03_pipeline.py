@@ -1,0 +1,107 @@
+"""A pipeline: three stages on three workers, with several micro-batches on their way at once.
+
+`remote` returns a reference at once, before the stage has run. So the loop below hands out all the
+work without waiting; a stage fetches its input straight from the stage before it. While w2 works on
+one micro-batch, w1 may work on the next and w0 on the one after it.
+"""
+
+import threading
+import time
+
+import torch
+from torch import nn
+
+import gradwire
+
+BATCH, MICRO_BATCHES, WIDTH = 1024, 8, 256
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)  # a stage works on one core, so that stages can work side by side
+
+
+class Stage(nn.Module):
+    """A third of the model. It lives on one worker and takes the micro-batches in turn."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.turn = threading.Condition()
+        self.times = []
+
+    def forward(self, n, x):
+        x = x.to_here()
+        with self.turn:
+            self.turn.wait_for(lambda: len(self.times) == n)
+            begin = time.monotonic()
+            y = self.compute(x)
+            self.times.append((begin, time.monotonic()))
+            self.turn.notify_all()
+        return y
+
+    def compute(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def gradients(self):
+        return [parameter.grad for parameter in self.parameters()]
+
+    def forward_times(self):
+        return self.times
+
+
+def pipelined(stages, batch):
+    """The loss of the whole batch: its micro-batches follow each other through the stages."""
+    first, second, third = stages
+    outputs = []
+    for n, x in enumerate(batch.chunk(MICRO_BATCHES)):
+        h = first.remote().forward(n, gradwire.RRef(x))
+        h = second.remote().forward(n, h)
+        outputs.append(third.rpc_async().forward(n, h))
+    return torch.cat([output.wait() for output in outputs]).square().mean()
+
+
+def draw(stages, columns=64):
+    """Who worked when: a row for each worker, a digit for the micro-batch it was at."""
+    rows = [stage.rpc_sync().forward_times() for stage in stages]
+    begin, end = rows[0][0][0], rows[-1][-1][1]
+    for stage, row in zip(stages, rows, strict=True):
+        cells = ["."] * columns
+        for n, times in enumerate(row):
+            first, last = (int((t - begin) / (end - begin) * (columns - 1)) for t in times)
+            cells[first : last + 1] = str(n) * (last + 1 - first)
+        print(f"{stage.owner_name()}  {''.join(cells)}")
+        assert len(row) == MICRO_BATCHES
+
+
+def in_one_process(batch):
+    """The same model without workers, on the whole batch: its loss and its gradients."""
+    stages = [Stage(n) for n in range(3)]
+    x = batch
+    for stage in stages:
+        x = stage.compute(x)
+    loss = x.square().mean()
+    loss.backward()
+    return loss, [gradient for stage in stages for gradient in stage.gradients()]
+
+
+def main():
+    stages = [gradwire.remote(f"w{n}", Stage, args=(n,)) for n in range(3)]
+    batch = torch.randn(BATCH, WIDTH)
+    with gradwire.context():
+        loss = pipelined(stages, batch)
+        loss.backward()
+    print("forward, over time:")
+    draw(stages)
+
+    found = [gradient for stage in stages for gradient in stage.rpc_sync().gradients()]
+    expected, wanted = in_one_process(batch)
+    largest = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    print(f"loss {loss.item():.9f}, in one process {expected.item():.9f}")
+    print(f"{len(found)} gradients, largest difference {largest:.1e}")
+    torch.testing.assert_close(loss, expected)
+    assert largest < 1e-12
+
+
+if __name__ == "__main__":
+    gradwire.run(main, world_size=3)

@@ -1,0 +1,90 @@
+"""A parameter server: two trainers share one model, which lives on a third worker.
+
+Each trainer has its own contexts. `gradwire.backward(context, [loss])` keeps the gradients in the
+context rather than in `.grad`, so the two never mix. A step does not write into the weights, which
+the other trainer's graph may still need: it makes new ones. So every gradient is exact for the
+weights it was computed with, however the two interleave.
+"""
+
+import copy
+import threading
+
+import torch
+from torch import nn
+
+import gradwire
+
+STEPS, RATE = 100, 0.1
+
+
+class Server:
+    """The shared model. It lives on w0."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.used = {}  # the model of each context
+        self.turn = threading.Lock()
+        self.steps = 0
+
+    def forward(self, context, x):
+        self.used[context] = self.model
+        return self.used[context](x)
+
+    def step(self, context):
+        """Apply a context's gradients to the newest weights; what was used, and the gradients."""
+        used = self.used.pop(context)
+        by_leaf = gradwire.get_gradients(context)
+        gradients = [by_leaf[weight] for weight in used.parameters()]
+        with self.turn, torch.no_grad():
+            newest = copy.deepcopy(self.model)
+            for weight, gradient in zip(newest.parameters(), gradients, strict=True):
+                weight -= RATE * gradient
+            self.model = newest
+            self.steps += 1
+        return used.state_dict(), gradients
+
+    def steps_taken(self):
+        return self.steps
+
+
+def train(server, seed):
+    """Runs on a trainer. Its losses, one for each step."""
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(STEPS):
+        x = torch.randn(64, 2)
+        y = x[:, :1] * x[:, 1:]  # to learn: the product of two numbers
+        with gradwire.context() as context:
+            loss = nn.functional.mse_loss(server.rpc_sync().forward(context, x), y)
+            gradwire.backward(context, [loss])
+            used, gradients = server.rpc_sync().step(context)
+        check(used, gradients, x, y)
+        losses.append(loss.item())
+    return losses
+
+
+def check(used, gradients, x, y):
+    """The gradients are those of the very weights that were used, computed here again."""
+    local = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    local.load_state_dict(used)
+    nn.functional.mse_loss(local(x), y).backward()
+    for weight, gradient in zip(local.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, weight.grad)
+
+
+def main():
+    server = gradwire.RRef(Server())
+    trainers = ["w1", "w2"]
+    futures = [gradwire.rpc_async(to, train, args=(server, n)) for n, to in enumerate(trainers)]
+    for name, future in zip(trainers, futures, strict=True):
+        losses = future.wait()
+        first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+        print(f"{name}: loss {first:.3f} in its first ten steps, {last:.3f} in its last ten")
+        assert last < first / 2
+    print(f"{server.local_value().steps_taken()} steps, every gradient checked")
+    assert server.local_value().steps_taken() == 2 * STEPS
+
+
+if __name__ == "__main__":
+    gradwire.run(main, world_size=3)

@@ -1,0 +1,1 @@
+"""Starting workers on this machine."""

@@ -1,0 +1,79 @@
+"""What a process that `run` started does: join, run the function or serve it, leave.
+
+It tells its parent how far it is in single words; what is longer lies in files of the run's
+directory.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from gradwire.agent.failure import describe
+from gradwire.launch.crew import ignore_interrupts
+from gradwire.launch.lifeline import end_with_parent
+from gradwire.launch.luggage import packed, unpacked
+from gradwire.launch.plan import Orders, given_in
+from gradwire.rpc.api import init_rpc, shutdown
+from gradwire.rpc.registry import exception_name
+from gradwire.rpc.rref import home_door
+
+BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
+
+AS_LONG_AS_IT_TAKES = 10 * 365 * 86400.0
+"""How long a worker that only serves waits for the others. The parent's patience ends sooner."""
+
+
+def main(line: Connection, parent: int, orders: Orders) -> None:
+    """The life of one worker."""
+    prepare(line, parent, orders)
+    line.send_bytes(BEGUN.encode())
+    try:
+        _work(line, orders)
+    except BaseException as error:  # whatever it is, the parent must be told
+        flush_output()
+        failure = describe(error, orders.name, exception_name)
+        orders.failure.write_bytes(msgspec.msgpack.encode(failure))
+        line.send_bytes(FAILED.encode())
+        sys.exit(1)
+    flush_output()
+    line.send_bytes(LEFT.encode())
+
+
+def prepare(line: Connection, parent: int, orders: Orders | None = None) -> None:
+    """Make this process one that ends with its parent and shows what it prints line by line."""
+    ignore_interrupts()
+    end_with_parent(line, parent, None if orders is None else orders.directory)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def flush_output() -> None:
+    """What was printed without a line's end."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _work(line: Connection, orders: Orders) -> None:
+    fn, args, expose = unpacked(
+        given_in(orders.directory).read_bytes(),
+        "what run() was given",
+        hint="fn, args and expose must come from the script or from modules that a new process can "
+        "import; what a notebook or a prompt defines cannot be found",
+    )
+    init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
+    if not orders.is_caller:
+        shutdown(timeout=AS_LONG_AS_IT_TAKES)
+        return
+    value = fn(*args)
+    hint = "return plain values and tensors; references live only as long as their workers"
+    what = f"what the function returned (a {type(value).__name__})"
+    orders.returned.write_bytes(packed(value, what, hint=hint))
+    line.send_bytes(RETURNED.encode())
+    if home_door.maybe_default() is not None:  # unless the function itself has left
+        shutdown()

@@ -1,0 +1,45 @@
+"""Objects between a process and those it started, as pickles.
+
+Never anything from a peer: what is unpickled here was written by the process that started this one,
+or by one that this one started, through a pipe of theirs or a directory that only their user may
+enter. Workers among themselves do not pickle.
+
+Plain pickle, not multiprocessing's: that one moves tensors to shared memory behind the sender's back,
+and they cannot be read any more once the sender is gone. Here all is a copy. Modules go by their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle  # noqa: TID251 - see above: it never reads what a peer wrote
+from types import ModuleType
+from typing import Any
+
+from gradwire.errors import UsageError
+from gradwire.rpc.names import one_main
+
+
+def packed(value: object, what: str, *, hint: str | None = None) -> bytes:
+    """The object as bytes; `what` names it should it not be possible."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:  # reducing runs the object's own code, which may raise anything
+        raise UsageError(f"{what} cannot be pickled: {error}", hint=hint) from error
+    return file.getvalue()
+
+
+def unpacked(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa: ANN401
+    """The object that these bytes stand for; `what` names it should it not be possible."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise UsageError(f"{what} cannot be unpickled here: {error}", hint=hint) from error
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        if isinstance(value, ModuleType):
+            return importlib.import_module, (one_main(value.__name__),)
+        return NotImplemented

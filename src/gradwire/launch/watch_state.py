@@ -1,0 +1,169 @@
+"""What is known of the workers of a run, and what to make of it: that it succeeded, or why not.
+
+The first failure ends the run. Which one is the first is not told by the order in which news comes
+in: when a worker dies, the function that was calling it fails too, and either may be heard of first.
+The death is the cause. So a failure that speaks of a lost peer lingers a moment for the death that
+explains it, and a death for the failure that says where it was felt.
+
+Pure: workers are numbers, time is an argument. Worker 0 is the one that runs the function.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+CALLER = 0
+LINGER_SECONDS = 1.0
+
+
+class Stage(Enum):
+    """How far a worker has come."""
+
+    STARTING = "starting"
+    WORKING = "working"
+    LEAVING = "leaving"
+    LEFT = "left"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds: until all have started, for the whole run, from the return until all are gone."""
+
+    start: float
+    whole: float
+    leave: float
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    """The function returned, and all have left in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker told why it gave up."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A worker ended without a word. `felt_by` told of a failure that came of it."""
+
+    worker: int
+    status: int
+    stage: Stage
+    felt_by: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Workers that a wait was given up on, in which stage they were to be by then."""
+
+    workers: tuple[int, ...]
+    due: Stage
+
+
+Verdict = Succeeded | Failed | Died | Overdue
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    worker: int
+    status: int
+    stage: Stage
+    explained_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    worker: int
+    explained_at: float
+
+
+@final
+class Watch:
+    """The story of one run so far."""
+
+    def __init__(self, workers: int, patience: Patience, now: float) -> None:
+        self._stages = [Stage.STARTING] * workers
+        self._exited: set[int] = set()
+        self._patience = patience
+        self._start_by = now + patience.start
+        self._end_by = now + patience.whole
+        self._leave_by = math.inf
+        self._death: _Death | None = None
+        self._failure: _Failure | None = None
+
+    def begun(self, worker: int) -> None:
+        """It has started, and is about to join the others."""
+        self._stages[worker] = Stage.WORKING
+
+    def returned(self, now: float) -> None:
+        """The function is over; everyone is on the way out."""
+        self._stages[CALLER] = Stage.LEAVING
+        self._leave_by = now + self._patience.leave
+
+    def left(self, worker: int) -> None:
+        """It has nothing left to do but to exit."""
+        self._stages[worker] = Stage.LEFT
+
+    def failed(self, worker: int, now: float, *, of_lost_peer: bool) -> None:
+        """It told why it gives up."""
+        self._stages[worker] = Stage.FAILED
+        if self._failure is None:
+            patience = LINGER_SECONDS if of_lost_peer else 0.0
+            self._failure = _Failure(worker, now + patience)
+
+    def exited(self, worker: int, status: int, now: float) -> None:
+        """Its process is over."""
+        self._exited.add(worker)
+        stage = self._stages[worker]
+        in_order = stage is Stage.FAILED or (stage is Stage.LEFT and status == 0)
+        if self._death is None and not in_order:
+            # Nobody can have felt the death of one that had not joined, nor tell of the caller's.
+            is_felt = worker != CALLER and stage is Stage.WORKING
+            patience = LINGER_SECONDS if is_felt else 0.0
+            self._death = _Death(worker, status, stage, now + patience)
+
+    def verdict(self, now: float) -> Verdict | None:
+        """How the run ended; None while it goes on."""
+        if self._death is not None:
+            return self._verdict_of(self._death, now)
+        if self._failure is not None:
+            return Failed(self._failure.worker) if now >= self._failure.explained_at else None
+        if len(self._exited) == len(self._stages):
+            return Succeeded()
+        return self._maybe_overdue(now)
+
+    def next_deadline(self) -> float:
+        """When to ask for the verdict again, if there is no news until then."""
+        if self._death is not None:
+            return self._death.explained_at
+        if self._failure is not None:
+            return self._failure.explained_at
+        starting = Stage.STARTING in self._stages
+        return min(self._start_by if starting else math.inf, self._end_by, self._leave_by)
+
+    def _verdict_of(self, death: _Death, now: float) -> Died | None:
+        if self._failure is not None:
+            return Died(death.worker, death.status, death.stage, self._failure.worker)
+        if now >= death.explained_at:
+            return Died(death.worker, death.status, death.stage, None)
+        return None
+
+    def _maybe_overdue(self, now: float) -> Overdue | None:
+        starting = tuple(w for w, stage in enumerate(self._stages) if stage is Stage.STARTING)
+        if starting and now >= self._start_by:
+            return Overdue(starting, Stage.WORKING)
+        staying = tuple(w for w in range(len(self._stages)) if w not in self._exited)
+        if now >= self._leave_by:
+            return Overdue(staying, Stage.LEFT)
+        if now >= self._end_by:
+            is_over = self._stages[CALLER] is not Stage.WORKING
+            return Overdue(staying if is_over else (CALLER,), Stage.LEAVING)
+        return None

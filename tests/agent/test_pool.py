@@ -1,0 +1,122 @@
+"""The elastic pool: no call starves the call it waits for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gradwire.agent.pool import ElasticPool
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make(limit=None):
+        pools.append(ElasticPool("gradwire test", limit))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        assert pool.close(5.0, drop_queued=True) == []
+
+
+def run_and_wait(pool, job):
+    done, result = threading.Event(), []
+
+    def run():
+        result.append(job())
+        done.set()
+
+    assert pool.submit(run)
+    assert done.wait(10)
+    return result[0]
+
+
+def test_jobs_nest_deeper_than_the_limit_when_they_say_that_they_wait(make_pool):
+    pool = make_pool(2)
+
+    def nested(depth):
+        if depth == 0:
+            return 0
+        with pool.waiting():
+            return run_and_wait(pool, lambda: nested(depth - 1)) + 1
+
+    assert run_and_wait(pool, lambda: nested(20)) == 20
+
+
+def test_no_more_jobs_compute_at_once_than_the_limit(make_pool):
+    pool, lock, gate = make_pool(3), threading.Lock(), threading.Semaphore(0)
+    running, most, done = [0], [0], threading.Semaphore(0)
+
+    def job():
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        gate.acquire()
+        with lock:
+            running[0] -= 1
+        done.release()
+
+    for _ in range(10):
+        pool.submit(job)
+    for _ in range(10):
+        gate.release()
+    for _ in range(10):
+        assert done.acquire(timeout=10)
+    assert most[0] <= 3
+
+
+def test_an_idle_thread_is_used_again(make_pool):
+    pool = make_pool()
+    names = {run_and_wait(pool, lambda: threading.current_thread().name) for _ in range(5)}
+
+    assert len(names) <= 2  # the first may not be back when the second is asked for
+
+
+def test_waiting_on_a_thread_of_ones_own_changes_nothing(make_pool):
+    pool = make_pool(1)
+    with pool.waiting():
+        assert run_and_wait(pool, lambda: "ran") == "ran"
+
+
+def test_a_closed_pool_refuses_or_runs_on_the_spot():
+    pool = ElasticPool("gradwire test")
+    pool.close(1.0, drop_queued=True)
+    here = []
+
+    assert pool.submit(lambda: here.append("submitted")) is False
+    pool.submit_or_run(lambda: here.append(threading.current_thread()))
+
+    assert here == [threading.current_thread()]
+
+
+def test_closing_finishes_what_is_queued_unless_told_to_drop_it():
+    for drop, expected in [(False, ["queued"]), (True, [])]:
+        pool, gate, ran, began = (
+            ElasticPool("gradwire test", 1),
+            threading.Event(),
+            [],
+            threading.Event(),
+        )
+        pool.submit(lambda began=began, gate=gate: (began.set(), gate.wait(10)))
+        assert began.wait(10)
+        pool.submit(lambda ran=ran: ran.append("queued"))
+        closer = threading.Thread(target=pool.close, args=(10.0,), kwargs={"drop_queued": drop})
+        closer.start()
+        while pool.submit(lambda: None):  # until close() has taken hold
+            pass
+        gate.set()
+        closer.join(10)
+        assert [job for job in ran if job == "queued"] == expected
+
+
+def test_a_thread_that_does_not_end_is_named():
+    pool, gate, began = ElasticPool("gradwire test"), threading.Event(), threading.Event()
+    pool.submit(lambda: (began.set(), gate.wait(10)))
+    assert began.wait(10)
+
+    assert pool.close(0.01, drop_queued=True) == ["gradwire test 0"]
+    gate.set()
+    assert pool.close(10.0, drop_queued=True) == []
