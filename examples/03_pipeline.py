@@ -1,8 +1,8 @@
 """A pipeline: three stages on three workers, with several micro-batches on their way at once.
 
-`remote` returns a reference at once, before the stage has run. So the loop below hands out all the
-work without waiting; a stage fetches its input straight from the stage before it. While w2 works on
-one micro-batch, w1 may work on the next and w0 on the one after it.
+`remote` returns a reference at once, before the stage has run. So the loop in `pipelined` hands out
+all the work without waiting, and a stage fetches its input straight from the stage before it: while
+w2 works on one micro-batch, w1 may work on the next and w0 on the one after.
 """
 
 import threading
@@ -13,7 +13,7 @@ from torch import nn
 
 import gradwire
 
-BATCH, MICRO_BATCHES, WIDTH = 1024, 8, 256
+STAGES, MICRO_BATCHES, WIDTH = 3, 8, 256
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # a stage works on one core, so that stages can work side by side
 
@@ -51,17 +51,21 @@ class Stage(nn.Module):
 
 
 def pipelined(stages, batch):
-    """The loss of the whole batch: its micro-batches follow each other through the stages."""
-    first, second, third = stages
     outputs = []
     for n, x in enumerate(batch.chunk(MICRO_BATCHES)):
-        h = first.remote().forward(n, gradwire.RRef(x))
-        h = second.remote().forward(n, h)
-        outputs.append(third.rpc_async().forward(n, h))
+        h = stages[0].remote().forward(n, gradwire.RRef(x))
+        h = stages[1].remote().forward(n, h)
+        outputs.append(stages[2].rpc_async().forward(n, h))
     return torch.cat([output.wait() for output in outputs]).square().mean()
 
 
-def draw(stages, columns=64):
+def in_one_process(stages, batch):
+    for stage in stages:
+        batch = stage.compute(batch)
+    return batch.square().mean()
+
+
+def draw(stages, columns=60):
     """Who worked when: a row for each worker, a digit for the micro-batch it was at."""
     rows = [stage.rpc_sync().forward_times() for stage in stages]
     begin, end = rows[0][0][0], rows[-1][-1][1]
@@ -74,28 +78,20 @@ def draw(stages, columns=64):
         assert len(row) == MICRO_BATCHES
 
 
-def in_one_process(batch):
-    """The same model without workers, on the whole batch: its loss and its gradients."""
-    stages = [Stage(n) for n in range(3)]
-    x = batch
-    for stage in stages:
-        x = stage.compute(x)
-    loss = x.square().mean()
-    loss.backward()
-    return loss, [gradient for stage in stages for gradient in stage.gradients()]
-
-
 def main():
-    stages = [gradwire.remote(f"w{n}", Stage, args=(n,)) for n in range(3)]
-    batch = torch.randn(BATCH, WIDTH)
+    stages = [gradwire.remote(f"w{n}", Stage, args=(n,)) for n in range(STAGES)]
+    batch = torch.randn(128 * MICRO_BATCHES, WIDTH)
     with gradwire.context():
         loss = pipelined(stages, batch)
         loss.backward()
-    print("forward, over time:")
+    print("the micro-batches, over time:")
     draw(stages)
 
+    local = [Stage(n) for n in range(STAGES)]
+    expected = in_one_process(local, batch)
+    expected.backward()
     found = [gradient for stage in stages for gradient in stage.rpc_sync().gradients()]
-    expected, wanted = in_one_process(batch)
+    wanted = [gradient for stage in local for gradient in stage.gradients()]
     largest = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
     print(f"loss {loss.item():.9f}, in one process {expected.item():.9f}")
     print(f"{len(found)} gradients, largest difference {largest:.1e}")
@@ -104,4 +100,4 @@ def main():
 
 
 if __name__ == "__main__":
-    gradwire.run(main, world_size=3)
+    gradwire.run(main, world_size=STAGES)

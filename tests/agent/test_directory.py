@@ -25,7 +25,7 @@ def test_an_unknown_one_is_named_with_those_that_are_known(to, text):
 
 
 def test_two_workers_may_not_share_a_name():
-    with pytest.raises(UsageError, match="ps is not unique. Workers 0 and 1 share the same name"):
+    with pytest.raises(UsageError, match=r"ps is not unique\. Workers 0 and 1 share"):
         Directory(0, [(WorkerInfo("ps", 0), "x"), (WorkerInfo("ps", 1), "y")])
 
 

@@ -94,12 +94,8 @@ def test_a_closed_pool_refuses_or_runs_on_the_spot():
 
 def test_closing_finishes_what_is_queued_unless_told_to_drop_it():
     for drop, expected in [(False, ["queued"]), (True, [])]:
-        pool, gate, ran, began = (
-            ElasticPool("gradwire test", 1),
-            threading.Event(),
-            [],
-            threading.Event(),
-        )
+        pool, ran = ElasticPool("gradwire test", 1), []
+        gate, began = threading.Event(), threading.Event()
         pool.submit(lambda began=began, gate=gate: (began.set(), gate.wait(10)))
         assert began.wait(10)
         pool.submit(lambda ran=ran: ran.append("queued"))

@@ -153,7 +153,7 @@ def _join(process: SpawnProcess, deadline: float) -> None:
 def _interrupts_held() -> Iterator[None]:
     """A Ctrl-C waits until the block is over, and the process started in it never hears of it.
 
-    A terminal sends it to all: without this, each process that still imports would print a traceback.
+    A terminal sends it to all, and each process that still imports would print a traceback.
     """
     # It lifts the mask when it is first started, by the first process.
     resource_tracker.ensure_running()

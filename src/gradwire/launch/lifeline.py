@@ -1,8 +1,7 @@
 """How a started process notices that the one which started it is gone, and ends with it.
 
 The parent holds the other end of a line; when it dies, however it dies, the line ends. A process
-that the parent forked may hold a copy of that end and outlive it, so the parent's number is looked at
-too.
+that the parent forked may hold a copy of that end and outlive it, so its number is looked at too.
 """
 
 from __future__ import annotations

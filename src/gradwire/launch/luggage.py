@@ -4,8 +4,9 @@ Never anything from a peer: what is unpickled here was written by the process th
 or by one that this one started, through a pipe of theirs or a directory that only their user may
 enter. Workers among themselves do not pickle.
 
-Plain pickle, not multiprocessing's: that one moves tensors to shared memory behind the sender's back,
-and they cannot be read any more once the sender is gone. Here all is a copy. Modules go by their names.
+Plain pickle, not multiprocessing's: that one moves tensors to shared memory behind the sender's
+back, and they cannot be read any more once the sender is gone. Here all is a copy. Modules go by
+their names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which workers `run` starts, what each is told, and where they leave things for each other.
 
-Pure. The workers of a run live in its private directory: their sockets, the meeting place, what they
-were given and what they bring back all lie there, so that nothing is left in the file system even
-by one that was killed.
+Pure. The workers of a run live in its private directory: their sockets, the meeting place, what
+they were given and what they bring back all lie there, so that nothing is left in the file system
+even by one that was killed.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ def run(
     options: Options | None = None,
     timeout: float | None = None,
 ) -> T:
-    """Start workers w0, w1, … as processes on this machine, call `fn(*args)` on w0, return its value.
+    """Start workers w0, w1, … on this machine, call `fn(*args)` on w0 and return its value.
 
     The others serve it until it returns; what they may run is what `expose` names, as for
-    `init_rpc`, and the functions of the script. `fn`, `args`, `expose` and the value are pickled between
-    this process and its workers: they arrive as copies, and `fn` must be importable or in a script
-    that calls `run` under `if __name__ == "__main__":`.
+    `init_rpc`, and the functions of the script. `fn`, `args`, `expose` and the value are pickled
+    between this process and its workers: they arrive as copies, and `fn` must be importable or in a
+    script that calls `run` under `if __name__ == "__main__":`.
 
     The first failure of any worker is raised here, as its original type, with the worker's name and
     traceback: an exception of `fn`, a process that died, one that did not start or leave in time.
