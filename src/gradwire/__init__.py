@@ -20,6 +20,7 @@ from gradwire.errors import (
     UnknownWorker,
     UsageError,
 )
+from gradwire.launch.run import run
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
 from gradwire.rpc.futures import Future
@@ -30,6 +31,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [  # in the order one learns them
     # begin and end
+    "run",
     "init_rpc",
     "shutdown",
     "Options",

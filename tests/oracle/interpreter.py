@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from tests.oracle.state import Accumulator, Doubled, State
+from tests.oracle.state import Accumulator, Doubled, State, Stopped
 
 STATES: dict[str, State] = {}
 """By worker name; the workers of a process share the dict, never an entry."""
@@ -205,6 +205,10 @@ def _function(state: State, values: list, i: int, of_parameter: bool) -> None:
     values.append(Doubled.apply(state, state.parameter * x if of_parameter else x))
 
 
+def _stopped(state: State, values: list, i: int) -> None:
+    values.append(Stopped.apply(state, values[i % len(values)]))
+
+
 def _hook(state: State, values: list, kind: str, i: int, j: int) -> None:
     a, b = values[i % len(values)] * 1, values[j % len(values)] * 1
     values.append(a + b)
@@ -327,6 +331,7 @@ def _method(state: State, values: list, owner: int, i: int, j: int) -> None:
 _STEPS = {
     "operator": _operator,
     "function": _function,
+    "stopped": _stopped,
     "hook": _hook,
     "keep": _keep,
     "modify received": _modify_received,

@@ -135,7 +135,7 @@ def _differentiate(mode: str, context, x, values, chosen) -> list[Gradient] | No
         case "grad":
             return list(torch.autograd.grad(first, [x], allow_unused=True))
         case "grad of a received value":
-            wanted = [v for v in values if v.grad_fn is not None][-1:]
+            wanted = [v for v in {id(v): v for v in chosen[1]}.values() if v.grad_fn is not None]
             return list(torch.autograd.grad(first, [x, *wanted], allow_unused=True))
         case "second order":
             return _second_order(first, x)

@@ -63,6 +63,7 @@ FEATURES = [
     "post-accumulate hook",
     "accumulator hook",
     "user-written function",
+    "function that gives no gradient",
     "checkpoint, reentrant",
     "checkpoint, not reentrant",
 ]
@@ -129,7 +130,7 @@ class _Drawer:
 
     def step(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.budget -= 1
-        kinds = [self.operator] * 5 + [self.function]
+        kinds = [self.operator] * 5 + [self.function, self.stopped]
         if not pure:
             kinds += [self.hook, self.keep]
         if depth < 4 and self.budget > 0:
@@ -149,6 +150,10 @@ class _Drawer:
     def function(self, *_: object) -> Step:
         self.note("user-written function")
         return ["function", self.index(), self.rng.random() < 0.5]
+
+    def stopped(self, *_: object) -> Step:
+        self.note("function that gives no gradient")
+        return ["stopped", self.index()]
 
     def hook(self, *_: object) -> Step:
         kind = self.rng.choice(

@@ -8,6 +8,14 @@ from collections import Counter
 import torch
 
 
+_HOOK = "post-accumulate hook"
+
+
+def _seen(leaf: torch.Tensor) -> str:
+    """What a post-accumulate hook sees is part of what is compared."""
+    return f"{_HOOK} at {None if leaf.grad is None else leaf.grad.sum().item()}"
+
+
 class State:
     """Fresh for every program."""
 
@@ -28,9 +36,7 @@ class State:
         """Every kind of hook a leaf may have; `sums` says whether what they see is compared."""
         leaf = self.parameter
         leaf.register_hook(lambda _: self.count("leaf hook"))
-        leaf.register_post_accumulate_grad_hook(
-            lambda p: self.count(f"post-accumulate hook at {p.grad.sum().item() if sums else ''}")
-        )
+        leaf.register_post_accumulate_grad_hook(lambda p: self.count(_seen(p) if sums else _HOOK))
         accumulator = leaf.view_as(leaf).grad_fn.next_functions[0][0]
         accumulator.register_hook(lambda *_: self.count("accumulator hook"))
         self.alive.append(accumulator)
@@ -45,6 +51,20 @@ class Accumulator:
     def add(self, value: torch.Tensor, times: int) -> torch.Tensor:
         self.total = self.total + value * times
         return self.total
+
+
+class Stopped(torch.autograd.Function):
+    """Passes its input on, and gives no gradient for it: not zero, none."""
+
+    @staticmethod
+    def forward(ctx, state: State, x: torch.Tensor) -> torch.Tensor:
+        ctx.state = state
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.state.count("stopped backward")
+        return None, None
 
 
 class Doubled(torch.autograd.Function):

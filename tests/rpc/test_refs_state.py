@@ -511,6 +511,21 @@ def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
     assert b.hold_ended(home) == [Forget(hold.ref)]
 
 
+def test_a_repeated_fork_does_not_revive_a_value_that_came_home_broken():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    theirs, _ = passed(a, hold, c, C)
+    b.fork_arrived(hold.ref, fork_of(theirs), C)
+    b.drop_arrived(hold.ref, fork_of(theirs))
+    assert b.peer_lost(A) == [Forget(hold.ref)]
+    home, actions = passed(a, hold, b, B)
+    assert actions == [Broken(hold.ref, None, A)]
+
+    assert b.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.leaks() == []
+    assert b.hold_ended(home) == [Forget(hold.ref)]
+
+
 def test_a_peer_that_passes_us_a_value_we_never_owned_is_told_so():
     b = RefTable(B)
 
@@ -944,7 +959,7 @@ def walk(seed: int) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_lost_or_left_on_many_random_walks():
-    for seed in range(2000):
+    for seed in range(4000):
         try:
             walk(seed)
         except BaseException as error:

@@ -148,6 +148,7 @@ class Engine:
         if running is None:
             running = self.root.begin_native(self.contexts.find(id), edge)
         if running.context.id != id:
+            self.contexts.find(id)  # says so if it is closed
             raise UsageError(
                 f"{edge} of {spoken_context(id)} was met by a backward in {running.context}",
                 hint="a graph may not mix two contexts: detach what is kept from one to the next",

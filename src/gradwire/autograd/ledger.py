@@ -101,7 +101,7 @@ class Ledger:
             leaf.grad = current
 
     def maybe_after(self, leaf: torch.Tensor) -> None:
-        """The engine has been at this leaf; nothing to do if it had no gradient to add."""
+        """The engine has been at this leaf, unless a hook raised before ours could run."""
         if leaf in self._open:
             self.after(leaf)
 
@@ -148,8 +148,9 @@ class _Before:
     def __init__(self, ledger: Ledger, leaf: torch.Tensor) -> None:
         self._ledger, self._leaf = ledger, leaf
 
-    def __call__(self, gradients: Any) -> None:  # noqa: ANN401
-        if current_run() == self._ledger.run and gradients[0] is not None:
+    def __call__(self, _: Any) -> None:  # noqa: ANN401
+        # Also without a gradient to add: post-accumulate hooks run then too, and look at `.grad`.
+        if current_run() == self._ledger.run:
             self._ledger.before(self._leaf)
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from gradwire.errors import UsageError
-from gradwire.rpc.names import one_main
+from gradwire.rpc.names import maybe_at, one_main, steps
 
 
 def packed(value: object, what: str, *, hint: str | None = None) -> bytes:
@@ -37,6 +37,12 @@ def unpacked(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa
         return pickle.loads(data)
     except Exception as error:
         raise UsageError(f"{what} cannot be unpickled here: {error}", hint=hint) from error
+
+
+def maybe_exception(name: str) -> type[BaseException] | None:
+    """The exception type that a process of ours names, in whichever module of ours it is."""
+    found = maybe_at(steps(name))
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
 
 class _Pickler(pickle.Pickler):

@@ -21,7 +21,7 @@ from gradwire.agent.messages import Failure
 from gradwire.errors import DeadlinePassed, GradwireError, JoinTimeout, PeerLost, UsageError
 from gradwire.launch import child
 from gradwire.launch.crew import Crew, Exit, News, Word
-from gradwire.launch.luggage import packed, unpacked
+from gradwire.launch.luggage import maybe_exception, packed, unpacked
 from gradwire.launch.plan import Orders, check, given_in, orders_for
 from gradwire.launch.watch_state import (
     Died,
@@ -34,7 +34,6 @@ from gradwire.launch.watch_state import (
     Watch,
 )
 from gradwire.options import Options, Timeouts
-from gradwire.rpc.names import maybe_at, steps
 from gradwire.rpc.registry import exception_name
 from gradwire.rpc.worker import Exposed
 
@@ -158,11 +157,11 @@ def _death(name: str, status: int, stage: Stage) -> GradwireError:
         )
     when = {
         Stage.STARTING: "while it started",
-        Stage.WORKING: "before it was told to leave",
+        Stage.WORKING: "while it was at work",
         Stage.LEAVING: "while it was leaving",
         Stage.LEFT: "after it had left",
     }[stage]
-    return PeerLost(f"{name} died: {_spoken(status)} {when}", hint="what it printed may say why")
+    return PeerLost(f"{name} died ({_spoken(status)}) {when}", hint="what it printed may say why")
 
 
 def _spoken(status: int) -> str:
@@ -198,10 +197,4 @@ def _failure_of(orders: Orders) -> Failure:
 
 
 def _revived(orders: Orders) -> GradwireError:
-    return revive(_failure_of(orders), _maybe_exception)
-
-
-def _maybe_exception(name: str) -> type[BaseException] | None:
-    """The type of that name, in any module of ours: it was our own process that named it."""
-    found = maybe_at(steps(name))
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+    return revive(_failure_of(orders), maybe_exception)

@@ -2,8 +2,8 @@
 
 The first failure ends the run. Which one is the first is not told by the order in which news comes
 in: when a worker dies, the function that was calling it fails too, and either may be heard of
-first. The death is the cause. So a failure that speaks of a lost peer lingers a moment for the death
-that explains it, and a death for the failure that says where it was felt.
+first. The death is the cause. So a failure that speaks of a lost peer lingers a moment for the
+death that explains it, and a death for the failure that says where it was felt.
 
 Pure: workers are numbers, time is an argument. Worker 0 is the one that runs the function.
 """

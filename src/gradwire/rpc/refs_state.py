@@ -95,7 +95,10 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The value will not be had: its owner, or the worker it came through too early, was lost."""
+    """The value will not be had: its owner was lost, or whoever passed it before it was counted.
+
+    Without a fork it is about a value of our own, and for all holds on it.
+    """
 
     ref: RefId
     fork: ForkId | None
@@ -142,13 +145,18 @@ class RefStatistics:
 
 @dataclass(slots=True)
 class _Value:
-    """A value owned here. `asked` outlives `forks`: the difference are the tombstones."""
+    """A value owned here. `asked` outlives `forks`: the difference are the tombstones.
+
+    An `awaited` one is `lost` when its creator is. One that `is_gone` was forgotten before a
+    reference to it came home; it stands for that hold only, its tombstones are no more.
+    """
 
     holds: int = 0
     forks: dict[ForkId, WorkerId] = field(default_factory=dict)
     asked: set[ForkId] = field(default_factory=set)
     awaited: bool = False
     lost: WorkerId | None = None
+    is_gone: bool = False
 
 
 class _Stage(Enum):
@@ -290,7 +298,7 @@ class RefTable:
         if holder in self._lost:
             return Verdict.NEVER
         value = self._values.get(ref)
-        if value is None:
+        if value is None or value.is_gone:
             return self._verdict_on_unknown(ref, fork)
         if fork not in value.asked:
             value.asked.add(fork)
@@ -411,7 +419,7 @@ class RefTable:
     def _value_before_creation(self, ref: RefId, fork: ForkId) -> _Value:
         # See Note [A fork may come before its value].
         if fork.worker in self._lost:
-            return _Value(lost=fork.worker)
+            return _Value(lost=fork.worker, is_gone=True)
         if fork.worker == ref.worker:
             return _Value(awaited=True)
         raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
@@ -428,8 +436,7 @@ class RefTable:
             return self._maybe_forget(ref)
         value.awaited = False
         value.lost = worker
-        broken: list[Action] = [Broken(ref, None, worker)] if value.holds else []
-        return broken + self._maybe_forget(ref)
+        return [Broken(ref, None, worker), *self._maybe_forget(ref)]
 
     def _maybe_forget(self, ref: RefId) -> list[Action]:
         # Kept while awaited though nobody holds it: tombstones must last until the call comes.

@@ -1,0 +1,222 @@
+"""How a pass begins, what it tells whom, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import gradwire
+from gradwire import BackwardTimeout, Options, Timeouts, UsageError
+from gradwire.testing import cluster
+from gradwire.testing.clock import ManualClock
+
+PARAMETERS = {}
+
+
+def parameter(worker):
+    return PARAMETERS.setdefault(worker, torch.ones(2, requires_grad=True))
+
+
+def of_parameter():
+    return parameter(gradwire.get_worker_info().name) * 3
+
+
+def times_parameter(x):
+    return x * parameter(gradwire.get_worker_info().name)
+
+
+def with_checkpoint(x):
+    return checkpoint(torch.sin, x, use_reentrant=True)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with cluster(3, expose=[sys.modules[__name__]]) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def fresh_parameters():
+    PARAMETERS.clear()
+
+
+def on_w0(workers, test):
+    def run():
+        with gradwire.context() as context:
+            test(context)
+
+    workers[0].run(run)
+
+
+def test_a_gradient_walks_back_the_way_the_call_came(workers):
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+        with workers.trace() as lines:
+            y.sum().backward()
+        assert sorted(lines[:4]) == sorted(
+            ["w0 start p0.1", "w0>w1 gradients e1.0", "w1 run p0.1", "w1>w0 gradients e0.0"]
+        )
+        assert lines[-1] == "w0 end p0.1"
+
+    with cluster(2) as workers:
+        on_w0(workers, program)
+
+
+def test_what_the_loss_does_not_reach_hears_nothing(workers):
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        gradwire.rpc_sync("w2", times_parameter, args=(x,))
+        y = gradwire.rpc_sync("w1", times_parameter, args=(x,))
+        with workers.trace() as lines:
+            y.sum().backward()
+        assert not any("w2" in line for line in lines)
+        assert parameter("w2").grad is None
+
+    on_w0(workers, program)
+
+
+def test_a_backward_may_begin_with_what_was_received(workers):
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+        y.backward(torch.ones(2))
+        assert torch.equal(x.grad, torch.ones(2).cos())
+
+    on_w0(workers, program)
+
+
+def test_a_gradient_captured_at_a_received_value_does_not_cross(workers):
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+        h = gradwire.rpc_sync("w2", of_parameter)
+        with workers.trace() as lines:
+            by_h, by_x = torch.autograd.grad((h * y).sum(), [h, x])
+        assert torch.equal(by_h, y)
+        assert torch.equal(by_x, h * x.cos())
+        assert not any("w2" in line for line in lines)
+
+    on_w0(workers, program)
+
+
+def test_grad_computes_only_what_leads_to_its_inputs(workers):
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        y = gradwire.rpc_sync("w1", times_parameter, args=(x,))
+        z = gradwire.rpc_sync("w2", of_parameter)
+        (slope,) = torch.autograd.grad((y * z).sum(), [x])
+        assert torch.equal(slope, torch.full((2,), 3.0))
+        assert parameter("w1").grad is None
+        assert parameter("w2").grad is None
+
+    on_w0(workers, program)
+
+
+def test_the_map_refuses_a_reentrant_checkpoint_wherever_it_is(workers):
+    def program(context):
+        x = torch.ones(2, requires_grad=True)
+        y = gradwire.rpc_sync("w1", with_checkpoint, args=(x * 1,))
+        with pytest.raises(UsageError, match="a reentrant checkpoint runs a backward of its own"):
+            gradwire.backward(context, [y.sum()])
+        assert gradwire.get_gradients(context) == {}
+        z = with_checkpoint(x * 1)
+        with pytest.raises(UsageError, match=r"or call loss\.backward\(\)"):
+            gradwire.backward(context, [z.sum()])
+        with pytest.raises(UsageError):
+            gradwire.RRef(z.sum()).backward(context)
+        assert x.grad is None
+
+    on_w0(workers, program)
+
+
+def test_an_unreached_checkpoint_does_not_matter_to_the_map(workers):
+    def program(context):
+        x = torch.ones(2, requires_grad=True)
+        gradwire.rpc_sync("w1", with_checkpoint, args=(x * 1,))
+        y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+        gradwire.backward(context, [y.sum()])
+        assert torch.equal(gradwire.get_gradients(context)[x], x.cos())
+
+    on_w0(workers, program)
+
+
+def test_two_contexts_may_not_mix_in_one_graph(workers):
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        with gradwire.context():
+            kept = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+        with gradwire.context():
+            y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+            with pytest.raises(UsageError, match="is closed on w0"):
+                (y * kept).sum().backward()
+
+    workers[0].run(program)
+
+
+@pytest.mark.parametrize(
+    ("roots", "text"),
+    [
+        ([], "No tensors provided for gradient computation"),
+        ([torch.ones(())], "requires_grad not set on root"),
+        ([torch.ones(2, requires_grad=True) * 1], r"shape \(2,\) is not a scalar, all roots need"),
+        ([torch.ones((), requires_grad=True)], "does not have a valid gradient function"),
+        (torch.ones(()), "incompatible function arguments: roots is a Tensor"),
+    ],
+)
+def test_roots_are_checked_before_anything_runs(workers, roots, text):
+    def program(context):
+        with pytest.raises(UsageError, match=text):
+            gradwire.backward(context, roots)
+
+    on_w0(workers, program)
+
+
+def test_contexts_do_not_nest(workers):
+    def program(_):
+        with (
+            pytest.raises(UsageError, match="Already have an autograd context id"),
+            gradwire.context(),
+        ):
+            pass
+
+    on_w0(workers, program)
+
+
+def never_ready(gradient):
+    """A hook that lets the clock run out while a pass waits for what it does not give."""
+    CLOCK[0].advance(100)
+    return gradient
+
+
+CLOCK = []
+
+
+def slowly(x):
+    y = x * 2
+    y.register_hook(never_ready)
+    return y
+
+
+def test_a_pass_that_takes_too_long_is_given_up_everywhere_and_says_what_it_waited_for():
+    clock = ManualClock()
+    CLOCK[:] = [clock]
+    options = Options(timeouts=Timeouts(backward=50))
+    with cluster(2, expose=[slowly], clock=clock, options=options) as workers:
+
+        def program(_):
+            x = torch.ones(2, requires_grad=True)
+            y = gradwire.rpc_sync("w1", slowly, args=(x,), timeout=1000)
+            with pytest.raises(
+                BackwardTimeout, match=r"p0\.1 of c0\.0 was given up on w[01]"
+            ) as caught:
+                y.sum().backward()
+            assert "after 50 s" in str(caught.value)
+            assert "Timeouts(backward=" in str(caught.value)
+            assert x.grad is None
+
+        on_w0(workers, program)
+        assert all(len(member.worker.engine.passes) == 0 for member in workers)
