@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
-from gradwire import BackwardTimeout, Options, Timeouts, UsageError
+from gradwire import BackwardTimeout, ContextClosed, Options, Timeouts, UsageError
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
 
@@ -151,8 +152,35 @@ def test_two_contexts_may_not_mix_in_one_graph(workers):
             kept = gradwire.rpc_sync("w1", torch.sin, args=(x,))
         with gradwire.context():
             y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
-            with pytest.raises(UsageError, match="is closed on w0"):
+            with pytest.raises(ContextClosed, match="is closed on w0"):
                 (y * kept).sum().backward()
+
+    workers[0].run(program)
+
+
+def keep(x):
+    KEPT[:] = [x * 2]
+
+
+def use_kept():
+    return KEPT[0] * 3
+
+
+KEPT = []
+
+
+def test_a_graph_that_mixes_two_open_contexts_is_refused(workers):
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        with gradwire.context():
+            gradwire.rpc_sync("w1", keep, args=(x,))
+            contextvars.Context().run(workers[0].run, in_another_context)
+
+    def in_another_context():
+        with gradwire.context():
+            y = gradwire.rpc_sync("w1", use_kept)
+            with pytest.raises(UsageError, match=r"e0\.\d+ of c0\.\d+ was met by a backward in c0"):
+                y.sum().backward()
 
     workers[0].run(program)
 

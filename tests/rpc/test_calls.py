@@ -365,9 +365,7 @@ def test_a_timeout_that_is_no_time_is_refused(workers, how, timeout):
     with pytest.raises(UsageError) as raised:
         workers[0].run(how, "w1", name, timeout=timeout)
 
-    assert str(raised.value) == (
-        f"timeout={timeout!r} is not a positive, finite number of seconds"
-    )
+    assert str(raised.value) == (f"timeout={timeout!r} is not a positive, finite number of seconds")
 
 
 @pytest.mark.parametrize("field", ["join", "connect", "call", "backward", "shutdown", "stall"])

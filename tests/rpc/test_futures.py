@@ -303,7 +303,9 @@ def test_a_callback_has_the_grad_mode_of_the_call(workers):
 
 
 def test_a_call_made_in_a_callback_is_part_of_the_graph(workers):
-    WEIGHTS.update(w1=torch.tensor(3.0, requires_grad=True), w2=torch.tensor(5.0, requires_grad=True))
+    WEIGHTS.update(
+        w1=torch.tensor(3.0, requires_grad=True), w2=torch.tensor(5.0, requires_grad=True)
+    )
     x = torch.tensor(2.0, requires_grad=True)
 
     def passed_on(future):
@@ -411,7 +413,9 @@ def test_collect_all_raises_a_failure_with_its_own_type(workers):
 
 
 def test_values_from_wait_all_are_part_of_the_graph(workers):
-    WEIGHTS.update(w1=torch.tensor(3.0, requires_grad=True), w2=torch.tensor(5.0, requires_grad=True))
+    WEIGHTS.update(
+        w1=torch.tensor(3.0, requires_grad=True), w2=torch.tensor(5.0, requires_grad=True)
+    )
     x = torch.tensor(2.0, requires_grad=True)
 
     def program():

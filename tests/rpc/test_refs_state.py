@@ -501,6 +501,18 @@ def test_an_awaited_value_breaks_when_its_creator_is_lost():
     assert b.statistics() == EMPTY
 
 
+def test_a_fork_of_an_awaited_value_is_counted_even_when_its_creator_is_lost():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = a.create(B)
+    home, _ = passed(a, hold, b, B)
+    theirs, _ = passed(b, home, c, C)
+    b.hold_ended(home)
+
+    assert b.peer_lost(A) == [Broken(hold.ref, None, A)]
+    again, _ = passed(c, theirs, c, C)
+    assert b.fork_arrived(hold.ref, fork_of(again), C) is Verdict.COUNTED
+
+
 def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
     a, b = RefTable(A), RefTable(B)
     hold = a.create(B)
@@ -919,6 +931,7 @@ WEIGHTS = {
     "lose": 2,
     "resend": 2,
     "kill": 1,
+    "abandon": 1,
 }
 
 
@@ -945,6 +958,8 @@ def move(cluster: Cluster, what: str, chance: Random) -> None:
             cluster.lose(pick)
         case "resend":
             cluster.resend(chance.choice(cluster.alive()))
+        case "abandon" if chance.random() < 0.3:
+            cluster.abandon(chance.choice(cluster.alive()))
         case "kill" if len(cluster.dead) < 2 and chance.random() < 0.5:
             cluster.kill(chance.choice(cluster.alive()))
 

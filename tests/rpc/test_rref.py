@@ -33,18 +33,13 @@ MADE: dict[str, weakref.ref] = {}
 KEPT: dict[str, object] = {}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def workers():
+    MADE.clear()
     with cluster(3, expose=[HERE]) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(workers):
-    MADE.clear()
-    yield
-    KEPT.clear()
-    assert_nothing_left(workers)
+        KEPT.clear()
+        assert_nothing_left(made)
 
 
 @pytest.fixture

@@ -130,8 +130,8 @@ class Root:
             with self._waiting():
                 running.wait_for_workers()
             running.check_collected()
-        except Exception as error:
-            self.give_up(running, error)
+        except BaseException as error:  # also an interrupt: the others must not wait for us
+            self.give_up(running, error if isinstance(error, Exception) else None)
             raise
         self._passes.over(running)
         for worker in running.asked:
