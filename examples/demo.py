@@ -129,7 +129,7 @@ def draw_bar():
 
 
 def say(text):
-    print("\n" + textwrap.fill(text, min(columns(), 80)) + "\n")
+    print(textwrap.fill(text, min(columns(), 80)) + "\n")
 
 
 def print_row(on, *cells):
@@ -167,6 +167,7 @@ def compare_gradients(parts, local, points):
         assert differences[-1] <= 1e-6 * wanted.norm()
         numbers = f"{found.norm():.9f}", f"{wanted.norm():.9f}", f"{differences[-1]:.1e}"
         print_row(part.owner_name(), *numbers)
+    print()
     say(f"Largest difference of any gradient: {max(differences):.1e}.")
 
 
@@ -176,6 +177,7 @@ def main():
     points = two_spirals()
     with progress() as show:
         losses, on_workers = train(parts, step_on_workers, points, show)
+    print()
     say(f"The loss fell from {losses[0]:.4f} to {losses[-1]:.4f}.")
     assert losses[-1] < losses[0] / 2
 
@@ -185,10 +187,11 @@ def main():
 
     print(f"A step on three workers   {on_workers * 1000:8.2f} ms")
     print(f"A step in one process     {in_one_process * 1000:8.2f} ms")
+    print()
     say(
-        f"(Median of {STEPS} steps: forward, backward, optimizers. This machine has {os.cpu_count()} "
-        "cores. On three workers a step makes 6 calls, and its backward pass crosses between the "
-        "processes again; the model itself is small.)"
+        f"(Median of {STEPS} steps: forward, backward, optimizers, on {os.cpu_count()} cores. On "
+        "three workers a step makes 6 calls, and its backward pass crosses between the processes "
+        "again; the model itself is small.)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -252,18 +253,12 @@ def test_calls_may_go_back_and_forth_deeper_than_there_are_threads():
 
 
 def test_many_calls_from_many_threads_get_each_its_own_answer(workers):
-    answers = {}
-
     def one(n):
-        (answers[n],), _ = workers[n % 3].run(call, f"w{(n + 1) % 3}", echoed, n)
+        (answer,), _ = workers[n % 3].run(call, f"w{(n + 1) % 3}", echoed, n)
+        return answer
 
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert answers == {n: n for n in range(24)}
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(one, range(24))) == list(range(24))
 
 
 # -- what cannot travel

@@ -830,7 +830,7 @@ picks = st.integers(0, 1 << 16)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order: nothing needed is forgotten, in the end nothing is left."""
+    """Whatever happens in any order: nothing needed is forgotten, in the end nothing is left."""
 
     @initialize()
     def start(self) -> None:
@@ -920,55 +920,43 @@ class TestAnyOrder(AnyOrder.TestCase):
 
 # The same moves by chance: no shrinking, but far more of them, and they die where it hurts.
 
-WEIGHTS = {
-    "create": 3,
-    "pass": 6,
-    "undo": 1,
-    "end": 5,
-    "time out": 1,
-    "deliver": 14,
-    "repeat": 2,
-    "lose": 2,
-    "resend": 2,
-    "kill": 1,
-    "abandon": 1,
+
+def someone(cluster: Cluster, chance: Random) -> int:
+    return chance.choice(cluster.alive())
+
+
+def pass_on(cluster: Cluster, chance: Random) -> None:
+    if cluster.holds:
+        cluster.pack(*chance.choice(cluster.holds[-4:]), chance.randrange(4))
+    if cluster.unsent and chance.random() < 0.8:
+        cluster.send_packed(chance.randrange(1 << 16))
+
+
+def kill(cluster: Cluster, chance: Random) -> None:
+    if len(cluster.dead) < 2:
+        cluster.kill(someone(cluster, chance))
+
+
+MOVES = {  # what, and how often
+    lambda c, chance: c.create(someone(c, chance), chance.randrange(4)): 3,
+    pass_on: 6,
+    lambda c, chance: c.unsent and c.unsend(chance.randrange(1 << 16)): 1,
+    lambda c, chance: c.holds and c.end(chance.randrange(1 << 16)): 5,
+    lambda c, chance: c.creating and c.time_out(chance.randrange(1 << 16)): 1,
+    lambda c, chance: c.net and c.deliver(chance.choice(c.net)): 14,
+    lambda c, chance: c.heard and c.repeat(chance.randrange(1 << 16)): 2,
+    lambda c, chance: c.lose(chance.randrange(1 << 16)): 2,
+    lambda c, chance: c.resend(someone(c, chance)): 2,
+    lambda c, chance: c.abandon(someone(c, chance)): 0.3,
+    kill: 0.5,
 }
-
-
-def move(cluster: Cluster, what: str, chance: Random) -> None:
-    pick = chance.randrange(1 << 16)
-    match what:
-        case "create":
-            cluster.create(chance.choice(cluster.alive()), chance.randrange(4))
-        case "pass" if cluster.holds:
-            cluster.pack(*chance.choice(cluster.holds[-4:]), chance.randrange(4))
-            if cluster.unsent and chance.random() < 0.8:
-                cluster.send_packed(pick)
-        case "undo" if cluster.unsent:
-            cluster.unsend(pick)
-        case "end" if cluster.holds:
-            cluster.end(pick)
-        case "time out" if cluster.creating:
-            cluster.time_out(pick)
-        case "deliver" if cluster.net:
-            cluster.deliver(chance.choice(cluster.net))
-        case "repeat" if cluster.heard:
-            cluster.repeat(pick)
-        case "lose":
-            cluster.lose(pick)
-        case "resend":
-            cluster.resend(chance.choice(cluster.alive()))
-        case "abandon" if chance.random() < 0.3:
-            cluster.abandon(chance.choice(cluster.alive()))
-        case "kill" if len(cluster.dead) < 2 and chance.random() < 0.5:
-            cluster.kill(chance.choice(cluster.alive()))
 
 
 def walk(seed: int) -> None:
     cluster, chance = Cluster(), Random(seed)
-    moves = chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=chance.randrange(10, 100))
-    for what in moves:
-        move(cluster, what, chance)
+    moves = chance.choices(list(MOVES), list(MOVES.values()), k=chance.randrange(10, 100))
+    for move in moves:
+        move(cluster, chance)
     cluster.check_end()
 
 

@@ -233,7 +233,7 @@ class Agent:
             name = self.directory.name(pending.peer)
             error = CallTimeout(
                 f"{name} did not answer {CallId(self.directory.me.id, n)} ({pending.what}) "
-                f"within {waited:.3g} s",
+                f"within {float(f'{waited:.2g}'):g} s",
                 hint="a longer timeout= on the call, or Timeouts(call=…) in the options, wait more",
             )
             _settle(pending, error)

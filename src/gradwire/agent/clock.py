@@ -27,4 +27,7 @@ class MonotonicClock:
 
     def sleep(self, wake: threading.Condition, until: float | None) -> None:
         """See Clock."""
-        wake.wait(None if until is None else max(0.0, until - time.monotonic()))
+        if until is None:
+            wake.wait()
+        else:
+            wake.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))

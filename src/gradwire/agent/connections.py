@@ -69,7 +69,8 @@ class Connections:
             return channels[0]
         with self._lock:
             dialling = self._dialling.setdefault(worker, threading.Lock())
-        if not dialling.acquire(timeout=max(0.0, deadline - self._clock.now())):
+        left = min(max(0.0, deadline - self._clock.now()), threading.TIMEOUT_MAX)
+        if not dialling.acquire(timeout=left):
             name = self._directory.name(worker)
             raise DeadlinePassed(f"{self._directory.me.name} gave up waiting to dial {name}")
         try:

@@ -59,7 +59,7 @@ class Leaver:
                 left = deadline - self._agent.clock.now()
                 if left <= 0:
                     return missing
-                self._changed.wait(left)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
         return []
 
     def _serve_leaving(self, message: Leaving, _: Payload, source: Source) -> None:

@@ -55,7 +55,8 @@ class Promise(Generic[T]):
                     self._waiters.append(waiter)
                 else:
                     waiter.release()
-            if not waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+            if not waiter.acquire(timeout=limit):
                 raise TimeoutError
         return self._outcome  # type: ignore[return-value]  # settled, so it is a T
 

@@ -133,6 +133,12 @@ def lift_this_thread(depth: int) -> None:
             pass
 
 
+def height_of_this_thread() -> int:
+    """A depth above which stands nothing that this thread has made so far."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return sequence_number(_made_of(torch.zeros((), requires_grad=True)))
+
+
 def _made_of(seed: torch.Tensor) -> Node:
     node = seed.view(()).grad_fn
     assert node is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -18,8 +17,8 @@ import msgspec
 
 from gradwire.agent.failure import revive
 from gradwire.agent.messages import Failure
-from gradwire.errors import DeadlinePassed, GradwireError, JoinTimeout, PeerLost, UsageError
-from gradwire.launch import child
+from gradwire.errors import GradwireError, PeerLost, UsageError
+from gradwire.launch import child, spoken
 from gradwire.launch.crew import Crew, Exit, News, Word
 from gradwire.launch.luggage import maybe_exception, packed, unpacked
 from gradwire.launch.plan import Orders, check, given_in, orders_for
@@ -28,7 +27,6 @@ from gradwire.launch.watch_state import (
     Failed,
     Overdue,
     Patience,
-    Stage,
     Succeeded,
     Verdict,
     Watch,
@@ -39,7 +37,6 @@ from gradwire.rpc.worker import Exposed
 
 T = TypeVar("T")
 
-_GUARD = 'a script calls run() under `if __name__ == "__main__":`, for every worker imports it'
 _EXIT_SECONDS = 10.0
 """What a process may take to end after its worker has left."""
 
@@ -90,7 +87,6 @@ def run(
         for orders in workers:
             crew.start(orders.name, child.main, orders)
         verdict = _supervise(crew, watch, workers)
-        crew.stop()  # before anything is raised, so that a handler of the error finds none alive
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpacked(workers[0].returned.read_bytes(), "what the function returned"))
@@ -99,7 +95,9 @@ def run(
 def _refuse_in_import() -> None:
     # A spawned process imports the script before it does anything else, and says so here.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError("run() was called while a worker was importing the script", hint=_GUARD)
+        raise UsageError(
+            "run() was called while a worker was importing the script", hint=spoken.GUARD
+        )
 
 
 def _patience(timeouts: Timeouts, timeout: float | None) -> Patience:
@@ -137,59 +135,18 @@ def _tell(watch: Watch, news: News, workers: list[Orders]) -> None:
 def _raise(
     verdict: Failed | Died | Overdue, workers: list[Orders], timeout: float | None
 ) -> NoReturn:
+    names = [orders.name for orders in workers]
     match verdict:
         case Failed(worker):
             raise _revived(workers[worker]) from None
-        case Died(worker, status, stage, felt_by):
-            cause = None if felt_by is None else _revived(workers[felt_by])
-            raise _death(workers[worker].name, status, stage) from cause
-        case Overdue(late, due):
-            raise _overdue(", ".join(workers[worker].name for worker in late), due, timeout)
+        case Died(felt_by=int(worker)):
+            raise spoken.death(verdict, names) from _revived(workers[worker])
+        case Died():
+            raise spoken.death(verdict, names)
+        case Overdue():
+            raise spoken.overdue(verdict, names, timeout)
         case _:
             assert_never(verdict)
-
-
-def _death(name: str, status: int, stage: Stage) -> GradwireError:
-    if stage is Stage.STARTING and status > 0:
-        return UsageError(
-            f"{name} could not start: it ended with {_spoken(status)} while importing the script",
-            hint=f"what it printed says why; {_GUARD}",
-        )
-    when = {
-        Stage.STARTING: "while it started",
-        Stage.WORKING: "while it was at work",
-        Stage.LEAVING: "while it was leaving",
-        Stage.LEFT: "after it had left",
-    }[stage]
-    return PeerLost(f"{name} died ({_spoken(status)}) {when}", hint="what it printed may say why")
-
-
-def _spoken(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
-
-
-def _overdue(names: str, due: Stage, timeout: float | None) -> DeadlinePassed:
-    match due:
-        case Stage.WORKING:
-            return JoinTimeout(
-                f"{names} did not start in time",
-                hint="each worker imports the script first; a longer Timeouts(join=…) waits longer",
-            )
-        case Stage.LEFT:
-            return DeadlinePassed(
-                f"{names} did not end in time after the function had returned",
-                hint="something still runs there; a longer Timeouts(shutdown=…) waits longer",
-            )
-        case _:
-            return DeadlinePassed(
-                f"run() gave up on {names} after {timeout:g} s",
-                hint="a longer timeout= waits longer",
-            )
 
 
 def _failure_of(orders: Orders) -> Failure:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
@@ -172,6 +172,10 @@ class Calls:
         differentiable = torch.is_grad_enabled()
 
         def settle(outcome: Outcome) -> None:
+            if isinstance(outcome, Exception):
+                landed.settle(Landing(error=outcome))
+                return
+
             def unpack() -> Unpacked:
                 parcel, payload = _parcel_of(outcome)
                 came = self._parcels.unpack(parcel, payload, source=source, context=context)
@@ -220,7 +224,7 @@ class Calls:
         try:
             content = Value(self._run(call, payload, source, deadline))
         except BaseException as error:  # whoever fetches the value is told
-            content = Raised(error)
+            content = Raised(self._agent.describe(error))
         promise.settle(content)
 
     def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
@@ -268,8 +272,9 @@ class Calls:
         def answer(content: Content) -> None:
             try:
                 if isinstance(content, Raised):
-                    raise content.error
-                self._answer_value(source, content.value, fetch.context, deadline)
+                    self._agent.answer(source, content.failure, deadline=deadline)
+                else:
+                    self._answer_value(source, content.value, fetch.context, deadline)
             except BaseException as error:  # it came later than the handler that catches for us
                 self._agent.answer_with(source, error)
 
@@ -294,13 +299,10 @@ def checked_root(value: object) -> torch.Tensor:
     return check_root(value)
 
 
-def _parcel_of(outcome: Outcome) -> tuple[Parcel, Payload]:
-    """What an answer brought; raises what came in its place."""
-    if isinstance(outcome, Exception):
-        raise outcome
-    if not isinstance(outcome.message, Result):
-        raise BadMessage(f"a call was answered by {type(outcome.message).__name__}")
-    return outcome.message.parcel, outcome.payload
+def _parcel_of(answer: Answer) -> tuple[Parcel, Payload]:
+    if not isinstance(answer.message, Result):
+        raise BadMessage(f"a call was answered by {type(answer.message).__name__}")
+    return answer.message.parcel, answer.payload
 
 
 @contextmanager

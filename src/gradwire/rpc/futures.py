@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -18,7 +19,8 @@ import torch
 
 from gradwire.agent.dispatch import Dispatch
 from gradwire.agent.promise import Promise
-from gradwire.autograd.graph import lift_this_thread
+from gradwire.autograd.graph import height_of_this_thread, lift_this_thread
+from gradwire.autograd.scope import current_context, inside
 from gradwire.errors import UsageError
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
@@ -31,11 +33,13 @@ S = TypeVar("S")
 class Landing(Generic[T]):
     """An outcome that is unpacked once, by whichever thread asks first."""
 
-    def __init__(self, unpack: Callable[[], Unpacked]) -> None:
-        self._unpack: Callable[[], Unpacked] | None = unpack
+    def __init__(
+        self, unpack: Callable[[], Unpacked] | None = None, error: BaseException | None = None
+    ) -> None:
+        self._unpack = unpack
+        self._error = error
         self._lock = threading.Lock()
         self._came = Unpacked(None)
-        self._error: BaseException | None = None
 
     def unpacked(self) -> T | BaseException:
         """The value, or the exception that came in its place."""
@@ -56,7 +60,7 @@ class Landing(Generic[T]):
         """
         self.unpacked()
         if self._error is not None:
-            raise self._error
+            raise _fresh(self._error)
         lift_this_thread(self._came.depth)
         cut, self._came = self._came.cut, self._came._replace(cut=None)
         if cut is not None:
@@ -103,7 +107,7 @@ class Future(torch.futures.Future[T]):
         future: Future[S] = Future(following, self._pools)
 
         def run() -> None:
-            landing: Landing[S] = Landing(lambda: Unpacked(self._in_scope(callback)))
+            landing: Landing[S] = Landing(lambda: self._in_scope(callback))
             landing.unpacked()
             following.settle(landing)
 
@@ -131,15 +135,33 @@ class Future(torch.futures.Future[T]):
         yield from done
         return self.wait()
 
-    def _in_scope(self, callback: Callable[[Future[T]], S]) -> S:
+    def _in_scope(self, callback: Callable[[Future[T]], S]) -> Unpacked:
         """Run a callback where the call was made: its worker, its context, its grad mode."""
+
+        def run() -> Unpacked:
+            with inside(current_context()):
+                value = callback(self)
+                return Unpacked(value, 0 if current_context() is None else height_of_this_thread())
+
         with torch.set_grad_enabled(self._grad_enabled):
-            return self._scope.copy().run(callback, self)
+            return self._scope.copy().run(run)
 
     def _complete(self, landing: Landing[T]) -> None:
         """Let C++ know, off the thread that reads: torch runs its own callbacks in here."""
         # An exception too: the unwrap function raises it.
         super().set_result(landing.unpacked())  # type: ignore[arg-type]
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """A copy to raise: the one we keep must not gather the frames of all who wait for it."""
+    try:
+        again = copy.copy(error)
+    except Exception:  # its constructor wants more than it kept
+        return error
+    if type(again) is not type(error):
+        return error
+    again.__cause__, again.__context__ = error.__cause__, error.__context__
+    return again.with_traceback(error.__traceback__)
 
 
 def _check_callable(callback: object) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, assert_never, final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
-from gradwire.agent.messages import Done
+from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, GradwireError, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
@@ -48,9 +48,12 @@ class Value(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """What the function that should have made the value raised instead."""
+    """What the function that should have made the value raised instead.
 
-    error: BaseException
+    As data: an exception would hold the frames it was raised in, and all their values.
+    """
+
+    failure: Failure
 
 
 Content = Value | Raised
@@ -66,6 +69,7 @@ class Refs:
         me = agent.directory.me
         self._agent = agent
         self._lock = threading.Lock()
+        self._counted = threading.Condition(self._lock)
         self._table = RefTable(me.id)
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
@@ -118,7 +122,7 @@ class Refs:
                 f"the value of {hold.ref} was not made on {me.name} in time"
             ) from None
         if isinstance(content, Raised):
-            raise content.error
+            raise agent.revive(content.failure)
         return content.value
 
     # -- a creating call
@@ -165,10 +169,19 @@ class Refs:
     def pack(self, hold: Hold) -> int:
         """A reference is part of the value being packed; its place in the list."""
         to, packed = self._local.packing
+        self._wait_until_counted(hold)
         with self._lock:
             fork = self._table.pack(hold, to)
         packed.append(Reference(hold.ref, hold.owner, fork))
         return len(packed) - 1
+
+    def _wait_until_counted(self, hold: Hold) -> None:
+        """A reference that has just arrived is passed on when its owner has counted it."""
+        fork = hold.fork
+        if fork is None or not self._table.is_asking(fork):
+            return
+        with self._agent.dispatch.user.waiting(), self._counted:
+            self._counted.wait_for(lambda: not self._table.is_asking(fork), _CONTROL_SECONDS)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
@@ -308,7 +321,8 @@ class Refs:
                         forgotten = self._values.pop(ref, None)
                     del forgotten  # outside the lock: it may be the end of other references
                 case Confirmed() | Broken():
-                    pass  # the table knows; whoever uses the reference is told by its owner's loss
+                    with self._counted:
+                        self._counted.notify_all()
                 case _:
                     assert_never(action)
 

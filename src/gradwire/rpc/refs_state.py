@@ -357,6 +357,11 @@ class RefTable:
         held = self._held.get(fork)
         return held is not None and held.stage is _Stage.COUNTED
 
+    def is_asking(self, fork: ForkId) -> bool:
+        """Whether we wait for the owner to count a fork; until then it cannot be passed on."""
+        held = self._held.get(fork)
+        return held is not None and held.stage is _Stage.ASKING
+
     def pending(self) -> bool:
         """Whether a graceful shutdown should still wait for others."""
         waiting = any(held.stage in _WAITING for held in self._held.values())

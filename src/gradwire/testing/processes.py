@@ -28,6 +28,7 @@ from gradwire.launch.luggage import maybe_exception, packed, unpacked
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.registry import exception_name
+from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed
 
 P = ParamSpec("P")
@@ -175,7 +176,8 @@ def process_cluster(
         try:
             yield others
         finally:
-            shutdown()
+            if home_door.maybe_default() is not None:  # unless the block itself has left
+                shutdown()
 
 
 def serve(name: str, rank: int, world_size: int, options: Options, expose: Exposed) -> Warned:

@@ -1,0 +1,197 @@
+"""What the tests of this folder run on other workers. Imported by every process, exposed on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+
+import torch
+
+import gradwire
+
+# What a process keeps between calls; `forget` empties it.
+_kept: dict[str, object] = {}
+
+
+class Refused(ValueError):
+    """An exception of the test's own."""
+
+
+class Layer(torch.nn.Module):
+    """y = w x, where w lives on the worker that made it."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.weight * x
+
+    def gradient(self):
+        return self.weight.grad
+
+    def mapped_gradient(self, context):
+        return gradwire.get_gradients(context)[self.weight]
+
+
+class Kept:
+    """Something whose end can be seen."""
+
+    def __init__(self) -> None:
+        _kept["last"] = weakref.ref(self)
+
+    def where(self):
+        return here()
+
+
+def warm_up():
+    """The first backward of a process imports half of sympy."""
+    torch.autograd.backward(torch.ones(2, requires_grad=True) * 1, torch.ones(2))
+
+
+def forget():
+    _kept.clear()
+
+
+def here() -> str:
+    return gradwire.get_worker_info().name
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def is_alive() -> bool:
+    return _kept["last"]() is not None
+
+
+def keep(value):
+    _kept["value"] = value
+
+
+def where_of_kept():
+    return where_of(_kept["value"])
+
+
+def add(a, b=1):
+    return a + b
+
+
+def same(*values):
+    return values
+
+
+def through(route, x):
+    """Walks along the route, and back: doubles at each worker, and says where it was."""
+    if not route:
+        return [here()], x * 2
+    names, y = gradwire.rpc_sync(route[0], through, args=(route[1:], x))
+    return [here(), *names], y * 2
+
+
+def refuse(text):
+    raise Refused(text)
+
+
+def fail_with_key(key):
+    return {}[key]
+
+
+def cubed(x):
+    return x**3
+
+
+def where_of(reference):
+    return reference.rpc_sync().where()
+
+
+def owner_of(reference):
+    return reference.owner_name()
+
+
+def in_a_thread(to):
+    """Calls from a thread of the served function's own."""
+    result = []
+
+    def call():
+        try:
+            result.append(gradwire.rpc_sync(to, here))
+        except gradwire.GradwireError as error:
+            result.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(30)
+    return result
+
+
+def block():
+    threading.Event().wait(60)
+
+
+_calls = threading.Event()
+
+
+def block_on(worker):
+    call = gradwire.rpc_async(worker, block)
+    _calls.set()
+    return call.wait()
+
+
+def wait_until_it_blocks():
+    assert _calls.wait(30)
+
+
+def crash(status):
+    os._exit(status)
+
+
+class _RefusesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Refused("no gradient for you")
+
+
+def refusing_backward(x):
+    return _RefusesBackward.apply(x)
+
+
+# What tests of gradwire.run have w0 do.
+
+
+def train(weight):
+    """A small program: its gradient, and which processes took part."""
+    print("training on", here())
+    with gradwire.context():
+        y = gradwire.rpc_sync("w1", cubed, args=(weight,))
+        y.backward()
+    return weight.grad, [gradwire.rpc_sync(n, pid) for n in range(2)]
+
+
+def fail_after_telling(path):
+    """Writes down the processes of the run, and raises."""
+    path.write_text(" ".join(str(gradwire.rpc_sync(n, pid)) for n in range(2)))
+    raise Refused("enough")
+
+
+def lose_w1():
+    gradwire.rpc_sync("w1", crash, args=(3,))
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_by_itself():
+    gradwire.shutdown()
+    return here
+
+
+def return_reference():
+    return gradwire.RRef(1)

@@ -1,0 +1,94 @@
+"""One graph over real processes; the truth is the same arithmetic in this one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradwire
+from tests.processes import far
+
+
+def _x(*values):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def _gradients_of(*layers):
+    return [layer.rpc_sync().gradient() for layer in layers]
+
+
+def test_backward_reaches_the_parameters_of_every_worker(linked):
+    x = _x(1, 2)
+    first, second = (gradwire.remote(w, far.Layer, args=(2.0 + n,)) for n, w in enumerate(linked))
+    mine = far.Layer(5.0)
+
+    with gradwire.context():
+        y = mine(second.rpc_sync().forward(first.rpc_sync().forward(x)))
+        y.sum().backward()
+
+    assert torch.equal(x.grad, torch.full((2,), 30.0, dtype=torch.float64))
+    assert mine.gradient() == 18
+    assert _gradients_of(first, second) == [45, 30]
+
+
+def test_backward_walks_back_through_nested_calls_and_callbacks(workers):
+    x = _x(1, 2, 3)
+
+    with gradwire.context():
+        _, y = gradwire.rpc_sync("w1", far.through, args=(["w2", "w0", "w1", "w2"], x))
+        y.sum().backward()
+
+    assert torch.equal(x.grad, torch.full((3,), 32.0, dtype=torch.float64))
+
+
+def test_the_context_s_own_map_is_filled_on_every_worker(workers):
+    x = _x(3)
+    layer = gradwire.remote("w1", far.Layer, args=(2.0,))
+
+    with gradwire.context() as context:
+        loss = layer.rpc_sync().forward(x).sum()
+        gradwire.backward(context, [loss])
+        here = gradwire.get_gradients(context)
+        there = layer.rpc_sync().mapped_gradient(context)
+
+    assert here == {x: torch.tensor([2.0], dtype=torch.float64)}
+    assert there == 3
+    assert x.grad is None
+    assert layer.rpc_sync().gradient() is None
+
+
+def test_second_order_gradients_cross_too(workers):
+    x = _x(2, 3)
+
+    with gradwire.context():
+        y = gradwire.rpc_sync(
+            "w2", far.cubed, args=(gradwire.rpc_sync("w1", far.cubed, args=(x,)),)
+        )
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        first.sum().backward()
+
+    local = _x(2, 3)
+    (expected,) = torch.autograd.grad(((local**3) ** 3).sum(), local, create_graph=True)
+    expected.sum().backward()
+    assert torch.equal(first, expected)
+    assert torch.equal(x.grad, local.grad)
+
+
+def test_grad_leaves_the_parameters_elsewhere_alone(workers):
+    x = _x(4)
+    layer = gradwire.remote("w1", far.Layer, args=(2.0,))
+
+    with gradwire.context():
+        (gradient,) = torch.autograd.grad(layer.rpc_sync().forward(x).sum(), x)
+
+    assert gradient == 2
+    assert layer.rpc_sync().gradient() is None
+
+
+def test_a_failure_in_one_worker_s_backward_is_raised_here(workers):
+    x = _x(1)
+
+    with gradwire.context():
+        y = gradwire.rpc_sync("w1", far.refusing_backward, args=(x,))
+        with pytest.raises(far.Refused, match="Refused on w1: no gradient for you"):
+            y.sum().backward()

@@ -1,0 +1,66 @@
+"""Calls between real processes, over each kind of link."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import NotExposed, RemoteError
+from tests.processes import far
+
+EIGHT_MIB = 1 << 20  # elements of 8 bytes
+
+
+def test_a_call_runs_in_the_process_of_the_worker(linked):
+    assert gradwire.rpc_sync("w1", far.pid) == linked["w1"].pid != os.getpid()
+    assert gradwire.rpc_sync("w2", far.add, args=(2,), kwargs={"b": 3}) == 5
+    assert gradwire.rpc_sync("w0", far.pid) == os.getpid()
+
+
+def test_calls_nest_and_call_back(linked):
+    route = ["w1", "w2", "w0", "w1"]
+
+    names, y = gradwire.rpc_sync(route[0], far.through, args=(route[1:], torch.ones(2)))
+
+    assert names == route
+    assert torch.equal(y, torch.full((2,), 16.0))
+
+
+def test_many_calls_are_under_way_at_once(linked):
+    futures = [gradwire.rpc_async(f"w{1 + n % 2}", far.add, args=(n,)) for n in range(200)]
+
+    assert torch.futures.wait_all(futures) == list(range(1, 201))
+    assert futures[7].then(lambda future: future.wait() * 2).wait() == 16
+
+
+def test_eight_mebibytes_cross_unchanged(linked):
+    there = torch.arange(EIGHT_MIB)
+
+    back, row, number = gradwire.rpc_sync("w1", far.same, args=(there, there[:3], 7))
+
+    assert torch.equal(back, there)
+    assert torch.equal(row, there[:3])
+    assert number == 7
+
+
+def test_what_a_function_raises_is_raised_here_as_its_own_type(linked):
+    with pytest.raises(far.Refused, match=r"Refused on w1: not like this") as caught:
+        gradwire.rpc_sync("w1", far.refuse, args=("not like this",))
+    assert isinstance(caught.value, RemoteError)
+    assert "--- traceback on w1 ---" in str(caught.value)
+    assert "in refuse" in caught.value.remote_traceback
+    with pytest.raises(KeyError, match="KeyError on w2: nowhere"):
+        gradwire.rpc_async("w2", far.fail_with_key, args=("nowhere",)).wait()
+
+
+def test_what_is_not_exposed_is_refused_by_name(workers):
+    with pytest.raises(NotExposed, match="posix:getcwd is not exposed on this worker"):
+        gradwire.rpc_sync("w1", os.getcwd)
+
+
+@pytest.mark.xfail(reason="shutdown() forgets the process's worker before it waits for the others")
+def test_a_thread_of_a_served_function_finds_its_worker(workers):
+    assert gradwire.rpc_sync("w1", far.in_a_thread, args=("w2",)) == ["w2"]

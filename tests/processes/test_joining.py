@@ -1,0 +1,122 @@
+"""How processes become workers of one job: the meeting places, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+import gradwire
+from gradwire import JoinTimeout, Options, Timeouts, UsageError
+from gradwire.testing.processes import process_cluster
+from tests.processes import far
+from tests.processes.conftest import TIMEOUTS
+
+WORLD = 2
+SOON = Timeouts(join=0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _greet(environment, name, rank, options):
+    """An errand: join, ask everyone who they are, leave."""
+    os.environ.update(environment)
+    place = () if environment else (rank, WORLD)
+    gradwire.init_rpc(name, *place, options=options, expose=[far])
+    try:
+        return [gradwire.rpc_sync(n, far.here) for n in range(WORLD)]
+    finally:
+        gradwire.shutdown()
+        for variable in environment:
+            del os.environ[variable]
+
+
+def _environment(rank):
+    return {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("listen", ["auto", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("meeting", ["env", "tcp", "file"])
+def test_workers_meet(hosts, tmp_path, meeting, listen):
+    port = _free_port()
+    url = {
+        "env": "env://",
+        "tcp": f"tcp://127.0.0.1:{port}",
+        "file": f"file://{tmp_path}/meeting",
+    }[meeting]
+    options = Options(init_method=url, listen=listen, timeouts=TIMEOUTS)
+
+    for rank, host in enumerate(hosts.take(WORLD)):
+        environment = _environment(rank) | {"MASTER_PORT": str(port)} if meeting == "env" else {}
+        host.begin(_greet, environment, f"n{rank}", rank, options)
+
+    assert [host.finish() for host in hosts.take(WORLD)] == [["n0", "n1"]] * WORLD
+
+
+def test_a_process_joins_again_under_another_number(hosts, tmp_path):
+    (host,) = hosts.take(1)
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+
+    for life in range(4):
+        mine = life % WORLD
+        again = replace(options, init_method=f"{options.init_method}{life}")
+        host.begin(_greet, {}, f"host{life}", 1 - mine, again)
+        heard = _greet({}, f"test{life}", mine, again)
+        assert heard == host.finish()
+        assert heard[mine] == f"test{life}"
+
+
+def test_workers_meet_again_at_the_same_place(hosts, tmp_path):
+    (host,) = hosts.take(1)
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+
+    for _ in range(3):
+        host.begin(_greet, {}, "b", 1, options)
+        assert _greet({}, "a", 0, options) == host.finish() == ["a", "b"]
+
+
+def test_two_workers_of_one_name_are_refused_by_both(hosts, tmp_path):
+    (host,) = hosts.take(1)
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+
+    host.begin(_greet, {}, "same", 1, options)
+    with pytest.raises(UsageError, match="RPC worker name same is not unique"):
+        _greet({}, "same", 0, options)
+    with pytest.raises(UsageError, match="Workers 0 and 1 share the same name"):
+        host.finish()
+
+
+def test_who_does_not_come_is_named(tmp_path):
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=SOON)
+
+    with pytest.raises(JoinTimeout, match="early waited in vain for rank 1, 2 to join"):
+        gradwire.init_rpc("early", 0, 3, options)
+    with pytest.raises(UsageError, match="RPC has not been initialized"):
+        gradwire.shutdown()
+
+
+def test_a_host_that_is_not_there_is_named():
+    options = Options(init_method=f"tcp://127.0.0.1:{_free_port()}", timeouts=SOON)
+
+    with pytest.raises(JoinTimeout, match=r"no rendezvous at tcp://127\.0\.0\.1:"):
+        gradwire.init_rpc("late", 1, 2, options)
+
+
+def test_a_second_init_is_refused_and_the_first_goes_on(workers):
+    with pytest.raises(UsageError, match="RPC is already initialized"):
+        gradwire.init_rpc("again", 0, 1)
+    assert gradwire.rpc_sync("w1", far.here) == "w1"
+
+
+def test_a_cluster_brings_hosts_of_its_own_if_given_none():
+    with process_cluster(2, expose=[far], options=Options(timeouts=TIMEOUTS)) as others:
+        pid = gradwire.rpc_sync("w1", far.pid)
+        assert pid == others["w1"].pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
