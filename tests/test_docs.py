@@ -30,6 +30,7 @@ def named(path: Path) -> str:
 # -- generated pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
 def test_a_generated_page_matches_the_code(page):
     assert page.current() == page.text(), "run `make docs`"
@@ -170,6 +171,7 @@ def test_every_name_of_a_thread_in_the_source_is_on_the_page():
     assert [p.pattern for p in patterns if not any(map(p.fullmatch, names))] == []
 
 
+@pytest.mark.slow
 def test_every_thread_of_working_workers_is_on_the_page():
     seen: set[str] = set()
 

@@ -1,16 +1,19 @@
 """Every exception and warning gradwire raises.
 
-GradwireError              (a RuntimeError, so that `except RuntimeError` of older programs still
-works) ├── UsageError             you called us wrongly │   ├── UnknownWorker      no worker of that
-name or id has joined │   ├── NotExposed         the callee's registry does not hold that function,
-method or class │   ├── CannotTravel       a value that the data-only codec does not carry │   └──
-ContextClosed      a graph outlived the context that recorded it ├── PeerError              a peer
-did not do its part │   ├── PeerLost           its connection ended, or it went silent │   └──
-BadMessage         it sent something no correct peer sends ├── DeadlinePassed         a wait was
-given up (also a TimeoutError) │   ├── CallTimeout        nobody answered a call before its deadline
-│   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time │   └──
-JoinTimeout        not every worker arrived └── RemoteError            your function raised on
-another worker; also an instance of the original type
+GradwireError              a RuntimeError, so that older programs still catch it
+├── UsageError             you called us wrongly
+│   ├── UnknownWorker      no worker of that name or id has joined
+│   ├── NotExposed         the callee's registry does not hold that function, method or class
+│   ├── CannotTravel       a value that the data-only codec does not carry
+│   └── ContextClosed      a graph outlived the context that recorded it
+├── PeerError              a peer did not do its part
+│   ├── PeerLost           its connection ended, or it went silent
+│   └── BadMessage         it sent something no correct peer sends
+├── DeadlinePassed         a wait was given up (also a TimeoutError)
+│   ├── CallTimeout        nobody answered a call before its deadline
+│   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
+│   └── JoinTimeout        not every worker arrived
+└── RemoteError            your function raised on another worker; also of the original type
 
 GraphCutWarning            a tensor that requires grad crossed where no context records it
 RefLeakWarning             references were still counted when their owner shut down
@@ -113,9 +116,7 @@ class RemoteError(GradwireError):
 
 
 class GraphCutWarning(UserWarning):
-    """A tensor that requires grad crossed where no context records it: its gradient will not come
-    back.
-    """
+    """A tensor that requires grad crossed where no context records it: it will get no gradient."""
 
 
 class RefLeakWarning(UserWarning):

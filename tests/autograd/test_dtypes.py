@@ -94,9 +94,7 @@ def both(workers, function, x):
 
     def remote():
         with gw.context():
-            return gradients(
-                function, x, run=lambda fn, leaf: gw.rpc_sync("w1", fn, args=(leaf,))
-            )
+            return gradients(function, x, run=lambda fn, leaf: gw.rpc_sync("w1", fn, args=(leaf,)))
 
     return workers[0].run(remote), gradients(function, x)
 
@@ -227,7 +225,9 @@ def test_views_of_every_kind_cross_and_their_gradients_come_back(workers, layout
     assert_the_same(workers[0].run(remote), slope(squared))
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(4, 3)])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(4, 3)]
+)
 def test_leaves_that_are_not_contiguous_get_their_gradients(workers, view):
     def slope(run):
         leaf = view(values(torch.float64, 4, 3)).detach().requires_grad_()
@@ -358,6 +358,7 @@ def test_a_meta_tensor_crosses_as_what_it_is(workers):
     )
 
 
+@pytest.mark.slow  # torch imports what it runs meta tensors with
 def test_a_graph_of_meta_tensors_is_differentiated(workers):
     def program():
         x = torch.empty(2, 3, device="meta", requires_grad=True)

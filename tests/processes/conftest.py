@@ -34,6 +34,13 @@ def hosts():
         yield hosts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hosts_are_back(hosts):
+    """Those that the tests of a file have killed run again, so that what it leaves can be counted."""
+    yield
+    hosts.start()
+
+
 @pytest.fixture
 def workers(hosts):
     """This process as w0, and w1 and w2 on hosts of their own, over unix sockets."""

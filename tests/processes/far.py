@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 import weakref
 
 import torch
@@ -93,6 +94,14 @@ def through(route, x):
 
 def refuse(text):
     raise Refused(text)
+
+
+def warn(text):
+    warnings.warn(text, stacklevel=1)
+
+
+def unpicklable():
+    return lambda: None
 
 
 def fail_with_key(key):

@@ -10,7 +10,6 @@ import pytest
 
 import gradwire
 from gradwire import JoinTimeout, Options, Timeouts, UsageError
-from gradwire.testing.processes import process_cluster
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -112,11 +111,3 @@ def test_a_second_init_is_refused_and_the_first_goes_on(workers):
     with pytest.raises(UsageError, match="RPC is already initialized"):
         gradwire.init_rpc("again", 0, 1)
     assert gradwire.rpc_sync("w1", far.here) == "w1"
-
-
-def test_a_cluster_brings_hosts_of_its_own_if_given_none():
-    with process_cluster(2, expose=[far], options=Options(timeouts=TIMEOUTS)) as others:
-        pid = gradwire.rpc_sync("w1", far.pid)
-        assert pid == others["w1"].pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)

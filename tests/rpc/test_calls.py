@@ -295,7 +295,7 @@ def test_a_result_that_cannot_travel_is_named_with_its_place_and_its_worker(work
 def test_a_result_that_cannot_travel_can_stay_where_it_is(workers):
     def made_and_fetched():
         rref = gw.remote("w1", make_lock)
-        with pytest.raises(CannotTravel, match="result: a value of type _thread.lock"):
+        with pytest.raises(CannotTravel, match=r"result: a value of type _thread\.lock"):
             rref.to_here()
 
     workers[0].run(made_and_fetched)
@@ -305,7 +305,7 @@ def test_a_future_does_not_travel(workers):
     def sent():
         gw.rpc_sync("w1", echoed, args=(gw.rpc_async("w1", name),))
 
-    with pytest.raises(CannotTravel, match="gradwire.rpc.futures.Future does not travel"):
+    with pytest.raises(CannotTravel, match=r"gradwire\.rpc\.futures\.Future does not travel"):
         workers[0].run(sent)
 
 
@@ -375,7 +375,6 @@ def test_a_timeout_far_below_a_millisecond_is_taken_as_it_is(workers, gate):
         workers[0].run(call, "w1", nap, gate, timeout=0.0005)
 
 
-@pytest.mark.xfail(reason="a deadline beyond threading.TIMEOUT_MAX ends the timer thread")
 def test_a_timeout_of_centuries_is_taken_as_it_is(gate):
     with cluster(2, expose=[HERE]) as patient:
         assert patient[0].run(call, "w1", name, timeout=1e10) == "w1"
@@ -404,7 +403,7 @@ def test_an_answer_that_comes_after_its_deadline_is_dropped(workers, gate):
 
 def test_the_options_say_how_long_a_call_waits_that_does_not_say_so_itself(gate):
     with cluster(2, expose=[HERE], options=Options(timeouts=Timeouts(call=0.02))) as hasty:
-        with pytest.raises(CallTimeout, match="within 0.0"):
+        with pytest.raises(CallTimeout, match=r"within 0\.0"):
             hasty[0].run(call, "w1", nap, gate)
         GATES[gate].set()
         assert_nothing_left(hasty)

@@ -32,12 +32,6 @@ MADE: dict[str, weakref.ref] = {}
 KEPT: dict[str, object] = {}
 
 
-RACES_WITH_THE_COUNT = pytest.mark.xfail(
-    strict=False,
-    reason="a received reference cannot be used in a call before its owner has counted it",
-)
-
-
 @pytest.fixture
 def workers():
     MADE.clear()
@@ -242,7 +236,6 @@ def test_what_the_making_function_raised_is_raised_by_whoever_uses_the_reference
     workers[0].run(lambda: program(gw.remote("w1", fail)))
 
 
-@pytest.mark.xfail(reason="the exception kept as the value holds the frames it was raised in")
 @pytest.mark.parametrize("to", ["w0", "w1"])
 def test_what_the_making_function_raised_is_raised_by_every_method_and_forgotten(workers, to):
     def program(rref):
@@ -254,7 +247,6 @@ def test_what_the_making_function_raised_is_raised_by_every_method_and_forgotten
     assert_nothing_left(workers)
 
 
-@RACES_WITH_THE_COUNT
 def test_what_the_making_function_raised_is_raised_on_a_third_worker_too(workers):
     def program():
         gw.rpc_sync("w2", ask_get, args=(gw.remote("w1", fail),))
@@ -263,7 +255,6 @@ def test_what_the_making_function_raised_is_raised_on_a_third_worker_too(workers
         workers[0].run(program)
 
 
-@pytest.mark.xfail(reason="the exception kept as the value holds the frames it was raised in")
 def test_what_the_making_function_raised_here_is_raised_here_and_forgotten(workers):
     def program():
         rref = gw.remote("w0", fail)
@@ -398,7 +389,6 @@ def test_what_a_method_raises_keeps_its_type(workers):
         rref.remote().fails().to_here()
 
 
-@pytest.mark.xfail(reason="a future that failed holds the frames of whoever waited for it")
 def test_what_a_method_raises_through_a_future_holds_no_reference(workers):
     def program():
         rref = gw.remote("w1", Box, args=(1,))
@@ -455,7 +445,6 @@ def test_a_reference_passed_to_its_owner_is_the_value_there(workers):
     assert workers[0].run(gw.rpc_sync, "w1", content_of, args=(rref,)) == 9
 
 
-@RACES_WITH_THE_COUNT
 def test_a_reference_passed_to_a_third_worker_is_one_to_the_same_value(workers):
     rref = workers[0].run(gw.remote, "w1", Box, args=(9,))
 
@@ -464,7 +453,6 @@ def test_a_reference_passed_to_a_third_worker_is_one_to_the_same_value(workers):
     assert workers[0].run(gw.rpc_sync, "w2", pass_on, args=(rref, ["w0", "w1", "w2", "w2"])) == 9
 
 
-@RACES_WITH_THE_COUNT
 def test_a_reference_to_a_value_of_ones_own_is_passed_on(workers):
     def program():
         return gw.rpc_sync("w1", pass_on, args=(gw.RRef(Box(3)), ["w2", "w1"]))
@@ -478,7 +466,6 @@ def test_a_reference_passed_to_oneself_is_the_value(workers):
     assert workers[0].run(gw.rpc_sync, "w0", content_of, args=(rref,)) == 2
 
 
-@RACES_WITH_THE_COUNT
 def test_references_travel_inside_containers_and_come_back_as_results(workers):
     def program():
         rrefs = [gw.remote(to, Box, args=(n,)) for n, to in enumerate(["w0", "w1", "w2"])]
@@ -491,7 +478,6 @@ def test_references_travel_inside_containers_and_come_back_as_results(workers):
     workers[0].run(program)
 
 
-@RACES_WITH_THE_COUNT
 def test_a_reference_made_by_a_callee_is_returned(workers):
     for to in ("w0", "w1", "w2"):
         rref = workers[0].run(gw.rpc_sync, "w1", make_there, args=(to, 8))
@@ -499,7 +485,6 @@ def test_a_reference_made_by_a_callee_is_returned(workers):
         assert rref.rpc_sync().get() == 8
 
 
-@RACES_WITH_THE_COUNT
 def test_a_reference_may_be_passed_on_before_its_value_is_made(workers, gate):
     def program():
         rref = gw.remote("w1", slow_box, args=(gate, 4))
@@ -511,7 +496,6 @@ def test_a_reference_may_be_passed_on_before_its_value_is_made(workers, gate):
     assert workers[0].run(program) == 4
 
 
-@RACES_WITH_THE_COUNT
 def test_a_reference_to_a_reference_is_followed_step_by_step(workers):
     def program():
         inner = gw.remote("w1", Box, args=(5,))
@@ -577,7 +561,6 @@ def test_a_value_of_ones_own_lives_as_long_as_another_holds_it(workers):
     assert eventually(lambda: is_forgotten("w0"))
 
 
-@RACES_WITH_THE_COUNT
 def test_a_value_lives_while_a_copy_of_its_reference_is_on_the_way(workers, gate):
     def program():
         rref = gw.remote("w1", slow_box, args=(gate, 6))
@@ -589,7 +572,6 @@ def test_a_value_lives_while_a_copy_of_its_reference_is_on_the_way(workers, gate
     assert asked.wait() == 6
 
 
-@RACES_WITH_THE_COUNT
 def test_values_that_hold_references_are_forgotten_one_after_the_other(workers):
     def program():
         inner = gw.remote("w1", Box, args=(5,))
@@ -639,7 +621,6 @@ def _not_exposed(rref):
     return rref
 
 
-@RACES_WITH_THE_COUNT
 def test_many_threads_may_pass_on_and_drop_one_reference(workers):
     rref = workers[0].run(gw.remote, "w1", Box, args=(3,))
 

@@ -153,9 +153,7 @@ class Agent:
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> bool:
-        """Answer a request, on the channel it came by. False if the asker is lost, which is no
-        error.
-        """
+        """Answer a request, on the channel it came by; False if the asker is lost."""
         if source.request == 0:
             return False
         frame = Frame(kind_of(type(message)), IS_ANSWER, source.request, encode(message), payload)

@@ -16,8 +16,9 @@ from gradwire.ids import ContextId, EdgeId, PassId, WorkerId, spoken_context
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A crossing that left here. `token` is what its Send returned: to run from it is to run the
-    Send.
+    """A crossing that left here.
+
+    `token` is what its Send returned: to run from the token is to run the Send.
     """
 
     edge: EdgeId
@@ -35,8 +36,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A crossing that arrived here. `anchor` is the Recv's own input, which only a plain backward()
-    reaches.
+    """A crossing that arrived here.
+
+    `anchor` is the Recv's own input, which only a plain backward() reaches.
     """
 
     edge: EdgeId
@@ -47,9 +49,7 @@ class Received:
 
 @dataclass(slots=True)
 class Join:
-    """One node that stands for a set of sends, so that a Recv has one link however many it depends
-    on.
-    """
+    """One node that stands for a set of sends: a Recv has one link, however many it needs."""
 
     edges: int
     depth: int

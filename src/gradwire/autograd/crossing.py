@@ -19,8 +19,7 @@ from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, WorkerId
 
 _JOINS_SEARCHED = 32
-"""How many of the latest Joins a new link may build on: one per recurrent state in use is enough.
-"""
+"""How many of the latest Joins a new link may build on: one per recurrent state in use."""
 
 
 def leave(

@@ -61,8 +61,7 @@ class Engine:
     def attach_send(
         self, id: ContextId, peer: WorkerId, tensors: Sequence[torch.Tensor]
     ) -> list[Crossing]:
-        """Record that those of a message's tensors that want a gradient leave, each by its own
-        edge.
+        """Record that tensors of a message leave: those that want a gradient, each by its own edge.
 
         Nothing is recorded once the context is closed: what crosses then is cut off.
         """

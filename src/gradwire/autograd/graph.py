@@ -1,5 +1,4 @@
-"""Walks the local graph: what a tensor depends on, and the order in which the engine must take its
-nodes.
+"""Walks the local graph: what a tensor depends on, and in which order its nodes must run.
 
 Note [The order of waiting]
 

@@ -3,13 +3,12 @@
 Torch's own AccumulateGrad nodes run, with every hook on them: leaf, post-accumulate and those that
 DDP puts there. Around each of them stand two hooks of ours, for the time of one run:
 
-  to .grad    before: remember what was there. If the pass fails, it is put back.
-  to the map  before: put what the context has so far in the place of `.grad`; after: take the sum
-  out
-              again and put `.grad` back. So hooks see the gradient of the context where they look
-              for it.
+    to .grad     before: remember what was there; if the pass fails, it is put back
+    to the map   before: put what the context has so far in the place of `.grad`
+                 after: take the sum out again, and put `.grad` back
 
-A leaf is locked between the two, as runs of several contexts may meet on it.
+So hooks see the gradient of the context where they look for it. A leaf is locked between the two,
+as runs of several contexts may meet on it.
 """
 
 from __future__ import annotations

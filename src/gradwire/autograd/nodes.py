@@ -1,10 +1,10 @@
 """The two points where a graph crosses, as nodes of torch's own graph.
 
-  Send   takes the tensors that leave and returns a token. Its backward waits until the edge is
-  settled and
-         returns the gradients.
-  Recv   takes the received tensors and returns them alive. Its backward ships the gradients at
-  once. Join   takes tokens and returns a token: a shared link to several Sends.
+    Send   takes the tensors that leave and returns a token. Its backward waits until the edge is
+           settled and returns the gradients.
+    Recv   takes the received tensors and returns them alive. Its backward ships the gradients at
+           once, one way.
+    Join   takes tokens and returns a token: a shared link to several Sends.
 
 Note [Links]: a Recv also hangs on the Sends of its own worker that are in its lineage. So each
 worker's local graph is the projection of the global one, and torch's engine does the right thing by

@@ -43,10 +43,9 @@ class Passes:
             )
 
     def heard_of(self, context: Context, id: PassId) -> Running | None:
-        """A peer speaks of this pass: the one we know, or a new one (gradients may come before
-        Start).
+        """A peer speaks of this pass: the one we know, or a new one; None if it is over.
 
-        None if it is over.
+        New ones come into being here, as gradients may overtake the Start.
         """
         with self._lock:
             if id in context.ended:

@@ -59,9 +59,7 @@ class PassState:
         self._collected.add(edge)
 
     def uncollected(self) -> list[EdgeId]:
-        """Edges that were settled and that no Send has asked for; none may remain when a run is
-        over.
-        """
+        """Edges that were settled and that no Send has asked for; none may remain after a run."""
         return sorted(self._settled - self._collected)
 
     def worker_done(self, worker: WorkerId) -> None:

@@ -1,8 +1,7 @@
 """A call, both ends of it: the worker that makes it, and the one that runs the function.
 
-    call        pack, send, wait                           remote      pack, send, do not wait
-    _serve      unpack, run, pack, answer                  _keep       unpack, run, keep what it
-    returns
+    call     pack, send, wait                  remote   pack, send, do not wait
+    _serve   unpack, run, pack, answer         _keep    unpack, run, keep what it returns
 
 See docs/design.md, section 3, for the stairs it walks down here and up there.
 """

@@ -91,8 +91,9 @@ class RRef(Generic[T]):
         return cast(T, self._home.refs.value_here(self.hold, self._home.deadline(None)))
 
     def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:
-        """Run backward from the value: into the context's map, or on its owner without an id into
-        `.grad`.
+        """Run backward from the value, into the context's map.
+
+        On its owner, without an id: a plain local backward, into `.grad`.
         """
         if self.is_owner():
             root = checked_root(self.local_value())

@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast, final
@@ -25,6 +24,7 @@ from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch.child import AS_LONG_AS_IT_TAKES, flush_output, prepare
 from gradwire.launch.crew import Crew
 from gradwire.launch.luggage import maybe_exception, packed, unpacked
+from gradwire.launch.plan import Orders, orders_for
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.registry import exception_name
@@ -167,12 +167,11 @@ def process_cluster(
         hosts = hosts or stack.enter_context(Hosts(n - 1))
         others = {host.name: host for host in hosts.take(n - 1)}
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-test-"))
-        meeting = f"file://{Path(directory) / 'meeting'}"
-        options = replace(options or Options(), init_method=meeting)
-        for rank, host in enumerate(others.values(), 1):
-            host.begin(serve, host.name, rank, n, options, exposed)
-        stack.enter_context(_sent_home(others, options))
-        init_rpc("w0", 0, n, options, expose=exposed)
+        mine, *theirs = orders_for(n, options or Options(), Path(directory))
+        for host, orders in zip(others.values(), theirs, strict=True):
+            host.begin(_serve, orders, exposed)
+        stack.enter_context(_sent_home(others, mine.options))
+        init_rpc(mine.name, mine.rank, n, mine.options, expose=exposed)
         try:
             yield others
         finally:
@@ -180,11 +179,11 @@ def process_cluster(
                 shutdown()
 
 
-def serve(name: str, rank: int, world_size: int, options: Options, expose: Exposed) -> Warned:
+def _serve(orders: Orders, expose: Exposed) -> Warned:
     """An errand: be a worker until the others are over. What was warned of meanwhile."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        init_rpc(name, rank, world_size, options, expose=expose)
+        init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
         shutdown(timeout=AS_LONG_AS_IT_TAKES)
     return [(warning.category, str(warning.message)) for warning in warned]
 

@@ -1,8 +1,9 @@
 """One message on its way: a fixed prefix, a head (msgpack) and a payload (raw tensor bytes).
 
-    prefix   24 bytes, little endian: kind u16, flags u16, head length u32, payload length u64,
-    request u64 head     the message, encoded by wire/message.py payload  tensor bytes, each tensor
-    aligned to 64; absent when the length is 0
+    prefix   24 bytes, little endian:
+             kind u16, flags u16, head length u32, payload length u64, request u64
+    head     the message, encoded by wire/message.py
+    payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
 
 `request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
 marks an answer; the other bits are reserved for the checksum and must be 0.

@@ -1,0 +1,53 @@
+# Every target sets up what it needs: Python 3.11, make and a compiler are enough to begin with.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PROGRAMS ?= 2000
+PIP_QUIET := --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format lint types examples oracle docs clean
+
+help: ## show these targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+demo: $(STAMP) ## train a model over three worker processes, and compare with one
+	@$(PY) examples/demo.py
+
+test: $(STAMP) ## everything that must be green
+	$(PY) -m pytest
+
+check: lint types test ## format, lint, types and tests
+
+format: $(STAMP) ## rewrite the code in its format
+	$(PY) -m ruff format src tests examples docs
+	$(PY) -m ruff check --fix src tests examples docs
+
+lint: $(STAMP) ## format and lint, changing nothing
+	$(PY) -m ruff format --check src tests examples docs
+	$(PY) -m ruff check src tests examples docs
+
+types: $(STAMP) ## mypy, strict
+	$(PY) -m mypy src
+
+examples: $(STAMP) ## run every example
+	@set -e; for example in examples/0*.py; do echo "== $$example"; $(PY) $$example; done
+
+oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
+	$(PY) -m tests.oracle --programs $(PROGRAMS)
+
+docs: $(STAMP) ## write the generated pages anew
+	$(PY) -m docs.generate
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The pinned torch first: it is what every later requirement then finds installed.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install $(PIP_QUIET) --constraint constraints.txt torch numpy
+	@$(PY) -m pip install $(PIP_QUIET) --constraint constraints.txt --editable '.[dev]'
+	@touch $@

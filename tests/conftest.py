@@ -1,0 +1,42 @@
+"""Whatever a test leaves behind fails it: threads of ours, sockets, shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+FDS = Path("/proc/self/fd")
+SECONDS = 5.0
+
+
+def our_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gradwire")}
+
+
+def open_handles() -> Counter:
+    """Sockets and anonymous memory of this process, by what they are."""
+    found: Counter = Counter()
+    if FDS.exists():
+        for entry in os.listdir(FDS):
+            try:
+                target = os.readlink(FDS / entry)
+            except OSError:  # the one that listed the directory
+                continue
+            found[target.split(":")[0].split(" ")[0]] += 1
+    return Counter({kind: found[kind] for kind in ("socket", "/memfd")})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind():
+    """Checked around each file of tests, as clusters are often shared by all tests of a file."""
+    threads, handles = our_threads(), open_handles()
+    yield
+    for thread in our_threads() - threads:
+        thread.join(SECONDS)
+    left = sorted(thread.name for thread in our_threads() - threads)
+    assert left == [], f"threads left behind: {left}"
+    assert open_handles() - handles == Counter(), "sockets or memory left behind"
