@@ -15,7 +15,9 @@ MOST_IN_A_FUNCTION = 40
 MOST_IN_A_MODULE = 300
 
 LARGE_FUNCTIONS: dict[str, str] = {}  # "path:function": the reason
-LARGE_MODULES: dict[str, str] = {}  # "path": the reason
+LARGE_MODULES: dict[str, str] = {  # "path": the reason
+    "rpc/refs_state.py": "one protocol seen from both ends; neither half shows that it is right",
+}
 
 _LAYOUT = {
     tokenize.COMMENT,
@@ -34,8 +36,8 @@ def lines_of_code(source: str) -> set[int]:
         if token.type not in _LAYOUT:
             code.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
                 code.difference_update(range(node.lineno, node.end_lineno + 1))
     return code
 

@@ -1,8 +1,9 @@
-"""Plain torch over several workers: each program runs in one process too, and must come to the same.
+"""Plain torch over several workers: each program runs in one process too, with the same outcome.
 
-A program is a function of this file. `call` runs a function on another worker, or right here when the
-program runs in one process; `weight` is the parameter of the worker whose code asks. What a program
-returns is compared, and so are the gradients of every worker's weight and how often `note` was called.
+A program is a function of this file. `call` runs a function on another worker, or right here when
+the program runs in one process; `weight` is the parameter of the worker whose code asks. What a
+program returns is compared, and so are the gradients of every worker's weight and how often `note`
+was called.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from collections import Counter
 
 import torch
 
-
 _HOOK = "post-accumulate hook"
 
 

@@ -36,7 +36,7 @@ def hosts():
 
 @pytest.fixture(scope="module", autouse=True)
 def hosts_are_back(hosts):
-    """Those that the tests of a file have killed run again, so that what it leaves can be counted."""
+    """Those that the tests of a file have killed run again: what it leaves can be counted."""
     yield
     hosts.start()
 

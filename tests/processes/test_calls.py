@@ -61,6 +61,5 @@ def test_what_is_not_exposed_is_refused_by_name(workers):
         gradwire.rpc_sync("w1", os.getcwd)
 
 
-@pytest.mark.xfail(reason="shutdown() forgets the process's worker before it waits for the others")
 def test_a_thread_of_a_served_function_finds_its_worker(workers):
     assert gradwire.rpc_sync("w1", far.in_a_thread, args=("w2",)) == ["w2"]

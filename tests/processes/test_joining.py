@@ -91,11 +91,12 @@ def test_two_workers_of_one_name_are_refused_by_both(hosts, tmp_path):
         host.finish()
 
 
-def test_who_does_not_come_is_named(tmp_path):
+@pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
+def test_who_does_not_come_is_named(tmp_path, rank, missing):
     options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=SOON)
 
-    with pytest.raises(JoinTimeout, match="early waited in vain for rank 1, 2 to join"):
-        gradwire.init_rpc("early", 0, 3, options)
+    with pytest.raises(JoinTimeout, match=f"early waited in vain for rank {missing} to join"):
+        gradwire.init_rpc("early", rank, 3, options)
     with pytest.raises(UsageError, match="RPC has not been initialized"):
         gradwire.shutdown()
 

@@ -104,8 +104,10 @@ class Connections:
             handshake.check(self._heard(channel, limit), self._directory, self._job, dialled=worker)
         except GradwireError as error:
             channel.close("the handshake failed")
-            name = self._directory.name(worker)
-            raise PeerLost(f"no handshake with {name} at {channel.remote}: {error}") from error
+            story = f"no handshake with {self._directory.name(worker)} at {channel.remote}: {error}"
+            if self._clock.now() >= deadline:
+                raise DeadlinePassed(story) from error
+            raise PeerLost(story) from error
         return self._adopt(worker, channel)
 
     def _welcome(self, channel: Channel) -> None:

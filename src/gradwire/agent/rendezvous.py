@@ -75,32 +75,57 @@ def meet(
     clock: Clock,
 ) -> Meeting:
     """Tell the others where we are, and wait until all have done so."""
-    generation = store.add(f"gradwire/joins/{rank}", 1)
-    prefix = f"gradwire/{generation}"
     limit = clock.now() + options.timeouts.join
-    if rank == 0:
-        store.set(f"{prefix}/job", uuid.uuid4().hex)
-    store.set(f"{prefix}/{rank}", msgspec.json.encode(Entry(name, address)).decode())
-    keys = [f"{prefix}/{other}" for other in range(world_size)]
-    _wait(store, [*keys, f"{prefix}/job"], limit - clock.now(), name)
+    arrived = _Arrivals(store, name, limit, clock)
+    round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
+    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address)).decode())
+    keys = [f"{round}/{other}" for other in range(world_size)]
+    arrived.wait(keys)
     entries = [msgspec.json.decode(store.get(key), type=Entry) for key in keys]
     members = [(WorkerInfo(e.name, id), e.address) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
-    job = store.get(f"{prefix}/job").decode()
-    store.set(f"{prefix}/read/{rank}", "")
+    job = store.get(round).decode()
+    store.set(f"{round}/read/{rank}", "")
     if rank == 0:  # the host of the store must not go while others read
-        read = [f"{prefix}/read/{other}" for other in range(world_size)]
-        _wait(store, read, limit - clock.now(), name)
+        arrived.wait([f"{round}/read/{other}" for other in range(world_size)])
     return Meeting(directory, job, store)
 
 
-def _wait(store: Store, keys: list[str], seconds: float, name: str) -> None:
-    try:
-        store.wait(keys, timedelta(seconds=max(0.001, seconds)))
-    except RuntimeError:
-        missing = [key for key in keys if not store.check([key])]
-        ranks = ", ".join(key.rsplit("/", 1)[1] for key in missing)
-        raise JoinTimeout(
-            f"{name} waited in vain for rank {ranks} to join",
-            hint="start every rank, or a longer Timeouts(join=…) waits longer",
-        ) from None
+class _Arrivals:
+    """Rounds of joining at one store, which may be used again: after a shutdown, or a failed try.
+
+    Rank 0 opens a round. The others join the latest, unless they have been in it already: then it
+    is over, and they wait for the next.
+    """
+
+    def __init__(self, store: Store, name: str, limit: float, clock: Clock) -> None:
+        self._store, self._name, self._limit, self._clock = store, name, limit, clock
+
+    def open_round(self) -> str:
+        """Begin a new one, under a new job id."""
+        round = f"gradwire/round {self._store.add('gradwire/rounds', 1)}"
+        self._store.set(round, uuid.uuid4().hex)
+        return round
+
+    def find_round(self, rank: int) -> str:
+        """The latest, if this rank has not been in it."""
+        n = max(1, self._store.add("gradwire/rounds", 0))
+        while True:
+            round = f"gradwire/round {n}"
+            self.wait([round], missing="0")
+            if self._store.add(f"{round}/claimed/{rank}", 1) == 1:
+                return round
+            n += 1
+
+    def wait(self, keys: list[str], missing: str | None = None) -> None:
+        """Until all of these are set; the error names the ranks that those unset end with."""
+        seconds = max(0.001, self._limit - self._clock.now())
+        try:
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except RuntimeError:
+            unset = [key for key in keys if not self._store.check([key])]
+            ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
+            raise JoinTimeout(
+                f"{self._name} waited in vain for rank {ranks} to join",
+                hint="start every rank, or a longer Timeouts(join=…) waits longer",
+            ) from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import pickle  # noqa: TID251 - see above: it never reads what a peer wrote
+import pickle
 from types import ModuleType
 from typing import Any
 

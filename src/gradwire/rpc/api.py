@@ -73,9 +73,11 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     Names in a log line whom it gave up on.
     """
     worker = _default_worker()
-    home_door.set_default(None)
-    autograd_api.door.set_default(None)
-    gave_up = worker.shutdown(graceful=graceful, timeout=timeout)
+    try:
+        gave_up = worker.shutdown(graceful=graceful, timeout=timeout)
+    finally:  # until then, threads of served functions must find their worker
+        home_door.set_default(None)
+        autograd_api.door.set_default(None)
     if gave_up:
         _log.warning("%s shut down without %s", worker.name, ", ".join(gave_up))
 

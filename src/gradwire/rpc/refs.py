@@ -320,11 +320,23 @@ class Refs:
                     with self._lock:
                         forgotten = self._values.pop(ref, None)
                     del forgotten  # outside the lock: it may be the end of other references
-                case Confirmed() | Broken():
+                case Confirmed():
                     with self._counted:
                         self._counted.notify_all()
+                case Broken(ref, fork, lost):
+                    self._broken(ref, fork, lost)
                 case _:
                     assert_never(action)
+
+    def _broken(self, ref: RefId, fork: ForkId | None, lost: WorkerId) -> None:
+        """Whoever waits for a value that will not come is told."""
+        with self._counted:
+            self._counted.notify_all()
+            awaited = self._values.get(ref) if fork is None else None
+        if awaited is not None:
+            name = self._agent.directory.name(lost)
+            error = PeerLost(f"{ref} will not be made: {name} was lost before its call came")
+            awaited.settle(Raised(self._agent.describe(error)))
 
     def _send(self, action: SendFork | SendAccept | SendDrop) -> None:
         message: Message

@@ -1,0 +1,93 @@
+"""Meeting at a store, also at one that was used before."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gradwire.agent.clock import MonotonicClock
+from gradwire.agent.rendezvous import check_name, meet, open_store
+from gradwire.errors import JoinTimeout, UsageError
+from gradwire.options import Options, Timeouts
+
+
+@pytest.fixture
+def options(tmp_path):
+    return Options(init_method=f"file://{tmp_path}/meeting", timeouts=Timeouts(join=20))
+
+
+def join(options, rank, address, world_size=2):
+    store = open_store(options, rank, world_size)
+    return meet(store, f"w{rank}", address, rank, world_size, options, MonotonicClock())
+
+
+def addresses(meeting):
+    return [meeting.directory.address(info.id) for info in meeting.directory.all()]
+
+
+def both(options, first, second):
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(join, options, rank, at) for rank, at in enumerate([first, second])]
+        return [future.result() for future in joined]
+
+
+def test_everyone_learns_names_addresses_and_the_job(options):
+    one, other = both(options, "here", "there")
+
+    assert addresses(one) == addresses(other) == ["here", "there"]
+    assert one.job == other.job
+    assert [info.name for info in one.directory.all()] == ["w0", "w1"]
+
+
+def test_the_same_place_serves_again_under_another_job(options):
+    jobs = set()
+    for n in range(3):
+        one, other = both(options, f"here {n}", f"there {n}")
+        assert addresses(one) == addresses(other) == [f"here {n}", f"there {n}"]
+        jobs.add(one.job)
+
+    assert len(jobs) == 3
+
+
+def test_a_round_in_which_nobody_else_came_is_not_joined_by_a_latecomer(options, tmp_path):
+    soon = Options(init_method=options.init_method, timeouts=Timeouts(join=0.05))
+    with pytest.raises(JoinTimeout, match="w0 waited in vain for rank 1 to join"):
+        join(soon, 0, "a life that is over")
+
+    one, other = both(options, "here", "there")
+
+    assert addresses(one) == addresses(other) == ["here", "there"]
+
+
+def test_a_worker_that_was_in_the_last_round_waits_for_the_next(options):
+    both(options, "old here", "old there")
+    early = ThreadPoolExecutor(1)
+    joined = early.submit(join, options, 1, "new there")
+    one = join(options, 0, "new here")
+    early.shutdown()
+
+    assert addresses(one) == addresses(joined.result()) == ["new here", "new there"]
+
+
+def test_a_rank_0_that_never_comes_is_named(options):
+    soon = Options(init_method=options.init_method, timeouts=Timeouts(join=0.05))
+
+    with pytest.raises(JoinTimeout, match="w1 waited in vain for rank 0 to join"):
+        join(soon, 1, "there")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ü", "x" * 128, "a/b"])
+def test_names_that_cannot_be_spoken_are_refused(name):
+    with pytest.raises(UsageError, match="Worker name must match"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["w-0", "trainer:1", "a_b", "x" * 127])
+def test_other_names_are_fine(name):
+    check_name(name)
+
+
+def test_a_meeting_place_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="no rendezvous at ftp://x"):
+        open_store(Options(init_method="ftp://x"), 0, 1)

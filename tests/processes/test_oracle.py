@@ -1,0 +1,27 @@
+"""Random programs over real processes and sockets are as in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire import Options, Timeouts
+from gradwire.testing.processes import process_cluster
+from tests.oracle import outcome
+from tests.oracle.check import Checker, exposed
+from tests.oracle.programs import MODES
+
+FIRST, PROGRAMS = 30_000, 48
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_random_programs_over_processes_are_as_in_one_process():
+    options = Options(timeouts=Timeouts(call=30, backward=30))
+    with process_cluster(5, expose=exposed(), options=options):
+        checker = Checker(lambda function, *args: function(*args))
+        failures = [checker.failure(seed) for seed in range(FIRST, FIRST + PROGRAMS)]
+
+    assert [failure for failure in failures if failure is not None] == []
+    assert {f"mode: {mode}" for mode in MODES} <= set(checker.features)
+    assert PROGRAMS - checker.skipped >= 25
+    assert outcome.STATES == {}
