@@ -10,6 +10,7 @@ import re
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlparse
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -20,6 +21,7 @@ from gradwire.agent.directory import Directory, WorkerInfo
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options
 
+_PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
 
@@ -52,14 +54,13 @@ def open_store(options: Options, rank: int, world_size: int) -> Store:
     """The store that `init_method` names."""
     seconds = timedelta(seconds=options.timeouts.join)
     url = options.init_method
+    if urlparse(url).scheme not in ("env", "tcp", "file"):
+        raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
     try:
         found = rendezvous(url, rank=rank, world_size=world_size, timeout=seconds)
         store, _, _ = next(iter(found))
     except ValueError as error:
-        raise UsageError(
-            f"no rendezvous at {url}: {error}",
-            hint="init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path",
-        ) from None
+        raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from None
     except RuntimeError as error:
         raise JoinTimeout(f"no rendezvous at {url}: {error}") from None
     return store  # type: ignore[no-any-return]
