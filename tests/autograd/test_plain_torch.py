@@ -738,6 +738,30 @@ def test_recursion_over_two_workers(workers, times):
     assert_same(workers, program)
 
 
+@pytest.mark.slow
+def test_a_chain_of_a_thousand_calls(workers):
+    def program():
+        x = leaf()
+        y = x
+        for n in range(1000):
+            y = call(f"w{n % 3}", torch.neg, y)
+        (call("w1", weighted, y) * x).sum().backward()
+        return x.grad
+
+    assert_same(workers, program)
+
+
+@pytest.mark.slow
+def test_two_hundred_calls_at_once(workers):
+    def program():
+        x = leaf()
+        under_way = [begin(f"w{n % 3}", weighted, x * n) for n in range(200)]
+        sum(wait().sum() for wait in under_way).backward()
+        return x.grad
+
+    assert_same(workers, program)
+
+
 def test_a_callee_may_call_its_caller_back(workers):
     def program():
         x = leaf()

@@ -624,6 +624,7 @@ def test_contexts_are_forgotten_on_every_worker_when_their_block_ends(workers):
                 raise KeyError("in the block")
 
     workers[0].run(program, False)
+    assert eventually(lambda: not leftovers(workers))
     with pytest.raises(KeyError):
         workers[0].run(program, True)
     assert eventually(lambda: not leftovers(workers))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle  # noqa: TID251  # to show that a reference refuses it
+import re
 import sys
 import threading
 import weakref
@@ -20,6 +20,7 @@ from gradwire.errors import (
     CannotTravel,
     GraphCutWarning,
     NotExposed,
+    RefLeakWarning,
     UsageError,
 )
 from gradwire.testing import cluster
@@ -152,7 +153,6 @@ def scaled(rref, x):
 
 
 def is_forgotten(worker):
-    gc.collect()
     return MADE[worker]() is None
 
 
@@ -689,3 +689,38 @@ def test_fetching_a_value_that_requires_grad_outside_of_a_context_warns(workers)
 
     (warned,) = workers[0].run(program)
     assert warned.filename == __file__
+
+
+# -- at the end
+
+
+def test_references_that_are_still_counted_at_shutdown_are_reported():
+    with cluster(2, expose=[HERE]) as made:
+        made[0].run(gw.rpc_sync, "w1", keep, args=(made[0].run(gw.RRef, 5),))
+        with pytest.warns(RefLeakWarning) as warned:
+            gave_up = made[0].worker.shutdown(graceful=True, timeout=0.05)
+        KEPT.clear()
+
+    assert gave_up == ["w1"]
+    assert re.fullmatch(
+        r"w0 shuts down while references to its values are still counted: r0\.\d+ as f0\.\d+ on w1",
+        str(warned[0].message),
+    )
+
+
+def test_references_end_with_the_workers_that_leave_together():
+    with cluster(2, expose=[HERE]) as made, ThreadPoolExecutor(2) as threads:
+        made[0].run(gw.rpc_sync, "w1", keep, args=(made[0].run(gw.RRef, 5),))
+        leaving = [threads.submit(m.worker.shutdown, graceful=True, timeout=10) for m in made]
+
+        assert [thread.result() for thread in leaving] == [[], []]
+        KEPT.clear()
+
+
+def test_a_reference_cannot_be_used_after_its_worker_has_shut_down():
+    with cluster(2, expose=[HERE]) as made:
+        rref = made[0].run(gw.remote, "w1", Box, args=(1,))
+        assert rref.rpc_sync().get() == 1
+
+    with pytest.raises(UsageError, match=r"w0 has shut down: shutdown\(\) was called"):
+        rref.to_here()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import cache
+from typing import Any, cast
 
 from gradwire.agent.messages import Failure
 from gradwire.errors import CannotTravel, GradwireError, RemoteError
@@ -62,11 +63,16 @@ def _blank(original: type[BaseException]) -> RemoteError | None:
         return None
     try:
         remote = _remote_type(original)  # type: ignore[arg-type]  # classes are hashable
-        error = original.__new__(remote)
-        BaseException.__init__(error)
-    except TypeError:  # two layouts that do not mix, or a __new__ that insists on arguments
+    except TypeError:  # two layouts that do not mix
         return None
-    return error
+    for base in remote.__mro__:  # the first of them that knows how an instance is laid out
+        try:
+            error = cast(RemoteError, cast(Any, base).__new__(remote))
+        except TypeError:
+            continue
+        BaseException.__init__(error)
+        return error
+    return None
 
 
 @cache

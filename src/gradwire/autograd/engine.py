@@ -80,11 +80,14 @@ class Engine:
         peer: WorkerId,
         crossings: Sequence[Crossing],
         tensors: list[torch.Tensor],
-    ) -> None:
-        """Put in the place of those that crossed by an edge the same tensors, alive."""
+    ) -> bool:
+        """Put in the place of those that crossed by an edge the same tensors, alive.
+
+        False, and they stay as they are, once the context is closed.
+        """
         context = self.contexts.heard_of(id)
         if context is None:
-            return
+            return False
         for crossed in crossings:
             if not all(0 <= place < len(tensors) for place in crossed.tensors):
                 raise BadMessage(f"{crossed.edge} names a tensor that its message does not have")
@@ -92,6 +95,7 @@ class Engine:
             alive = crossing.arrive(context, self, self._me, peer, crossed, taken)
             for place, tensor in zip(crossed.tensors, alive, strict=True):
                 tensors[place] = tensor
+        return True
 
     def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
         """The message did not leave: forget its crossings."""

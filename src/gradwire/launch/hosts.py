@@ -56,7 +56,7 @@ class Host:
             context = multiprocessing.get_context("spawn")
             self._errands, theirs = context.Pipe(duplex=True)
             with theirs:
-                self._crew.start(f"gradwire {self.name}", _do_errands, self.name, theirs)
+                self._crew.start(f"host {self.name}", _do_errands, self.name, theirs)
 
     def stop(self) -> None:
         """End it, whatever it is doing; idempotent."""

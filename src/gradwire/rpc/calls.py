@@ -136,7 +136,9 @@ class Calls:
             (target.args, target.kwargs), to=to, context=context, place=("args", "kwargs")
         )
         try:
-            if torch.is_grad_enabled() and (cut := cut_tensors(packed.parcel)):
+            if torch.is_grad_enabled() and (
+                cut := cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
+            ):
                 warn_of_cut(cut, f"the arguments of {target.spoken}")
             call, promise = self._agent.request(
                 to,
@@ -178,10 +180,9 @@ class Calls:
             def unpack() -> Unpacked:
                 parcel, payload = _parcel_of(outcome)
                 came = self._parcels.unpack(parcel, payload, source=source, context=context)
-                cut = cut_tensors(parcel) if differentiable else 0
-                return came._replace(cut=(cut, f"the result of {what}") if cut else None)
+                return came if differentiable else came._replace(cut=0)
 
-            landed.settle(Landing(unpack))
+            landed.settle(Landing(unpack, what=f"the result of {what}"))
 
         promise.on_settled(settle)
         return landed
@@ -227,6 +228,8 @@ class Calls:
         promise.settle(content)
 
     def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
+        if call.context is not None:
+            self._engine.contexts.heard_of(call.context)
         with self._inside(call.context, deadline), _modes(call.grad_enabled, call.inference):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context

@@ -34,10 +34,15 @@ class Landing(Generic[T]):
     """An outcome that is unpacked once, by whichever thread asks first."""
 
     def __init__(
-        self, unpack: Callable[[], Unpacked] | None = None, error: BaseException | None = None
+        self,
+        unpack: Callable[[], Unpacked] | None = None,
+        *,
+        error: BaseException | None = None,
+        what: str = "",
     ) -> None:
         self._unpack = unpack
         self._error = error
+        self._what = what
         self._lock = threading.Lock()
         self._came = Unpacked(None)
 
@@ -62,9 +67,9 @@ class Landing(Generic[T]):
         if self._error is not None:
             raise _fresh(self._error)
         lift_this_thread(self._came.depth)
-        cut, self._came = self._came.cut, self._came._replace(cut=None)
-        if cut is not None:
-            warn_of_cut(*cut)
+        cut, self._came = self._came.cut, self._came._replace(cut=0)
+        if cut:
+            warn_of_cut(cut, self._what)
         return cast(T, self._came.value)
 
 

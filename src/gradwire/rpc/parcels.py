@@ -19,6 +19,7 @@ from gradwire.rpc.messages import Parcel
 from gradwire.rpc.payload import Codec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
+from gradwire.wire.header import TensorHeader
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 
@@ -34,13 +35,12 @@ class Packed:
 class Unpacked(NamedTuple):
     """A value that arrived.
 
-    `depth` is that of the deepest edge it came by; `cut` is how many of its tensors lost their
-    graph, and in what.
+    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph.
     """
 
     value: Any
     depth: int = 0
-    cut: tuple[int, str] | None = None
+    cut: int = 0
 
 
 @final
@@ -82,17 +82,20 @@ class Parcels:
         context: ContextId | None,
     ) -> Unpacked:
         """The value, its references held and its graph attached."""
+        crossings: Sequence[Crossing] = parcel.crossings
         with self._refs.unpacking(parcel.references):
             tensors = decode_tensors(parcel.tensors, payload)
-            if parcel.crossings:
+            if crossings:
                 if context is None:
                     raise BadMessage("a message outside of any context came with edges")
-                self._engine.attach_recv(context, source, parcel.crossings, tensors)
+                if not self._engine.attach_recv(context, source, crossings, tensors):
+                    crossings = ()
             value = self._codec.unpack(parcel.data, tensors)
-        return Unpacked(value, max((crossing.depth for crossing in parcel.crossings), default=0))
+        depth = max((crossing.depth for crossing in crossings), default=0)
+        return Unpacked(value, depth, cut_tensors(parcel.tensors, crossings))
 
 
-def cut_tensors(parcel: Parcel) -> int:
-    """How many tensors of the parcel require grad and are recorded by no edge."""
-    recorded = {place for crossing in parcel.crossings for place in crossing.tensors}
-    return sum(h.requires_grad and n not in recorded for n, h in enumerate(parcel.tensors))
+def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> int:
+    """How many tensors of a message require grad and are recorded by no edge."""
+    recorded = {place for crossing in crossings for place in crossing.tensors}
+    return sum(h.requires_grad and n not in recorded for n, h in enumerate(headers))
