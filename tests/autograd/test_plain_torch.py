@@ -23,9 +23,6 @@ from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 
 HERE = sys.modules[__name__]
-UNHEARD_OF = pytest.mark.xfail(
-    reason="a worker that serves a call without tensors has not heard of its context"
-)
 _one_process: ContextVar[str | None] = ContextVar("the worker played in one process", default=None)
 
 
@@ -618,7 +615,6 @@ def test_the_map_is_a_copy_of_live_gradients(workers):
     assert workers[0].run(program).tolist() == [0, 0, 0]
 
 
-@UNHEARD_OF
 def test_a_worker_that_has_no_gradients_of_a_context_has_an_empty_map(workers):
     def program():
         with gw.context() as context:
@@ -652,7 +648,7 @@ def test_hooks_run_once_when_gradients_go_into_the_map(workers):
     assert set(counts.values()) == {1}
 
 
-@pytest.mark.parametrize("asker", ["w0", "w1", pytest.param("w2", marks=UNHEARD_OF)])
+@pytest.mark.parametrize("asker", ["w0", "w1", "w2"])
 def test_a_reference_is_differentiated_by_its_owner_and_by_its_users(workers, asker):
     def program():
         x = leaf()

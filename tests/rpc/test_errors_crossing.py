@@ -93,12 +93,7 @@ RAISED = {
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": lambda: KeyboardInterrupt(),
 }
-NOT_KEPT = pytest.mark.xfail(reason="no instance is made of MemoryError and of our own timeouts")
-KEPT = [
-    pytest.param(name, marks=NOT_KEPT) if name == "MemoryError" else name
-    for name in RAISED
-    if name not in ("_Hidden", "SystemExit", "KeyboardInterrupt")
-]
+KEPT = [name for name in RAISED if name not in ("_Hidden", "SystemExit", "KeyboardInterrupt")]
 
 
 def fail(kind):
@@ -296,7 +291,6 @@ def test_missing_arguments_are_a_type_error_as_locally(workers):
         workers[0].run(gw.rpc_sync, "w1", fail)
 
 
-@NOT_KEPT
 def test_a_timeout_further_away_arrives_as_a_call_timeout(workers, gate):
     with pytest.raises(CallTimeout, match="w2 did not answer") as raised:
         workers[0].run(gw.rpc_sync, "w1", nap_over, args=("w2", gate))
@@ -440,7 +434,6 @@ def call_weighted(x):
     return gw.rpc_sync("w1", weighted, args=(x,))
 
 
-@pytest.mark.xfail(reason="edges that arrive in a context closed here are dropped in silence")
 def test_a_result_that_comes_after_its_context_was_closed_here_warns(workers, gate):
     here, there = (workers[n].worker.engine.contexts for n in (0, 1))
 

@@ -6,6 +6,7 @@ already knows (builtins, ours, exposed ones) are looked up again; nothing is imp
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -44,6 +45,18 @@ def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
     error.type_name = failure.type_name
     error.remote_traceback = failure.traceback
     return error
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy to raise: the one we keep must not gather the frames of all who wait for it."""
+    try:
+        again = copy.copy(error)
+    except Exception:  # its constructor wants more than it kept
+        return error
+    if type(again) is not type(error):
+        return error
+    again.__cause__, again.__context__ = error.__cause__, error.__context__
+    return again.with_traceback(error.__traceback__)
 
 
 def _text(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple, final
 
 import torch
 
+from gradwire.agent.failure import fresh
 from gradwire.autograd.context import Context
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.messages import Crossing
@@ -79,7 +80,7 @@ class Running:
             self._changed.wait_for(lambda: self._error is not None or self._state.is_settled(edge))
             self._awaited.discard(edge)
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             self._state.edge_collected(edge)
             return self._inbox.pop(edge)
 
@@ -93,7 +94,7 @@ class Running:
         """Here, the engine is about to run; raises what has already ended the pass."""
         with self._changed:
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
             self.ledger = ledger
 
     def run_over(self) -> None:
@@ -112,7 +113,7 @@ class Running:
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._state.unfinished())
             if self._error is not None:
-                raise self._error
+                raise fresh(self._error)
 
     def check_collected(self) -> None:
         """After a run: whatever was settled here was also used here."""

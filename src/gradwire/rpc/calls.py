@@ -17,6 +17,7 @@ import torch
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.failure import fresh
 from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
 from gradwire.autograd.api import check_root
@@ -117,7 +118,7 @@ class Calls:
         with self._agent.dispatch.user.waiting():
             outcome = promise.wait()
         if isinstance(outcome, Exception):
-            raise outcome
+            raise fresh(outcome)
 
     def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
         context = self._engine.calling(current_context(), to)

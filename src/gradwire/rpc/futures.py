@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar, cast, final
 import torch
 
 from gradwire.agent.dispatch import Dispatch
+from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.graph import height_of_this_thread, lift_this_thread
 from gradwire.autograd.scope import current_context, inside
@@ -65,7 +65,7 @@ class Landing(Generic[T]):
         """
         self.unpacked()
         if self._error is not None:
-            raise _fresh(self._error)
+            raise fresh(self._error)
         lift_this_thread(self._came.depth)
         cut, self._came = self._came.cut, self._came._replace(cut=0)
         if cut:
@@ -155,18 +155,6 @@ class Future(torch.futures.Future[T]):
         """Let C++ know, off the thread that reads: torch runs its own callbacks in here."""
         # An exception too: the unwrap function raises it.
         super().set_result(landing.unpacked())  # type: ignore[arg-type]
-
-
-def _fresh(error: BaseException) -> BaseException:
-    """A copy to raise: the one we keep must not gather the frames of all who wait for it."""
-    try:
-        again = copy.copy(error)
-    except Exception:  # its constructor wants more than it kept
-        return error
-    if type(again) is not type(error):
-        return error
-    again.__cause__, again.__context__ = error.__cause__, error.__context__
-    return again.with_traceback(error.__traceback__)
 
 
 def _check_callable(callback: object) -> None:
