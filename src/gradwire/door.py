@@ -6,6 +6,7 @@ default, which `init_rpc` sets; a process that hosts many workers has none.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ class Door(Generic[T]):
     def __init__(self, name: str) -> None:
         self._here: ContextVar[T] = ContextVar(name)
         self._default: T | None = None
+        self._process = os.getpid()
 
     def find(self) -> T:
         """What the calling code belongs to."""
@@ -31,6 +33,11 @@ class Door(Generic[T]):
             raise UsageError(
                 "no worker is running here: RPC has not been initialized",
                 hint="call init_rpc() first, or run inside gradwire.run() or testing.cluster()",
+            )
+        if os.getpid() != self._process:
+            raise UsageError(
+                "this process was forked from a worker, whose threads and connections it lacks",
+                hint="start processes by spawn, and call init_rpc() in each that is to be a worker",
             )
         return found
 
@@ -41,10 +48,12 @@ class Door(Generic[T]):
     def set_default(self, value: T | None) -> None:
         """What code outside of any worker's scope finds."""
         self._default = value
+        self._process = os.getpid()
 
     @contextmanager
     def opened(self, value: T) -> Iterator[None]:
         """The block belongs to this one."""
+        self._process = os.getpid()
         token = self._here.set(value)
         try:
             yield

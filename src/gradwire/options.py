@@ -51,6 +51,11 @@ class Limits:
     depth: int = 64
     """containers within containers"""
 
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise UsageError(f"limit {name}={getattr(self, name)!r} is not a positive number")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -59,13 +64,17 @@ class Options:
     init_method: str = "env://"
     """where workers find each other: env://, tcp://host:port or file:///path"""
     listen: str = "auto"
-    """where peers reach this worker: unix, tcp://host:port, or auto (unix on one machine, else
-    loopback)
+    """where peers reach this worker: unix, tcp://host:port, or auto: unix where workers meet on
+    this machine, else the address from which it speaks to the meeting place
     """
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise UsageError(f"threads={self.threads} would run no call", hint="at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,7 @@ def test_a_callback_runs_on_a_thread_that_may_block(workers):
 
     value, thread = workers[0].run(chained)
     assert value == 4
-    assert thread.startswith("gradwire w0 user")
+    assert thread.startswith("gradwire w0 service")
 
 
 def test_callbacks_that_wait_do_not_use_up_the_threads():

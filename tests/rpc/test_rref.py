@@ -703,7 +703,7 @@ def test_references_that_are_still_counted_at_shutdown_are_reported():
 
     assert gave_up == ["w1"]
     assert re.fullmatch(
-        r"w0 shuts down while references to its values are still counted: r0\.\d+ as f0\.\d+ on w1",
+        r"w0 shut down while references to its values were still counted: r0\.\d+ as f0\.\d+ on w1",
         str(warned[0].message),
     )
 

@@ -22,9 +22,17 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
 from gradwire.agent.timer import Timer
-from gradwire.errors import CallTimeout, DeadlinePassed, GradwireError, PeerLost, UsageError
+from gradwire.errors import (
+    CallTimeout,
+    CannotTravel,
+    DeadlinePassed,
+    GradwireError,
+    PeerLost,
+    UsageError,
+)
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
+from gradwire.options import Limits
 from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
 from gradwire.wire.message import Kinds, Message, encode, kind_of
@@ -55,6 +63,7 @@ class Agent:
         events: Events,
         *,
         threads: int,
+        limits: Limits,
         type_of: TypeOf,
         name_of: NameOf,
     ) -> None:
@@ -65,6 +74,7 @@ class Agent:
         self.dispatch = Dispatch(self.kinds, directory.me.name, threads)
         self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
         self._connections = connections
+        self._limits = limits
         self._type_of, self._name_of = type_of, name_of
         self._lock = threading.Lock()
         self._calls = CallTable()
@@ -84,6 +94,10 @@ class Agent:
     def on_peer_lost(self, listener: OnLost) -> None:
         """Be told when the last connection to a worker ended. Must not block."""
         self._lost_listeners.append(listener)
+
+    def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
+        """Be told when a worker that was lost is connected again. Must not block."""
+        self._connections.on_return = listener
 
     def on_late(self, message_type: type[Message], listener: Callable[[Message], None]) -> None:
         """Be given an answer that nobody waits for any more, to release what it holds."""
@@ -116,8 +130,8 @@ class Agent:
                 raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
             n = self._calls.opened(pending)
         self.timer.need(deadline)
-        frame = Frame(kind_of(type(message)), 0, n, encode(message), payload)
         try:
+            frame = self._frame(message, payload, request=n)
             with self._naming(to, what):
                 channel = self._connections.to(to, deadline)
                 with self._lock:
@@ -133,7 +147,7 @@ class Agent:
         self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> None:
         """Send one way."""
-        frame = Frame(kind_of(type(message)), 0, 0, encode(message), payload)
+        frame = self._frame(message, payload)
         with self._naming(to, type(message).__name__):
             self._connections.to(to, deadline).send(frame, deadline)
 
@@ -156,7 +170,7 @@ class Agent:
         """Answer a request, on the channel it came by; False if the asker is lost."""
         if source.request == 0:
             return False
-        frame = Frame(kind_of(type(message)), IS_ANSWER, source.request, encode(message), payload)
+        frame = self._frame(message, payload, request=source.request, flags=IS_ANSWER)
         try:
             source.channel.send(frame, deadline)
         except PeerLost:
@@ -164,10 +178,27 @@ class Agent:
             return False
         return True
 
+    def _frame(
+        self, message: Message, payload: Sequence[Buffer], *, request: int = 0, flags: int = 0
+    ) -> Frame:
+        """What is over the limits is refused here: its receiver would give up the connection."""
+        head, body = encode(message), sum(len(part) for part in payload)
+        if len(head) > self._limits.head or body > self._limits.payload:
+            raise CannotTravel(
+                f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
+                f"over the limits of {self._limits.head} and {self._limits.payload}",
+                hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
+            )
+        return Frame(kind_of(type(message)), flags, request, head, payload)
+
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
         failure = describe(error, self.directory.me.name, self._name_of)
-        self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
+        try:
+            self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
+        except GradwireError:
+            name = self.directory.name(source.worker)
+            _log.exception("%s could not tell %s of an error", self.directory.me.name, name)
 
     def describe(self, error: BaseException) -> Failure:
         """An exception of ours as data."""
@@ -196,14 +227,18 @@ class Agent:
         if frame.flags & IS_ANSWER:
             self._answer_came(frame)
         else:
-            self.dispatch.serve(Source(worker, channel, frame.request), frame, self._guarded)
+            self.dispatch.serve(Source(worker, channel, frame.request), frame, self.guarded)
 
     def _answer_came(self, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
         with self._lock:
             pending = self._calls.answered(frame.request)
         if pending is not None:
-            _settle(pending, self._outcome(message, frame))
+            try:
+                outcome = self._outcome(message, frame)
+            except Exception as error:  # whoever waits must hear something
+                outcome = error
+            _settle(pending, outcome)
         elif (listener := self._late_listeners.get(type(message))) is not None:
             self.dispatch.user.submit(lambda: listener(message))
 
@@ -212,7 +247,8 @@ class Agent:
             return self.revive(message)
         return Answer(message, payload_of(frame))
 
-    def _guarded(self, source: Source, job: Job) -> None:
+    def guarded(self, source: Source, job: Job) -> None:
+        """Run what answers a request; if it raises, that is the answer."""
         try:
             job()
         except BaseException as error:  # whatever it is, the asker must be told

@@ -70,10 +70,6 @@ class CallTable:
         """When `passed` should be asked next."""
         return min((p.deadline for p in self._pending.values()), default=None)
 
-    def waiting_for(self, peer: WorkerId) -> list[str]:
-        """What is asked of one peer and not answered, for people."""
-        return [p.what for p in self._pending.values() if p.peer == peer]
-
     def _taken(self, numbers: list[int]) -> list[tuple[int, Pending]]:
         taken = []
         for n in numbers:

@@ -6,6 +6,7 @@ What a frame means is not known here: it is handed to `on_frame` together with w
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -24,10 +25,13 @@ from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
 
+_log = logging.getLogger("gradwire")
+
 OnFrame = Callable[[WorkerId, Channel, Frame], None]
 OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 """Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
 
+_JOIN_SECONDS = 5.0
 _HELLO = Kinds([Hello])
 
 
@@ -55,7 +59,9 @@ class Connections:
         self._channels: dict[WorkerId, list[Channel]] = {}
         self._greeting: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
+        self._lost: set[WorkerId] = set()
         self._closed = False
+        self.on_return: Callable[[WorkerId], None] = lambda _: None
 
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
@@ -90,7 +96,7 @@ class Connections:
         for channel in channels:
             channel.close(reason)
         for thread in threads:
-            thread.join()
+            thread.join(_JOIN_SECONDS)
 
     def _dial(self, worker: WorkerId, deadline: float) -> Channel:
         if worker == self._directory.me.id:
@@ -102,8 +108,10 @@ class Connections:
         try:
             self._greet(channel, self._directory.name(worker), limit)
             handshake.check(self._heard(channel, limit), self._directory, self._job, dialled=worker)
-        except GradwireError as error:
+        except BaseException as error:
             channel.close("the handshake failed")
+            if not isinstance(error, GradwireError):
+                raise
             story = f"no handshake with {self._directory.name(worker)} at {channel.remote}: {error}"
             if self._clock.now() >= deadline:
                 raise DeadlinePassed(story) from error
@@ -148,10 +156,15 @@ class Connections:
 
     def _adopt(self, worker: WorkerId, channel: Channel) -> Channel:
         with self._lock:
-            if self._closed:
-                channel.close("this worker has left")
-                raise PeerLost(f"{self._directory.me.name} has left")
-            self._channels[worker] = [*self._channels.get(worker, ()), channel]
+            closed, returned = self._closed, worker in self._lost
+            self._lost.discard(worker)
+            if not closed:
+                self._channels[worker] = [*self._channels.get(worker, ()), channel]
+        if closed:
+            channel.close("this worker has left")
+            raise PeerLost(f"{self._directory.me.name} has left")
+        if returned:
+            self.on_return(worker)
         name = self._directory.name(worker)
         self._spawn(f"read {name}", partial(self._read_loop, worker, channel))
         return channel
@@ -171,14 +184,18 @@ class Connections:
         except PeerLost as error:
             self._ended(worker, channel, error)
         except BadMessage as error:
-            channel.close(str(error))
             self._ended(worker, channel, error)
+        except Exception as error:  # a mistake of ours: no channel may be left without a reader
+            _log.exception("%s: reading from a peer failed", self._directory.me.name)
+            self._ended(worker, channel, PeerLost(f"reading failed: {error!r}"))
 
     def _ended(self, worker: WorkerId, channel: Channel, error: GradwireError) -> None:
         with self._lock:
             left = [known for known in self._channels.get(worker, ()) if known is not channel]
             self._channels[worker] = left
             last = not left and not self._closed
+            if last:
+                self._lost.add(worker)
         channel.close(str(error))
         self._on_end(worker, channel, error, last)
 

@@ -7,6 +7,7 @@ user      on the elastic pool
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -93,5 +94,7 @@ class Dispatch:
 
     def close(self, timeout: float) -> list[str]:
         """Stop serving; the threads that did not end."""
+        deadline = time.monotonic() + timeout
         stuck = self.user.close(timeout, drop_queued=True)
-        return stuck + self.service.close(timeout, drop_queued=False)
+        left = max(0.1, deadline - time.monotonic())
+        return stuck + self.service.close(left, drop_queued=False)

@@ -7,6 +7,7 @@ already knows (builtins, ours, exposed ones) are looked up again; nothing is imp
 from __future__ import annotations
 
 import copy
+import logging
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,9 @@ from typing import Any, cast
 
 from gradwire.agent.messages import Failure
 from gradwire.errors import CannotTravel, GradwireError, RemoteError
+
+_log = logging.getLogger("gradwire")
+_MOST_TEXT = 1 << 20
 
 TypeOf = Callable[[str], type[BaseException] | None]
 NameOf = Callable[[type[BaseException]], str]
@@ -25,19 +29,30 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     An exception that came from further away keeps the worker where it was raised; the traceback of
     each worker it passed is added on the way.
     """
-    story = "".join(traceback.format_exception(error))
+    story = _safe(lambda: "".join(traceback.format_exception(error)))
     if isinstance(error, RemoteError):
         return Failure(error.type_name, error.message, error.hint, story, error.worker)
     hint = error.hint if isinstance(error, GradwireError) else None
-    return Failure(name_of(type(error)), _text(error), hint, story, worker)
+    return Failure(name_of(type(error)), _safe(lambda: _text(error)), hint, story, worker)
 
 
 def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
-    """What to raise here: a RemoteError that is also of the original type where we know it."""
+    """What to raise here: a RemoteError that is also of the original type where we know it.
+
+    An exposed type may have ideas of its own about how it is made; then it is a plain RemoteError.
+    """
     original = type_of(failure.type_name)
-    error = _blank(original) if original is not None else None
-    if error is None:
-        error = RemoteError.__new__(RemoteError)
+    if original is not None:
+        try:
+            error = _blank(original)
+            if error is not None:
+                return _filled(error, failure)
+        except Exception:
+            _log.debug("%s could not be made again", failure.type_name, exc_info=True)
+    return _filled(RemoteError.__new__(RemoteError), failure)
+
+
+def _filled(error: RemoteError, failure: Failure) -> RemoteError:
     error.args = (failure.text,)
     error.message = failure.text
     error.hint = failure.hint
@@ -57,6 +72,17 @@ def fresh(error: BaseException) -> BaseException:
         return error
     again.__cause__, again.__context__ = error.__cause__, error.__context__
     return again.with_traceback(error.__traceback__)
+
+
+def _safe(text: Callable[[], str]) -> str:
+    """A text that can travel, whatever the exception makes of the attempt to print it."""
+    try:
+        said = text()
+    except Exception as failed:
+        return f"(it cannot be printed: {type(failed).__name__})"
+    if len(said) > _MOST_TEXT:
+        said = f"{said[: _MOST_TEXT // 2]}\n…\n{said[-_MOST_TEXT // 2 :]}"
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(error: BaseException) -> str:

@@ -7,12 +7,15 @@ depth, while at most `limit` functions compute at once.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
+
+_log = logging.getLogger("gradwire")
 
 Job = Callable[[], object]
 
@@ -55,10 +58,15 @@ class ElasticPool:
         if not self.submit(job):
             job()
 
+    @property
+    def runs_this_thread(self) -> bool:
+        """Whether the calling thread is one of ours, in a job."""
+        return getattr(self._mine, "running", False)
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside the block this thread does not count, if it is one of ours."""
-        if not getattr(self._mine, "running", False):
+        if not self.runs_this_thread:
             yield
             return
         with self._changed:
@@ -87,16 +95,19 @@ class ElasticPool:
 
     def _start_one_if_needed(self) -> None:
         """With the lock held: let a queued job begin, if there is room."""
-        if not self._jobs or (self._limit is not None and self._busy >= self._limit):
+        room = len(self._jobs)
+        if self._limit is not None:
+            room = min(room, self._limit - self._busy)
+        if room <= 0:
             return
-        if self._idle >= len(self._jobs):
+        if self._idle >= room:
             self._changed.notify()
-        else:
-            name = f"{self._name} {len(self._threads)}"
-            thread = threading.Thread(target=self._loop, name=name, daemon=True)
-            self._threads.add(thread)
-            self._idle += 1  # it begins by looking for a job
-            thread.start()
+            return
+        name = f"{self._name} {len(self._threads)}"
+        thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        thread.start()
+        self._threads.add(thread)
+        self._idle += 1  # it begins by looking for a job
 
     def _loop(self) -> None:
         while True:
@@ -111,13 +122,14 @@ class ElasticPool:
             self._mine.running = True
             try:
                 job()
-            finally:
-                self._mine.running = False
-                del job  # or it would keep what it holds alive while this thread is idle
-                with self._changed:
-                    self._busy -= 1
-                    self._idle += 1
-                    self._start_one_if_needed()
+            except BaseException:  # the thread and its place in the count outlive any job
+                _log.exception("%s: a job failed", self._name)
+            self._mine.running = False
+            del job  # or it would keep what it holds alive while this thread is idle
+            with self._changed:
+                self._busy -= 1
+                self._idle += 1
+                self._start_one_if_needed()
 
     def _maybe_next(self) -> Job | None:
         """With the lock held: wait for a job and room to run it; None to end the thread."""

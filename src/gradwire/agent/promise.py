@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar, final
 
 T = TypeVar("T")
+
+_log = logging.getLogger("gradwire")
 
 
 @final
@@ -42,7 +46,10 @@ class Promise(Generic[T]):
         for waiter in waiters:
             waiter.release()
         for callback in callbacks:
-            callback(outcome)
+            try:
+                callback(outcome)
+            except Exception:  # the others must hear of it all the same
+                _log.exception("a callback failed")
         return True
 
     def wait(self, timeout: float | None = None) -> T:
@@ -57,6 +64,8 @@ class Promise(Generic[T]):
                     waiter.release()
             limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
             if not waiter.acquire(timeout=limit):
+                with self._lock, suppress(ValueError):  # it may have been settled just now
+                    self._waiters.remove(waiter)
                 raise TimeoutError
         return self._outcome  # type: ignore[return-value]  # settled, so it is a T
 

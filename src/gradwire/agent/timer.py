@@ -13,6 +13,8 @@ from typing import final
 
 from gradwire.agent.clock import Clock
 
+_JOIN_SECONDS = 5.0
+
 Watcher = Callable[[float], float | None]
 """Told the time, it acts on what is late and returns its next deadline. It must not block."""
 
@@ -54,7 +56,7 @@ class Timer:
             self._wake.notify()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(_JOIN_SECONDS)
 
     def _loop(self) -> None:
         while True:

@@ -47,7 +47,9 @@ def backward(
 ) -> None:
     """Differentiate scalar roots into the context's own map, on every worker; see `get_gradients`.
 
-    The call of torch.distributed.autograd. Several in one context add up. `.grad` stays as it was.
+    The call of torch.distributed.autograd. Several in one context add up. `.grad` stays as it was,
+    but is borrowed while the node of a leaf runs, so that hooks find the gradient there: no other
+    thread may use it meanwhile with a plain `loss.backward()` or an optimizer of its own.
     """
     engine = door.find()
     found = engine.contexts.find(context_id)

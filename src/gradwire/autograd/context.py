@@ -70,6 +70,8 @@ class Context:
     sent: list[Sent | None] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
+    broken: str | None = None
+    """why nothing more can be differentiated here"""
     ended: set[PassId] = field(default_factory=set)
     called: set[WorkerId] = field(default_factory=set)
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)

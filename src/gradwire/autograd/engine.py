@@ -20,6 +20,7 @@ from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.autograd import crossing
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
+from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.ledger import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.passes import Passes
@@ -104,6 +105,14 @@ class Engine:
             for crossed in crossings:
                 context.withdraw(crossed.edge)
 
+    def depth_of(self, id: ContextId | None, value: object) -> int:
+        """How deep the tensors in a value stand; the thread that goes on with it must know."""
+        context = None if id is None else self.contexts.maybe(id)
+        if context is None:
+            return 0
+        with context.lock:
+            return context.walk.origin(tensor.grad_fn for tensor in tensors_in(value)).depth
+
     # -- backward: what the nodes call
 
     def collect(
@@ -176,6 +185,7 @@ class Engine:
         """This worker leaves: whatever waits in a backward here wakes with an error."""
         for running in self.passes.all():
             running.fail(PeerLost(reason))
+            self.passes.over(running)
         for id in self.contexts.all():
             self.contexts.close(id)
 
@@ -210,7 +220,9 @@ class Engine:
         closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
         for running in self.passes.in_context(id):
             running.fail(closed)
-            self.passes.over(running)
+            # What began elsewhere is ended by its root, which knows whether it ended well.
+            if running.id.worker == self._me or running.ledger is None:
+                self.passes.over(running)
         limit = self._agent.clock.now() + 10.0
         for worker in context.called - {self._me}:
             try:

@@ -9,14 +9,16 @@ depends on. Then nothing that could run stands behind a wait, and of the Sends t
 first. No dead-lock: take, over all workers, the waiting Send of greatest depth; what it waits for
 is deeper still, hence not waiting, hence running.
 
-Ordinary numbers are per thread and start at 0, so a thread that receives also moves its own count
-above the depth it received. Nodes made by a thread that never received anything, on tensors another
-thread received, are lifted only when they are sent on.
+Ordinary numbers are per thread and start at 0, so a thread that enters a context makes room for the
+depths of most programs, and one that receives moves its count above the depth it received. What is
+left: a thread outside of the context, or one that never received in a program deeper than that
+room, makes nodes on tensors that another thread received; they are lifted only when they are sent
+on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
 import torch
@@ -45,6 +47,8 @@ class Origin(NamedTuple):
     lineage: Lineage
     depth: int
 
+
+_ROOM = 1000
 
 FROM_HERE = Origin(NOTHING, 0)
 MaybeRecv = Callable[[Node], Origin | None]
@@ -118,6 +122,11 @@ def lift(node: Node, depth: int) -> None:
         set_sequence_number(node, depth + 1)
 
 
+def make_room() -> None:
+    """Let this thread's nodes stand above the depths of most programs."""
+    lift_this_thread(_ROOM)
+
+
 def lift_this_thread(depth: int) -> None:
     """Let what this thread makes from now on stand above a depth.
 
@@ -132,10 +141,18 @@ def lift_this_thread(depth: int) -> None:
             pass
 
 
-def height_of_this_thread() -> int:
-    """A depth above which stands nothing that this thread has made so far."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return sequence_number(_made_of(torch.zeros((), requires_grad=True)))
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a value, inside plain containers too."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from tensors_in(item)
+        case dict():
+            yield from tensors_in(list(value.values()))
+        case _:
+            pass
 
 
 def _made_of(seed: torch.Tensor) -> Node:

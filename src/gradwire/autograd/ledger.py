@@ -8,7 +8,8 @@ DDP puts there. Around each of them stand two hooks of ours, for the time of one
                  after: take the sum out again, and put `.grad` back
 
 So hooks see the gradient of the context where they look for it. A leaf is locked between the two,
-as runs of several contexts may meet on it.
+as runs of several contexts may meet on it. A plain local backward or an optimizer does not take
+that lock: it must not use a leaf's `.grad` while another thread differentiates into a map.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.autograd.torch_private import Node, current_run
+from gradwire.errors import BackwardTimeout
 
 _log = logging.getLogger("gradwire")
+_LEAF_SECONDS = 60.0
 Gradient = torch.Tensor | None
 
 
@@ -44,6 +47,15 @@ class LeafLocks:
                 self._locks[leaf] = threading.RLock()
             return self._locks[leaf]  # type: ignore[no-any-return]
 
+    def acquire(self, leaf: torch.Tensor) -> None:
+        """Take the lock of this leaf, or say that its hooks hold it too long."""
+        if not self.of(leaf).acquire(timeout=_LEAF_SECONDS):
+            raise BackwardTimeout(
+                f"a leaf of shape {tuple(leaf.shape)} was held for {_LEAF_SECONDS:g} s "
+                "by the hooks of another backward",
+                hint="a hook on a leaf must not wait for a pass that needs the same leaf",
+            )
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -52,6 +64,7 @@ class _Entry:
     leaf: torch.Tensor
     old: Gradient
     value: Gradient
+    old_version: int
     new: Gradient = None
     version: int = 0
 
@@ -90,12 +103,12 @@ class Ledger:
 
     def before(self, leaf: torch.Tensor) -> None:
         """The engine is about to add to this leaf."""
-        self._locks.of(leaf).acquire()
+        self._locks.acquire(leaf)
         own = leaf.grad
         self._open[leaf] = own
         current = own if self._into is None else self._into.get(leaf)
         copy = None if current is None else current.detach().clone()
-        self._entries.append(_Entry(leaf, current, copy))
+        self._entries.append(_Entry(leaf, current, copy, _version(current)))
         if self._into is not None:
             leaf.grad = current
 
@@ -109,9 +122,11 @@ class Ledger:
         own = self._open.pop(leaf)
         entry = next(entry for entry in reversed(self._entries) if entry.leaf is leaf)
         entry.new = leaf.grad
-        entry.version = 0 if leaf.grad is None else leaf.grad._version
+        entry.version = _version(leaf.grad)
         if self._into is not None:
-            if leaf.grad is not None:
+            if leaf.grad is None:  # also if a hook has used it up
+                self._into.pop(leaf, None)
+            else:
                 self._into[leaf] = leaf.grad
             leaf.grad = own
         self._locks.of(leaf).release()
@@ -130,11 +145,12 @@ class Ledger:
     def _put_back(self, entry: _Entry) -> None:
         leaf, into = entry.leaf, self._into
         now = leaf.grad if into is None else into.get(leaf)
-        if now is not entry.new or (now is not None and now._version != entry.version):
+        if now is not entry.new or _version(now) != entry.version:
             _log.error("a gradient of a failed pass stays: another pass has added to it since")
             return
-        if entry.old is not None and entry.value is not None and entry.new is entry.old:
-            entry.old.copy_(entry.value)  # the same tensor as before, which others may hold
+        touched = _version(entry.old) != entry.old_version  # also if a hook has replaced it since
+        if entry.old is not None and entry.value is not None and touched:
+            entry.old.copy_(entry.value)
         if into is None:
             leaf.grad = entry.old
         elif entry.old is None:
@@ -160,3 +176,7 @@ class _After:
     def __call__(self, *_: Any) -> None:  # noqa: ANN401
         if current_run() == self._ledger.run:
             self._ledger.maybe_after(self._leaf)
+
+
+def _version(gradient: Gradient) -> int:
+    return 0 if gradient is None else gradient._version

@@ -15,6 +15,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.timer import Timer
 from gradwire.autograd.context import Context
 from gradwire.autograd.running import Running
+from gradwire.errors import ContextClosed
 from gradwire.ids import ContextId, PassId, WorkerId
 
 
@@ -58,9 +59,12 @@ class Passes:
         return self._by_id.get((context, id))
 
     def enter(self, running: Running, run: int) -> None:
-        """From now on the nodes of this engine run belong to this pass."""
-        running.run = run
-        self._by_run[run] = running
+        """From now on the nodes of this engine run belong to this pass, if it is not over."""
+        with self._lock:
+            if running.id in running.context.ended:
+                raise running.error or ContextClosed(f"{running.id} of {running.context} is over")
+            running.run = run
+            self._by_run[run] = running
 
     def of_run(self, run: int) -> Running | None:
         """The pass that an engine run belongs to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import final
@@ -34,9 +35,10 @@ from gradwire.autograd.torch_private import (
     when_run_ends,
     will_execute,
 )
-from gradwire.errors import GradwireError, PeerLost
-from gradwire.ids import EdgeId
+from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.ids import EdgeId, WorkerId
 
+_log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
 """How long a worker may take to put back what a failed pass has changed."""
 
@@ -104,6 +106,11 @@ class Root:
         self, running: Running, edges: Lineage, needed: int | None, destination: int
     ) -> None:
         """Tell every worker that owns a Send of the pass."""
+        if running.context.broken is not None:
+            raise UsageError(
+                f"{running.context} cannot be differentiated any more: {running.context.broken}",
+                hint="close the context and begin again",
+            )
         me = self._agent.directory.me.id
         self._passes.enter(running, current_run())
         when_run_ends(_Finish(self, running))
@@ -154,7 +161,7 @@ class Root:
         self._passes.over(running)
         failure = self._agent.describe(told)
         limit = self._agent.clock.now() + _END_SECONDS
-        answers: list[Promise[Outcome]] = []
+        answers: dict[WorkerId, Promise[Outcome]] = {}
         for worker in running.asked:
             ended = PassEnded(running.context.id, running.id, failure)
             try:
@@ -162,11 +169,16 @@ class Root:
                 _, answer = self._agent.request(worker, ended, deadline=limit, what=what)
             except GradwireError:  # lost, or shut down: it ends its passes by itself
                 continue
-            answers.append(answer)
+            answers[worker] = answer
         with self._waiting():
-            for answer in answers:
-                answer.wait()
+            heard = {worker: answer.wait() for worker, answer in answers.items()}
         self._agent.events.emit("fail", running.id)
+        silent = [worker for worker, outcome in heard.items() if isinstance(outcome, CallTimeout)]
+        if silent:
+            names = ", ".join(self._agent.directory.name(worker) for worker in silent)
+            running.context.broken = f"{names} did not confirm that {running.id} was put back"
+            _log.error("%s: %s", me, running.context.broken)
+            told.add_note(f"{running.context.broken}: close the context and begin again")
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,7 @@ def accumulate(
 
     entrance, _ = _entrance(checked)
     roots = [*tokens, entrance]
-    with ledger.watching(landmarks.accumulators):
+    with ledger.watching(landmarks.accumulators), _drained():
         torch.autograd.backward(
             roots,
             [torch.ones_like(root) for root in roots],
@@ -58,14 +59,35 @@ def run_towards(
     """Run from these tokens, only to what leads to the anchors; leaves keep nothing."""
     entrance, way_in = _entrance(enter)
     roots = [*tokens, entrance]
-    torch.autograd.grad(
-        roots,
-        [*anchors, way_in],
-        [torch.ones_like(root) for root in roots],
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
+    with _drained():
+        torch.autograd.grad(
+            roots,
+            [*anchors, way_in],
+            [torch.ones_like(root) for root in roots],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+
+
+@contextmanager
+def _drained() -> Iterator[None]:
+    """A run that fails leaves its tasks in the engine's queue of this thread.
+
+    There they would keep the graph alive until the thread's next run, and a thread that ends with
+    such a queue after the interpreter aborts the process. A run of one node behind them all makes
+    the engine drop them.
+    """
+    try:
+        yield
+    except BaseException:
+        with torch.inference_mode(False), torch.enable_grad():
+            seed = torch.zeros((), requires_grad=True)
+            last = seed.view(())
+        assert last.grad_fn is not None
+        set_sequence_number(last.grad_fn, 0)
+        torch.autograd.grad(last, seed)
+        raise
 
 
 def _entrance(enter: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:

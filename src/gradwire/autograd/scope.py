@@ -12,6 +12,7 @@ from contextvars import ContextVar
 
 import torch
 
+from gradwire.autograd.graph import make_room
 from gradwire.ids import ContextId
 
 _current: ContextVar[ContextId | None] = ContextVar("gradwire context", default=None)
@@ -35,6 +36,7 @@ def inside(context: ContextId | None) -> Iterator[None]:
         if context is None:
             yield
         else:
+            make_room()  # See Note [The order of waiting], graph.py
             with torch.autograd.set_multithreading_enabled(False):
                 yield
     finally:

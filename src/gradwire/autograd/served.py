@@ -109,8 +109,10 @@ class Served:
             self._passes.over(running)
 
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
+        running = self._passes.maybe(message.context, message.pass_id)
         context = self._contexts.maybe(message.context)
-        running = None if context is None else self._passes.heard_of(context, message.pass_id)
+        if running is None and context is not None:
+            running = self._passes.heard_of(context, message.pass_id)
         if running is not None:
             self._end(running, message)
         self._agent.answer(source, Done(), deadline=self._agent.clock.now() + 10.0)

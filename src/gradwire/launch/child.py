@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -56,7 +57,8 @@ def flush_output() -> None:
     """What was printed without a line's end."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(ValueError, OSError):  # it was closed, or nobody reads it any more
+                stream.flush()
 
 
 def _work(line: Connection, orders: Orders) -> None:

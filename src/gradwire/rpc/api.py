@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -59,10 +60,13 @@ def init_rpc(
     listener = listen(transports, options)
     try:
         met = meet(store, name, listener.address, rank, world_size, options, MonotonicClock())
+        worker = Worker(
+            met.directory, met.job, transports, listener, options, expose, store=met.store
+        )
     except BaseException:
         listener.close()
         raise
-    worker = Worker(met.directory, met.job, transports, listener, options, expose, store=met.store)
+    atexit.register(worker.close, 0.1)  # a program that ends without shutdown() leaves no socket
     home_door.set_default(worker)
     autograd_api.door.set_default(worker.engine)
 
@@ -78,6 +82,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     finally:  # until then, threads of served functions must find their worker
         home_door.set_default(None)
         autograd_api.door.set_default(None)
+        atexit.unregister(worker.close)
     if gave_up:
         _log.warning("%s shut down without %s", worker.name, ", ".join(gave_up))
 

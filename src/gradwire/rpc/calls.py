@@ -22,6 +22,7 @@ from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context
 from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
@@ -80,7 +81,14 @@ class Calls:
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
-        return Future(self._launch(to, target, deadline), self._agent.dispatch)
+        return Future(self._launch(to, target, deadline), self._agent.dispatch, self._depth_of)
+
+    def _depth_of(self, value: object) -> int:
+        return self._engine.depth_of(current_context(), value)
+
+    def stand_above(self, value: object) -> None:
+        """This thread goes on with a value of its own worker that another thread may have made."""
+        lift_this_thread(self._depth_of(value))
 
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Hold:
         """Run it there and keep what it returns there."""
@@ -99,6 +107,7 @@ class Calls:
 
     def fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that lives elsewhere."""
+        self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
         seconds = deadline - self._agent.clock.now()
         message = Fetch(hold.ref, context, seconds)
@@ -134,7 +143,11 @@ class Calls:
         keep: Kept | None = None,
     ) -> Promise[Outcome]:
         packed = self._parcels.pack(
-            (target.args, target.kwargs), to=to, context=context, place=("args", "kwargs")
+            (target.args, target.kwargs),
+            to=to,
+            context=context,
+            place=("args", "kwargs"),
+            deadline=deadline,
         )
         try:
             if torch.is_grad_enabled() and (
@@ -217,12 +230,10 @@ class Calls:
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
-        if keep.fork is not None:
-            self._refs.creation_arrived(keep.ref, keep.fork)
-        promise = self._refs.content(keep.ref)
-        self._agent.answer(source, Done(), deadline=deadline)
+        promise = self._refs.creation_arrived(keep.ref, keep.fork)
         content: Content
         try:
+            self._agent.answer(source, Done(), deadline=deadline)
             content = Value(self._run(call, payload, source, deadline))
         except BaseException as error:  # whoever fetches the value is told
             content = Raised(self._agent.describe(error))
@@ -257,7 +268,9 @@ class Calls:
     def _answer_value(
         self, source: Source, value: object, context: ContextId | None, deadline: float
     ) -> None:
-        packed = self._parcels.pack(value, to=source.worker, context=context, place="result")
+        packed = self._parcels.pack(
+            value, to=source.worker, context=context, place="result", deadline=deadline
+        )
         call = CallId(source.worker, source.request)
         self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
@@ -273,15 +286,17 @@ class Calls:
         deadline = self._agent.clock.now() + fetch.seconds
 
         def answer(content: Content) -> None:
-            try:
-                if isinstance(content, Raised):
-                    self._agent.answer(source, content.failure, deadline=deadline)
-                else:
-                    self._answer_value(source, content.value, fetch.context, deadline)
-            except BaseException as error:  # it came later than the handler that catches for us
-                self._agent.answer_with(source, error)
+            if isinstance(content, Raised):
+                self._agent.answer(source, content.failure, deadline=deadline)
+            else:
+                self._answer_value(source, content.value, fetch.context, deadline)
 
-        self._refs.content(fetch.ref).on_settled(answer)
+        def answer_later(content: Content) -> None:
+            # Each on a thread of its own: one fetcher that does not read must not hold up others.
+            job = partial(self._agent.guarded, source, partial(answer, content))
+            self._agent.dispatch.service.submit_or_run(job)
+
+        self._refs.content(fetch.ref).on_settled(answer_later)
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + message.seconds

@@ -19,7 +19,7 @@ import torch
 from gradwire.agent.dispatch import Dispatch
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
-from gradwire.autograd.graph import height_of_this_thread, lift_this_thread
+from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context, inside
 from gradwire.errors import UsageError
 from gradwire.rpc.graph_cut import warn_of_cut
@@ -76,10 +76,13 @@ class Landing(Generic[T]):
 class Future(torch.futures.Future[T]):
     """A value on its way from another worker."""
 
-    def __init__(self, promise: Promise[Landing[T]], pools: Dispatch) -> None:
+    def __init__(
+        self, promise: Promise[Landing[T]], pools: Dispatch, depth_of: Callable[[object], int]
+    ) -> None:
         super().__init__()
         self._promise = promise
         self._pools = pools
+        self._depth_of = depth_of
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
         # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
@@ -109,14 +112,14 @@ class Future(torch.futures.Future[T]):
         """A future of what `callback(this)` returns, called when this one is done."""
         _check_callable(callback)
         following: Promise[Landing[S]] = Promise()
-        future: Future[S] = Future(following, self._pools)
+        future: Future[S] = Future(following, self._pools, self._depth_of)
 
         def run() -> None:
             landing: Landing[S] = Landing(lambda: self._in_scope(callback))
             landing.unpacked()
             following.settle(landing)
 
-        self._promise.on_settled(lambda _: self._pools.user.submit_or_run(run))
+        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
@@ -146,7 +149,7 @@ class Future(torch.futures.Future[T]):
         def run() -> Unpacked:
             with inside(current_context()):
                 value = callback(self)
-                return Unpacked(value, 0 if current_context() is None else height_of_this_thread())
+                return Unpacked(value, self._depth_of(value))
 
         with torch.set_grad_enabled(self._grad_enabled):
             return self._scope.copy().run(run)

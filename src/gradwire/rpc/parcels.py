@@ -57,9 +57,10 @@ class Parcels:
         to: WorkerId,
         context: ContextId | None,
         place: str | tuple[str, ...],
+        deadline: float,
     ) -> Packed:
         """Make a value ready to leave for `to`; raises CannotTravel."""
-        with self._refs.packing(to) as references:
+        with self._refs.packing(to, deadline) as references:
             packed = self._codec.pack(value, place)
             headers, payload = encode_tensors(packed.tensors)
             crossings: list[Crossing] = []

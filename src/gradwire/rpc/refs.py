@@ -39,6 +39,8 @@ from gradwire.wire.message import Message
 
 _CONTROL_SECONDS = 30.0
 _ASK_AGAIN_SECONDS = 0.05
+_SEND_AGAIN_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
 
 
 class Value(NamedTuple):
@@ -73,8 +75,9 @@ class Refs:
         self._table = RefTable(me.id)
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
-        self._ended: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
+        self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
+        self._closed = False
         self._ask_again: list[tuple[float, Action]] = []
         self.make: Made
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
@@ -82,6 +85,7 @@ class Refs:
         agent.handle(Drop, self._serve_drop, Lane.SERVICE)
         agent.kinds.add(Counted)
         agent.on_peer_lost(self._peer_lost)
+        agent.on_peer_joined(self._peer_joined)
         agent.timer.watch(self._expire)
 
     # -- values of this worker
@@ -103,7 +107,13 @@ class Refs:
     def content(self, ref: RefId) -> Promise[Content]:
         """The value of a reference that this worker owns. It may be used before it is made."""
         with self._lock:
-            return self._values.setdefault(ref, Promise())
+            kept = self._values.get(ref)
+        if kept is None:
+            raise UsageError(
+                f"{ref} is not kept on {self._agent.directory.me.name} any more",
+                hint="its last reference was dropped, or the connection over which it was counted",
+            )
+        return kept
 
     def value_here(self, hold: Hold, deadline: float) -> object:
         """The value of a reference of our own, once made; raises what its function raised."""
@@ -127,12 +137,16 @@ class Refs:
 
     # -- a creating call
 
-    def creation_arrived(self, ref: RefId, fork: ForkId) -> None:
-        """A call has come whose result stays here."""
+    def creation_arrived(self, ref: RefId, fork: ForkId | None) -> Promise[Content]:
+        """A call has come whose result stays here; without a fork, from this worker itself.
+
+        The promise is to be settled even if nobody holds the reference any more.
+        """
         with self._lock:
-            self._values.setdefault(ref, Promise())
-            actions = self._table.creation_arrived(ref, fork)
+            promise = self._values.setdefault(ref, Promise())
+            actions = [] if fork is None else self._table.creation_arrived(ref, fork)
         self._perform(actions)
+        return promise
 
     def creation_undone(self, hold: Hold) -> None:
         """The creating call did not leave."""
@@ -154,34 +168,39 @@ class Refs:
     # -- references on their way
 
     @contextmanager
-    def packing(self, to: WorkerId) -> Iterator[list[Reference]]:
+    def packing(self, to: WorkerId, deadline: float) -> Iterator[list[Reference]]:
         """Inside the block `pack` adds to this list; if it raises, all of them are taken back."""
         packed: list[Reference] = []
-        self._local.packing = to, packed
+        # A finalizer that makes a call of its own may interrupt us: it must find us as we were.
+        outer = getattr(self._local, "packing", None)
+        self._local.packing = to, packed, deadline
         try:
             yield packed
         except BaseException:
             self.pack_undone(packed)
             raise
         finally:
-            del self._local.packing
+            self._local.packing = outer
 
     def pack(self, hold: Hold) -> int:
         """A reference is part of the value being packed; its place in the list."""
-        to, packed = self._local.packing
-        self._wait_until_counted(hold)
+        to, packed, deadline = self._local.packing
+        self.wait_until_counted(hold, deadline)
         with self._lock:
             fork = self._table.pack(hold, to)
         packed.append(Reference(hold.ref, hold.owner, fork))
         return len(packed) - 1
 
-    def _wait_until_counted(self, hold: Hold) -> None:
-        """A reference that has just arrived is passed on when its owner has counted it."""
+    def wait_until_counted(self, hold: Hold, deadline: float) -> None:
+        """A reference that has just arrived is used when its owner has counted it."""
         fork = hold.fork
         if fork is None or not self._table.is_asking(fork):
             return
+        left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
         with self._agent.dispatch.user.waiting(), self._counted:
-            self._counted.wait_for(lambda: not self._table.is_asking(fork), _CONTROL_SECONDS)
+            if not self._counted.wait_for(lambda: not self._table.is_asking(fork), left):
+                owner = self._agent.directory.name(hold.owner)
+                raise CallTimeout(f"{owner} did not count {fork} of {hold.ref} in time")
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
@@ -196,11 +215,12 @@ class Refs:
     @contextmanager
     def unpacking(self, references: Sequence[Reference]) -> Iterator[None]:
         """Inside the block `unpacked` gives these; one that nobody asks for ends with it."""
+        outer = getattr(self._local, "unpacking", None)
         self._local.unpacking = [self.make(hold) for hold in self.arrived(references)]
         try:
             yield
         finally:
-            del self._local.unpacking
+            self._local.unpacking = outer
 
     def unpacked(self, place: object) -> object:
         """The reference at this place of the list, in the value being unpacked."""
@@ -218,6 +238,8 @@ class Refs:
                 hold, more = self._table.arrived(came.ref, came.owner, came.fork)
                 holds.append(hold)
                 actions += more
+                if hold.fork is None:
+                    self._values.setdefault(hold.ref, Promise())
         self._perform(actions)
         return holds
 
@@ -236,7 +258,7 @@ class Refs:
                 self._janitor = threading.Thread(target=self._clean, name=name, daemon=True)
                 self._janitor.start()
         # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
-        weakref.finalize(rref, self._ended.put, hold).atexit = False
+        weakref.finalize(rref, self._deaths.put, hold).atexit = False
 
     def ended(self, hold: Hold) -> None:
         """A hold is over."""
@@ -259,7 +281,7 @@ class Refs:
     def pending(self) -> bool:
         """Whether something is still to be confirmed."""
         with self._lock:
-            return self._table.pending() or not self._ended.empty()
+            return not self._closed and (self._table.pending() or not self._deaths.empty())
 
     def leaks(self) -> list[str]:
         """The forks of our values that others still hold, for people."""
@@ -274,12 +296,13 @@ class Refs:
 
     def close(self) -> None:
         """Stop the janitor."""
-        self._ended.put(None)
+        self._closed = True
+        self._deaths.put(None)
         if self._janitor is not None and self._janitor is not threading.current_thread():
-            self._janitor.join()
+            self._janitor.join(_JOIN_SECONDS)
 
     def _clean(self) -> None:
-        while (hold := self._ended.get()) is not None:
+        while (hold := self._deaths.get()) is not None:
             self.ended(hold)
 
     # -- what other workers say
@@ -307,7 +330,12 @@ class Refs:
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
             actions = self._table.peer_lost(worker)
-        self._perform(actions)
+        # Off the thread that reads: a value that ends may run a finalizer of the user's.
+        self._agent.dispatch.service.submit(partial(self._perform, actions))
+
+    def _peer_joined(self, worker: WorkerId) -> None:
+        with self._lock:
+            self._table.peer_joined(worker)
 
     # -- performing
 
@@ -350,15 +378,16 @@ class Refs:
         limit = self._agent.clock.now() + _CONTROL_SECONDS
         try:
             _, answer = self._agent.request(action.to, message, deadline=limit, what=str(message))
-        except GradwireError:  # lost or leaving; peer_lost settles what depends on it
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError:
+            self._again(action, _SEND_AGAIN_SECONDS)
             return
         answer.on_settled(partial(self._heard, action))
 
     def _heard(self, action: SendFork | SendAccept | SendDrop, outcome: Outcome) -> None:
-        if isinstance(outcome, CallTimeout):
-            self._again(action, _CONTROL_SECONDS)
-            return
         if not isinstance(outcome, Answer):
+            self._again(action, _SEND_AGAIN_SECONDS)
             return
         actions: list[Action] = []
         again = False
@@ -385,7 +414,8 @@ class Refs:
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
-            due = [action for when, action in self._ask_again if when <= now]
+            needed = set(self._table.unacknowledged())  # the loss of a peer ends what it was owed
+            due = [action for when, action in self._ask_again if when <= now and action in needed]
             self._ask_again = [entry for entry in self._ask_again if entry[0] > now]
             following = min((when for when, _ in self._ask_again), default=None)
         self._perform(due)

@@ -33,6 +33,9 @@ class Home(Protocol):
     def deadline(self, timeout: float | None) -> float:
         """The moment a wait that begins now must end."""
 
+    def backward_deadline(self) -> float:
+        """The moment a backward pass that begins now is given up."""
+
 
 home_door: Door[Home] = Door("gradwire home")
 
@@ -83,12 +86,17 @@ class RRef(Generic[T]):
         """The value: itself on its owner, a copy elsewhere. Waits until it is made."""
         deadline = self._home.deadline(timeout)
         if self.is_owner():
-            return cast(T, self._home.refs.value_here(self.hold, deadline))
+            return self._value_here(deadline)
         return cast(T, self._home.calls.fetch(self.hold, deadline))
 
     def local_value(self) -> T:
         """The value itself, on its owner."""
-        return cast(T, self._home.refs.value_here(self.hold, self._home.deadline(None)))
+        return self._value_here(self._home.deadline(None))
+
+    def _value_here(self, deadline: float) -> T:
+        value = self._home.refs.value_here(self.hold, deadline)
+        self._home.calls.stand_above(value)
+        return cast(T, value)
 
     def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:
         """Run backward from the value, into the context's map.
@@ -104,7 +112,7 @@ class RRef(Generic[T]):
             return
         if dist_autograd_ctx_id == -1:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        deadline = self._home.deadline(None)
+        deadline = self._home.backward_deadline()
         self._home.calls.backward_from(
             self.hold, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from gradwire.errors import UsageError
+from gradwire.errors import CallTimeout, UsageError
 
 _deadline: ContextVar[float] = ContextVar("gradwire deadline", default=math.inf)
 
@@ -30,4 +30,6 @@ def deadline_from(timeout: float | None, default: float, now: float) -> float:
     seconds = default if timeout is None else timeout
     if not 0 < seconds < math.inf:
         raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
+    if _deadline.get() <= now:
+        raise CallTimeout("the call that this one is made in is past its own deadline")
     return min(now + seconds, _deadline.get())

@@ -5,6 +5,7 @@ Any number of them live in one process. Nothing below knows of this file.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from gradwire.agent.directory import Directory
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import inside as inside_context
-from gradwire.errors import RefLeakWarning
+from gradwire.errors import RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId
 from gradwire.options import Options
@@ -32,6 +33,10 @@ from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, due
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
+
+_CLOSE_SECONDS = 1.0
+"""What running functions get to end before their threads are left to themselves."""
+_log = logging.getLogger("gradwire")
 
 Exposed = Iterable[ModuleType | Any]
 
@@ -65,6 +70,7 @@ class Worker:
             clock,
             self.events,
             threads=options.threads,
+            limits=options.limits,
             type_of=registry.exception_type,
             name_of=exception_name,
         )
@@ -81,6 +87,10 @@ class Worker:
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
 
+    def backward_deadline(self) -> float:
+        """The moment a backward pass that begins now is given up."""
+        return deadline_from(None, self._options.timeouts.backward, self.agent.clock.now())
+
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
@@ -92,27 +102,39 @@ class Worker:
             yield
 
     def shutdown(self, *, graceful: bool, timeout: float | None = None) -> list[str]:
-        """Leave: with the others if graceful, at once if not. The workers that were given up on."""
+        """Leave, with the others if graceful; the workers that were given up on."""
+        if self.agent.dispatch.user.runs_this_thread:
+            raise UsageError(
+                f"shutdown() was called on {self.name} by a function that a peer called",
+                hint="let the function return, and call shutdown() from the program itself",
+            )
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
+        limit = self.agent.clock.now() + seconds
         gave_up: list[str] = []
-        if graceful:
-            limit = self.agent.clock.now() + seconds
-            gave_up = self._leaver.leave(limit, self.refs.abandon, self._is_busy)
-            if leaks := self.refs.leaks():
-                warnings.warn(
-                    f"{self.name} shuts down while references to its values are still counted: "
-                    f"{', '.join(leaks)}",
-                    RefLeakWarning,
-                    stacklevel=3,
-                )
-        self.close(seconds)
+        leaks: list[str] = []
+        try:
+            if graceful:
+                gave_up = self._leaver.leave(limit, self.refs.abandon, self._is_busy)
+                leaks = self.refs.leaks()
+        finally:  # also if we were interrupted: what is left would be left for ever
+            left = limit - self.agent.clock.now()
+            self.close(max(_CLOSE_SECONDS, left) if graceful else _CLOSE_SECONDS)
+        if leaks:
+            warnings.warn(
+                f"{self.name} shut down while references to its values were still counted: "
+                f"{', '.join(leaks)}",
+                RefLeakWarning,
+                stacklevel=3,
+            )
         return gave_up
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. What waits for a peer gets an error; idempotent."""
         self.engine.stop(f"{self.name} was shut down")
-        self.agent.close("shutdown() was called", seconds)
+        stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
+        if stuck:
+            _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
