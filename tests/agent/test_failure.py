@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from gradwire.agent.failure import describe, revive
+from gradwire.agent.messages import Failure
 from gradwire.errors import PeerLost, RemoteError
 from gradwire.rpc.registry import Registry, exception_name
+from gradwire.wire.message import Kinds, encode, kind_of
 
 REGISTRY = Registry()
 
 
-def crossed(error, worker="w1"):
+def crossed(error, worker="w1", registry=REGISTRY):
+    """The exception as it is raised at the other end, after its way over the wire."""
     try:
         raise error
     except BaseException as raised:
         failure = describe(raised, worker, exception_name)
-    return revive(failure, REGISTRY.exception_type)
+    came = Kinds([Failure]).decode(kind_of(Failure), encode(failure))
+    return revive(came, registry.exception_type)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +80,69 @@ def test_hints_travel():
     came = crossed(PeerLost("gone", hint="start it again"))
 
     assert str(came).endswith("hint: start it again")
+
+
+class Unprintable(ValueError):
+    """Nor is its type one that the receiver knows."""
+
+    def __str__(self):
+        raise LookupError("no text")
+
+
+def test_an_exception_that_cannot_be_printed_still_travels():
+    came = crossed(Unprintable())
+
+    assert type(came) is RemoteError
+    assert came.message == "(it cannot be printed: LookupError)"
+    assert "in crossed" in came.remote_traceback
+
+
+def test_text_that_is_no_unicode_still_travels():
+    came = crossed(ValueError("caf\udce9"))
+
+    assert isinstance(came, ValueError)
+    assert came.args == ("caf\\udce9",)
+
+
+def test_of_a_huge_text_both_ends_travel():
+    came = crossed(ValueError("begin " + "x" * (4 << 20) + " end"))
+
+    assert isinstance(came, ValueError)
+    assert came.message.startswith("begin xxx")
+    assert came.message.endswith("xxx end")
+    assert len(str(came)) < 3 << 20
+
+
+class HasMessage(Exception):
+    @property
+    def message(self):
+        return "read only"
+
+
+class HasNoSubclasses(Exception):
+    def __init_subclass__(cls, **_):
+        raise RuntimeError("no subclasses please")
+
+
+class WantsACode(Exception):
+    def __new__(cls, *args):
+        if not args:
+            raise LookupError("no code")
+        return super().__new__(cls, *args)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+@pytest.mark.parametrize(
+    "error", [HasMessage("bad"), HasNoSubclasses("bad"), WantsACode("bad"), Frozen(3)]
+)
+def test_an_exposed_type_that_cannot_be_made_again_arrives_as_a_remote_error(error):
+    came = crossed(error, registry=Registry([type(error)]))
+
+    assert type(came) is RemoteError
+    assert came.worker == "w1"
+    assert type(error).__name__ in came.type_name
+    assert f"on w1: {error}" in str(came)

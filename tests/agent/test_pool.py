@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from gradwire.agent.pool import ElasticPool
+from tests.leftovers import eventually
 
 
 @pytest.fixture
@@ -116,3 +117,55 @@ def test_a_thread_that_does_not_end_is_named():
     assert pool.close(0.01, drop_queued=True) == ["gradwire test 0"]
     gate.set()
     assert pool.close(10.0, drop_queued=True) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_job_that_raises_leaves_the_pool_working(make_pool, caplog, error):
+    pool = make_pool(1)
+
+    def fail():
+        raise error("of the job's own")
+
+    for _ in range(3):
+        pool.submit(fail)
+
+    assert run_and_wait(pool, lambda: "ran") == "ran"
+    assert eventually(lambda: pool.active == 0)
+    said = [(record.getMessage(), record.exc_info[0]) for record in caplog.records]
+    assert said == [("gradwire test: a job failed", error)] * 3
+
+
+def test_a_job_that_raises_while_it_counts_as_waiting_gives_its_place_back(make_pool):
+    pool, running, most = make_pool(1), [0], [0]
+
+    def fail():
+        with pool.waiting():
+            raise ValueError
+
+    def count():
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        running[0] -= 1
+
+    for _ in range(5):
+        pool.submit(fail)
+        pool.submit(count)
+
+    assert run_and_wait(pool, lambda: most[0]) == 1
+    assert eventually(lambda: pool.active == 0)
+
+
+def test_a_backlog_does_not_start_more_threads_than_the_limit_allows(make_pool):
+    pool, gate, most = make_pool(4), threading.Event(), []
+
+    def job():
+        gate.wait(10)
+        names = [thread.name for thread in threading.enumerate()]
+        most.append(sum(name.startswith("gradwire test") for name in names))
+
+    for _ in range(200):
+        pool.submit(job)
+    gate.set()
+
+    assert eventually(lambda: len(most) == 200)
+    assert max(most) <= 4

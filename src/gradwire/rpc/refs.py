@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, assert_never, final
 
-from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
-from gradwire.errors import BadMessage, CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
+from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
 from gradwire.rpc.refs_state import (
     Action,
     Broken,
@@ -37,9 +38,6 @@ from gradwire.rpc.refs_state import (
 )
 from gradwire.wire.message import Message
 
-_CONTROL_SECONDS = 30.0
-_ASK_AGAIN_SECONDS = 0.05
-_SEND_AGAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 
 
@@ -78,7 +76,6 @@ class Refs:
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
         self._closed = False
-        self._ask_again: list[tuple[float, Action]] = []
         self.make: Made
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
@@ -86,7 +83,7 @@ class Refs:
         agent.kinds.add(Counted)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        agent.timer.watch(self._expire)
+        self._sender = RefSender(agent, self._heard, self._owed)
 
     # -- values of this worker
 
@@ -325,7 +322,7 @@ class Refs:
         self._perform(actions)
 
     def _answer(self, source: Source, message: Message) -> None:
-        self._agent.answer(source, message, deadline=self._agent.clock.now() + _CONTROL_SECONDS)
+        self._agent.answer(source, message, deadline=self._agent.clock.now() + CONTROL_SECONDS)
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
@@ -343,7 +340,7 @@ class Refs:
         for action in actions:
             match action:
                 case SendFork() | SendAccept() | SendDrop():
-                    self._agent.dispatch.service.submit(partial(self._send, action))
+                    self._sender.send_soon(action)
                 case Forget(ref):
                     with self._lock:
                         forgotten = self._values.pop(ref, None)
@@ -366,57 +363,20 @@ class Refs:
             error = PeerLost(f"{ref} will not be made: {name} was lost before its call came")
             awaited.settle(Raised(self._agent.describe(error)))
 
-    def _send(self, action: SendFork | SendAccept | SendDrop) -> None:
-        message: Message
-        match action:
-            case SendFork(ref, fork, _):
-                message = Fork(ref, fork)
-            case SendAccept(fork, _):
-                message = Accept(fork)
-            case SendDrop(ref, fork, _):
-                message = Drop(ref, fork)
-        limit = self._agent.clock.now() + _CONTROL_SECONDS
-        try:
-            _, answer = self._agent.request(action.to, message, deadline=limit, what=str(message))
-        except UsageError:  # this worker has shut down
-            return
-        except GradwireError:
-            self._again(action, _SEND_AGAIN_SECONDS)
-            return
-        answer.on_settled(partial(self._heard, action))
-
-    def _heard(self, action: SendFork | SendAccept | SendDrop, outcome: Outcome) -> None:
-        if not isinstance(outcome, Answer):
-            self._again(action, _SEND_AGAIN_SECONDS)
-            return
+    def _heard(self, sending: Sending, verdict: Verdict | None) -> None:
         actions: list[Action] = []
-        again = False
         with self._lock:
-            match action, outcome.message:
-                case SendFork(), Counted(verdict) if verdict == Verdict.NOT_YET.value:
-                    again = True
-                case SendFork(), Counted(verdict):
-                    actions = self._table.fork_answered(action.fork, Verdict(verdict))
-                case SendAccept(), _:
-                    self._table.accept_acknowledged(action.fork)
-                case SendDrop(), _:
-                    self._table.drop_acknowledged(action.fork)
-                case SendFork(), _:
-                    pass  # not an answer to this; we ask again when the peer is found lost
+            match sending:
+                case SendFork() if verdict is not None:
+                    actions = self._table.fork_answered(sending.fork, verdict)
+                case SendAccept():
+                    self._table.accept_acknowledged(sending.fork)
+                case SendDrop():
+                    self._table.drop_acknowledged(sending.fork)
+                case _:
+                    pass  # no answer to a Fork: it stays owed
         self._perform(actions)
-        if again:
-            self._again(action, _ASK_AGAIN_SECONDS)
 
-    def _again(self, action: Action, seconds: float) -> None:
+    def _owed(self) -> list[Action]:
         with self._lock:
-            self._ask_again.append((self._agent.clock.now() + seconds, action))
-        self._agent.timer.need(self._agent.clock.now() + seconds)
-
-    def _expire(self, now: float) -> float | None:
-        with self._lock:
-            needed = set(self._table.unacknowledged())  # the loss of a peer ends what it was owed
-            due = [action for when, action in self._ask_again if when <= now and action in needed]
-            self._ask_again = [entry for entry in self._ask_again if entry[0] > now]
-            following = min((when for when, _ in self._ask_again), default=None)
-        self._perform(due)
-        return following
+            return self._table.unacknowledged()

@@ -1,0 +1,91 @@
+"""What the counting of references has to say to other workers: sent, and sent again until heard.
+
+All of it is idempotent (refs_state.py), so repeating does no harm. What is still owed is not known
+here: the table is asked each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import final
+
+from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.errors import GradwireError, UsageError
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork
+from gradwire.rpc.refs_state import Action, SendAccept, SendDrop, SendFork, Verdict
+from gradwire.wire.message import Message
+
+CONTROL_SECONDS = 30.0
+_ASK_AGAIN_SECONDS = 0.05
+_SEND_AGAIN_SECONDS = 1.0
+
+Sending = SendFork | SendAccept | SendDrop
+Heard = Callable[[Sending, Verdict | None], None]
+"""Told that something was heard, and what the owner said of a Fork."""
+
+
+@final
+class RefSender:
+    """Sends for one worker."""
+
+    def __init__(self, agent: Agent, heard: Heard, owed: Callable[[], list[Action]]) -> None:
+        self._agent, self._heard, self._owed = agent, heard, owed
+        self._lock = threading.Lock()
+        self._later: list[tuple[float, Sending]] = []
+        agent.timer.watch(self._expire)
+
+    def send_soon(self, sending: Sending) -> None:
+        """From a service thread: whoever asks may hold locks, or be in a garbage collection."""
+        self._agent.dispatch.service.submit(partial(self._send, sending))
+
+    def _send(self, sending: Sending) -> None:
+        message = _message(sending)
+        limit = self._agent.clock.now() + CONTROL_SECONDS
+        try:
+            _, answer = self._agent.request(sending.to, message, deadline=limit, what=str(message))
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError:
+            self._send_later(sending, _SEND_AGAIN_SECONDS)
+            return
+        answer.on_settled(partial(self._answered, sending))
+
+    def _answered(self, sending: Sending, outcome: Outcome) -> None:
+        if not isinstance(outcome, Answer):
+            self._send_later(sending, _SEND_AGAIN_SECONDS)
+            return
+        said = outcome.message
+        verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
+        if verdict is Verdict.NOT_YET:
+            self._send_later(sending, _ASK_AGAIN_SECONDS)
+        else:
+            self._heard(sending, verdict)
+
+    def _send_later(self, sending: Sending, seconds: float) -> None:
+        when = self._agent.clock.now() + seconds
+        with self._lock:
+            self._later.append((when, sending))
+        self._agent.timer.need(when)
+
+    def _expire(self, now: float) -> float | None:
+        with self._lock:
+            due = [sending for when, sending in self._later if when <= now]
+            self._later = [entry for entry in self._later if entry[0] > now]
+            following = min((when for when, _ in self._later), default=None)
+        owed = set(self._owed()) if due else set()  # the loss of a peer ends what it was owed
+        for sending in due:
+            if sending in owed:
+                self.send_soon(sending)
+        return following
+
+
+def _message(sending: Sending) -> Message:
+    match sending:
+        case SendFork(ref, fork, _):
+            return Fork(ref, fork)
+        case SendAccept(fork, _):
+            return Accept(fork)
+        case SendDrop(ref, fork, _):
+            return Drop(ref, fork)
