@@ -135,26 +135,6 @@ def test_a_job_that_raises_leaves_the_pool_working(make_pool, caplog, error):
     assert said == [("gradwire test: a job failed", error)] * 3
 
 
-def test_a_job_that_raises_while_it_counts_as_waiting_gives_its_place_back(make_pool):
-    pool, running, most = make_pool(1), [0], [0]
-
-    def fail():
-        with pool.waiting():
-            raise ValueError
-
-    def count():
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        running[0] -= 1
-
-    for _ in range(5):
-        pool.submit(fail)
-        pool.submit(count)
-
-    assert run_and_wait(pool, lambda: most[0]) == 1
-    assert eventually(lambda: pool.active == 0)
-
-
 def test_a_backlog_does_not_start_more_threads_than_the_limit_allows(make_pool):
     pool, gate, most = make_pool(4), threading.Event(), []
 

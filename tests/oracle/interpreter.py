@@ -6,7 +6,9 @@ In one process values cross by copy, as they do between workers: the oracle clon
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 import torch
@@ -70,6 +72,20 @@ def call(to: int, function: Callable, *args, how: str = "sync"):
         return gradwire.remote(f"w{to}", function, args=args).to_here
     result = gradwire.rpc_sync(f"w{to}", function, args=args)
     return lambda: result
+
+
+def in_a_thread(to: int, function: Callable, *args, how: str):
+    """Make a call from a thread that has never received anything; wait for it in this one."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def run():
+        with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
+            return gradwire.rpc_sync(f"w{to}", function, args=args)
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(contextvars.copy_context().run, run)
+    pool.shutdown(wait=False)
+    return future.result
 
 
 def make_reference(to: int, function: Callable, *args):
@@ -304,9 +320,10 @@ def _kept(state: State, values: list, to: int, pick: int) -> None:
     values.append(call(to, take_kept, pick)())
 
 
-def _fan_out(state: State, values: list, branches: list, used: list[int]) -> None:
+def _fan_out(state: State, values: list, branches: list, used: list[int], threads: bool) -> None:
+    start = in_a_thread if threads and not is_local() else call
     under_way = [
-        call(to, run_block, block, [0, 1], [values[i % len(values)]], how="async")
+        start(to, run_block, block, [0, 1], [values[i % len(values)]], how="async")
         for to, block, i in branches
     ]
     results = [value for wait in under_way for value in wait()]

@@ -42,6 +42,7 @@ FEATURES = [
     "callback to the caller",
     "recursion",
     "fan-out joined later",
+    "fan-out from threads",
     "reference passed to a third worker",
     "method through a reference",
     "state kept and used later",
@@ -244,7 +245,10 @@ class _Drawer:
         for _ in range(self.rng.randint(2, 3)):
             to = self.target(worker, caller)
             branches.append([to, self.inner(to, worker, depth, True), self.index()])
-        return ["fan out", branches, [self.index() for _ in range(2)]]
+        threads = self.rng.random() < 0.4
+        if threads:
+            self.note("fan-out from threads")
+        return ["fan out", branches, [self.index() for _ in range(2)], threads]
 
     def reference(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.note("reference passed to a third worker")
