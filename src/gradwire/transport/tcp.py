@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from typing import TypeAlias, final
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
-from gradwire.options import Limits, Timeouts
+from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.sockets import SocketChannel, SocketListener, reason_of
+from gradwire.transport.wrapping import Wrapping
 
 _DEFAULT_HOST = "127.0.0.1"
 _BACKLOG = 1024
@@ -38,9 +39,7 @@ class TcpTransport:
         stall: float | None = None,
         pool: BlockPool | None = None,
     ) -> None:
-        self._limits = limits or Limits()
-        self._stall = Timeouts().stall if stall is None else stall
-        self._pool = pool or BlockPool()
+        self._wrapping = Wrapping(limits, stall, pool)
 
     def listen(self, address: str) -> SocketListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""
@@ -59,16 +58,13 @@ class TcpTransport:
         if not (where.place and where.port):
             raise UsageError(f"{address} does not say which host and port to connect to")
         with _named_errors(address):
-            sock = _connected(where.place, where.port, deadline, self._stall)
-        return self._channel(sock, address)
+            sock = _connected(where.place, where.port, deadline, self._wrapping.stall)
+        return self._wrapping.channel(sock, address)
 
     def _accepted(self, sock: socket.socket) -> SocketChannel:
         host, port = sock.getpeername()[:2]
-        _tune(sock, self._stall)
-        return self._channel(sock, str(Address("tcp", host, port)))
-
-    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
-        return SocketChannel(sock, remote, limits=self._limits, stall=self._stall, pool=self._pool)
+        _tune(sock, self._wrapping.stall)
+        return self._wrapping.channel(sock, str(Address("tcp", host, port)))
 
 
 def _tcp_address(address: str) -> Address:

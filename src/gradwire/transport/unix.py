@@ -16,10 +16,11 @@ from contextlib import suppress
 from typing import final
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
-from gradwire.options import Limits, Timeouts
+from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.sockets import SocketChannel, SocketListener, as_timeval, reason_of
+from gradwire.transport.wrapping import Wrapping
 
 _BACKLOG = 1024
 _LONGEST_PATH = 107
@@ -37,9 +38,7 @@ class UnixTransport:
         stall: float | None = None,
         pool: BlockPool | None = None,
     ) -> None:
-        self._limits = limits or Limits()
-        self._stall = Timeouts().stall if stall is None else stall
-        self._pool = pool or BlockPool()
+        self._wrapping = Wrapping(limits, stall, pool)
 
     def listen(self, address: str) -> SocketListener:
         """Make the socket; it is removed again by `close`, and so is a directory made for it."""
@@ -79,17 +78,14 @@ class UnixTransport:
             raise _unanswered(address) from error
         except OSError as error:
             raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
-        return self._channel(sock, address)
+        return self._wrapping.channel(sock, address)
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()
             return None
-        return self._channel(sock, f"unix://{path} (process {process})")
-
-    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
-        return SocketChannel(sock, remote, limits=self._limits, stall=self._stall, pool=self._pool)
+        return self._wrapping.channel(sock, f"unix://{path} (process {process})")
 
 
 def _path_in(address: str) -> str:
