@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gates import GATES
+
 FDS = Path("/proc/self/fd")
 SECONDS = 5.0
 
@@ -40,3 +42,12 @@ def nothing_is_left_behind():
     left = sorted(thread.name for thread in our_threads() - threads)
     assert left == [], f"threads left behind: {left}"
     assert open_handles() - handles == Counter(), "sockets or memory left behind"
+
+
+@pytest.fixture
+def gate(request):
+    """An event that a served function waits for; open when the test ends, whatever happens."""
+    name = request.node.name
+    opened = GATES[name] = threading.Event()
+    yield name
+    opened.set()

@@ -8,7 +8,6 @@ deadline far shorter than what the original was observed to hang for.
 from __future__ import annotations
 
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
@@ -28,11 +27,11 @@ from gradwire.errors import (
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
+from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
 PATIENCE = Options(timeouts=Timeouts(call=5.0, backward=5.0))
-GATES: dict[str, threading.Event] = {}
 WEIGHTS: dict[str, torch.Tensor] = {}
 
 
@@ -43,15 +42,6 @@ def workers():
         yield made
         WEIGHTS.clear()
         assert_nothing_left(made)
-
-
-@pytest.fixture
-def gate(request):
-    """An event that a served function waits for; open when the test ends, whatever happens."""
-    name = request.node.name
-    opened = GATES[name] = threading.Event()
-    yield name
-    opened.set()
 
 
 # -- what runs on the workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.failure import describe, revive
+from gradwire.agent.failure import clipped, describe, revive
 from gradwire.agent.messages import Failure
 from gradwire.errors import PeerLost, RemoteError
 from gradwire.rpc.registry import Registry, exception_name
@@ -130,3 +130,13 @@ def test_an_exposed_type_that_cannot_be_made_again_arrives_as_a_remote_error(err
     assert came.worker == "w1"
     assert type(error).__name__ in came.type_name
     assert "on w1: bad" in str(came)
+
+
+def test_an_error_that_is_too_large_is_clipped_not_lost():
+    failure = describe(ValueError("x" * 10_000), "w1", exception_name)
+
+    short = clipped(failure, 100)
+
+    assert short.text == "x" * 100
+    assert short.traceback == failure.traceback[-100:]
+    assert isinstance(revive(short, REGISTRY.exception_type), ValueError)

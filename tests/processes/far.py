@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -204,3 +205,11 @@ def leave_by_itself():
 
 def return_reference():
     return gradwire.RRef(1)
+
+
+def close_output(error):
+    """Leaves nothing to flush when it returns, or raises."""
+    sys.stdout.close()
+    if error:
+        raise Refused(error)
+    return "returned"

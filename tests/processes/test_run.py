@@ -189,6 +189,12 @@ def test_a_function_may_shut_down_by_itself():
     assert gradwire.run(far.leave_by_itself, 2, expose=[far]) is far.here
 
 
+def test_a_function_may_close_what_it_prints_to():
+    assert gradwire.run(far.close_output, 1, args=("",)) == "returned"
+    with pytest.raises(far.Refused, match="Refused on w0: the real reason"):
+        gradwire.run(far.close_output, 1, args=("the real reason",), expose=[far])
+
+
 def test_a_value_that_cannot_come_back_is_refused():
     what = (
         r"UsageError on w0: what the function returned \(a RRef\) cannot be pickled: Can not pickle"

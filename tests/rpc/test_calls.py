@@ -23,10 +23,10 @@ from gradwire.errors import (
 )
 from gradwire.options import Options, Timeouts
 from gradwire.testing import cluster
+from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
-GATES: dict[str, threading.Event] = {}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,6 @@ def workers():
 def _nothing_left(workers):
     yield
     assert_nothing_left(workers)
-
-
-@pytest.fixture
-def gate(request):
-    """An event that a served function waits for; open when the test ends, whatever happens."""
-    name = request.node.name
-    opened = GATES[name] = threading.Event()
-    yield name
-    opened.set()
 
 
 # -- what runs on the workers

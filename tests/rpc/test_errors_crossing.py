@@ -27,10 +27,10 @@ from gradwire.errors import (
 )
 from gradwire.options import Options, Timeouts
 from gradwire.testing import cluster
+from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually, leftovers
 
 HERE = sys.modules[__name__]
-GATES: dict[str, threading.Event] = {}
 WEIGHTS: dict[str, torch.Tensor] = {}
 
 
@@ -42,15 +42,6 @@ def workers():
         yield made
         WEIGHTS.clear()
         assert_nothing_left(made)
-
-
-@pytest.fixture
-def gate(request):
-    """An event that a served function waits for; open when the test ends, whatever happens."""
-    name = request.node.name
-    opened = GATES[name] = threading.Event()
-    yield name
-    opened.set()
 
 
 # -- what runs on the workers

@@ -16,10 +16,10 @@ import gradwire as gw
 from gradwire.errors import RemoteError, UsageError
 from gradwire.options import Options, Timeouts
 from gradwire.testing import cluster
+from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
-GATES: dict[str, threading.Event] = {}
 WEIGHTS: dict[str, torch.Tensor] = {}
 
 
@@ -34,15 +34,6 @@ def _nothing_left(workers):
     yield
     WEIGHTS.clear()
     assert_nothing_left(workers)
-
-
-@pytest.fixture
-def gate(request):
-    """An event that a served function waits for; open when the test ends, whatever happens."""
-    name = request.node.name
-    opened = GATES[name] = threading.Event()
-    yield name
-    opened.set()
 
 
 # -- what runs on the workers

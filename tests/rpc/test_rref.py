@@ -24,10 +24,10 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.testing import cluster
+from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
-GATES: dict[str, threading.Event] = {}
 MADE: dict[str, weakref.ref] = {}
 """By worker, the last value that was made there."""
 KEPT: dict[str, object] = {}
@@ -40,15 +40,6 @@ def workers():
         yield made
         KEPT.clear()
         assert_nothing_left(made)
-
-
-@pytest.fixture
-def gate(request):
-    """An event that a served function waits for; open when the test ends, whatever happens."""
-    name = request.node.name
-    opened = GATES[name] = threading.Event()
-    yield name
-    opened.set()
 
 
 # -- what runs on the workers

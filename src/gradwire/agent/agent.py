@@ -17,7 +17,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.connections import Connections
 from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
-from gradwire.agent.failure import NameOf, TypeOf, describe, revive
+from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
@@ -194,6 +194,8 @@ class Agent:
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
         failure = describe(error, self.directory.me.name, self._name_of)
+        if len(encode(failure)) > self._limits.head:
+            failure = clipped(failure, self._limits.head // 8)
         try:
             self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
         except GradwireError:

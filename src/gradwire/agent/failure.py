@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
+import msgspec
+
 from gradwire.agent.messages import Failure
 from gradwire.errors import CannotTravel, GradwireError, RemoteError
 
@@ -34,6 +36,13 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
         return Failure(error.type_name, error.message, error.hint, story, error.worker)
     hint = error.hint if isinstance(error, GradwireError) else None
     return Failure(name_of(type(error)), _safe(lambda: _text(error)), hint, story, worker)
+
+
+def clipped(failure: Failure, most: int) -> Failure:
+    """The same with the end of its traceback and the beginning of its text, to fit a limit."""
+    return msgspec.structs.replace(
+        failure, text=failure.text[:most], traceback=failure.traceback[-most:], hint=None
+    )
 
 
 def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
