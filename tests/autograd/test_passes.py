@@ -13,6 +13,7 @@ import gradwire
 from gradwire import BackwardTimeout, ContextClosed, Options, Timeouts, UsageError
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
+from tests.leftovers import eventually
 
 PARAMETERS = {}
 
@@ -248,3 +249,16 @@ def test_a_pass_that_takes_too_long_is_given_up_everywhere_and_says_what_it_wait
 
         on_w0(workers, program)
         assert all(len(member.worker.engine.passes) == 0 for member in workers)
+
+
+def test_a_root_that_leaves_right_after_a_good_pass_takes_nothing_back():
+    with cluster(2, expose=[sys.modules[__name__]]) as workers:
+
+        def program(_):
+            x = torch.ones(2, requires_grad=True)
+            gradwire.rpc_sync("w1", times_parameter, args=(x,)).sum().backward()
+
+        on_w0(workers, program)
+        workers[0].worker.close()
+        assert eventually(lambda: len(workers[1].worker.engine.passes) == 0)
+        assert torch.equal(parameter("w1").grad, torch.ones(2))

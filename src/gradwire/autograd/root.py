@@ -64,6 +64,7 @@ class Root:
         That one is executed whatever the engine says of it: the node that a backward begins with is
         not among those it tells of.
         """
+        _check_whole(context)
         with context.lock:
             reached = [
                 received
@@ -82,6 +83,7 @@ class Root:
         self, context: Context, roots: Sequence[torch.Tensor], *, retain_graph: bool
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
+        _check_whole(context)
         ledger = Ledger(self._locks, context.gradients)
         with context.lock:
             context.walk.origin(root.grad_fn for root in roots)
@@ -106,11 +108,6 @@ class Root:
         self, running: Running, edges: Lineage, needed: int | None, destination: int
     ) -> None:
         """Tell every worker that owns a Send of the pass."""
-        if running.context.broken is not None:
-            raise UsageError(
-                f"{running.context} cannot be differentiated any more: {running.context.broken}",
-                hint="close the context and begin again",
-            )
         me = self._agent.directory.me.id
         self._passes.enter(running, current_run())
         when_run_ends(_Finish(self, running))
@@ -209,6 +206,14 @@ class _Finish:
     def __del__(self) -> None:
         if not self._called:
             self._root.give_up(self._running, None)
+
+
+def _check_whole(context: Context) -> None:
+    if context.broken is not None:
+        raise UsageError(
+            f"{context} cannot be differentiated any more: {context.broken}",
+            hint="close the context and begin again",
+        )
 
 
 def _runs_through(received: Received) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import final
 
 import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
-from gradwire.agent.messages import Done
+from gradwire.agent.messages import Done, Failure
 from gradwire.autograd import run
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
@@ -31,6 +32,8 @@ from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
+_ANSWER_SECONDS = 10.0
+
 
 @final
 class Served:
@@ -47,7 +50,7 @@ class Served:
         self._agent, self._contexts, self._passes = agent, contexts, passes
         self._locks, self._inside = locks, inside
         agent.handle(Start, self._serve_start, Lane.SERVICE)
-        agent.handle(PassEnded, self._serve_ended, Lane.SERVICE)
+        agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
     def _serve_start(self, start: Start, _: Payload, source: Source) -> None:
         limit = self._agent.clock.now() + start.seconds
@@ -109,21 +112,29 @@ class Served:
             self._passes.over(running)
 
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
+        """A good end is noted at once, before the root's next word, or its loss, can be heard."""
+        if message.failure is None:
+            running = self._passes.maybe(message.context, message.pass_id)
+            if running is not None:
+                self._passes.over(running)
+                if running.ledger is not None:
+                    running.ledger.keep()
+            return
+        put_back = partial(self._put_back, message, message.failure, source)
+        self._agent.dispatch.service.submit(partial(self._agent.guarded, source, put_back))
+
+    def _put_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
         context = self._contexts.maybe(message.context)
         if running is None and context is not None:
             running = self._passes.heard_of(context, message.pass_id)
         if running is not None:
-            self._end(running, message)
-        self._agent.answer(source, Done(), deadline=self._agent.clock.now() + 10.0)
-
-    def _end(self, running: Running, message: PassEnded) -> None:
-        if message.failure is not None:
-            running.fail(self._agent.revive(message.failure))
+            running.fail(self._agent.revive(failure))
             running.wait_for_run()
-        self._passes.over(running)
-        if running.ledger is not None:
-            (running.ledger.keep if message.failure is None else running.ledger.undo)()
+            self._passes.over(running)
+            if running.ledger is not None:
+                running.ledger.undo()
+        self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
 
 
 def _mine(context: Context, start: Start) -> tuple[list[Sent], list[Received], Landmarks]:
