@@ -16,6 +16,7 @@ from contextvars import ContextVar, copy_context
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
@@ -1254,3 +1255,16 @@ def test_calls_of_several_threads_join_in_one_loss(workers):
         return x.grad
 
     assert_same(workers, program)
+
+
+def test_a_forward_mode_tangent_is_refused_rather_than_lost():
+    def program():
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            with pytest.raises(gw.CannotTravel, match="a tensor with a forward-mode tangent"):
+                gw.rpc_sync("w1", torch.sin, args=(dual,))
+            plain = gw.rpc_sync("w1", torch.sin, args=(torch.ones(2),))
+        assert torch.equal(plain, torch.ones(2).sin())
+
+    with cluster(2) as workers:
+        workers[0].run(program)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.utils.checkpoint import CheckpointFunction
 
 Node = torch.autograd.graph.Node
@@ -22,6 +22,7 @@ _NEEDED = (
     "torch._C._functions.AccumulateGrad",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.graph.Node._sequence_nr",
+    "torch.autograd.forward_ad._current_level",
 )
 
 
@@ -92,6 +93,13 @@ def set_sequence_number(node: Node, number: int) -> None:
 def is_reentrant_checkpoint(node: Node) -> bool:
     """Whether a node's backward runs one of its own, over a graph that is not there yet."""
     return isinstance(node, _CHECKPOINT)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries a derivative of forward-mode differentiation."""
+    if cast(int, cast(Any, forward_ad)._current_level) < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, final
 
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
-from gradwire.errors import BadMessage
+from gradwire.autograd.torch_private import has_tangent
+from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.messages import Parcel
 from gradwire.rpc.payload import Codec
@@ -62,6 +63,11 @@ class Parcels:
         """Make a value ready to leave for `to`; raises CannotTravel."""
         with self._refs.packing(to, deadline) as references:
             packed = self._codec.pack(value, place)
+            if any(map(has_tangent, packed.tensors)):
+                raise CannotTravel(
+                    "a tensor with a forward-mode tangent, which does not cross workers",
+                    hint="differentiate in reverse, or leave dual_level() before the call",
+                )
             headers, payload = encode_tensors(packed.tensors)
             crossings: list[Crossing] = []
             if context is not None:
