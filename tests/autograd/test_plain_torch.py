@@ -1257,6 +1257,7 @@ def test_calls_of_several_threads_join_in_one_loss(workers):
     assert_same(workers, program)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, at its first use
 def test_a_forward_mode_tangent_is_refused_rather_than_lost():
     def program():
         with forward_ad.dual_level():

@@ -97,9 +97,8 @@ def is_reentrant_checkpoint(node: Node) -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a derivative of forward-mode differentiation."""
-    if cast(int, cast(Any, forward_ad)._current_level) < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    dual = cast(Any, forward_ad)
+    return dual._current_level >= 0 and dual.unpack_dual(tensor).tangent is not None
 
 
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
