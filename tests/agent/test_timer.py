@@ -48,3 +48,22 @@ def test_a_timer_that_watches_nothing_has_no_thread():
     assert threading.active_count() == before
     timer.close()
     timer.close()
+
+
+def test_a_watcher_that_fails_does_not_end_the_watch():
+    clock, alarms, failed = ManualClock(), Alarms(), []
+    timer = Timer("gradwire test timer", clock)
+
+    def broken(_):
+        failed.append(True)
+        raise RuntimeError("broken")
+
+    timer.watch(broken)
+    timer.watch(alarms.expire)
+    alarms.deadlines.append(clock.now() + 1.0)
+    timer.need(clock.now() + 1.0)
+    clock.advance(1.0)
+
+    assert alarms.rang.acquire(timeout=10)
+    assert failed
+    timer.close()

@@ -6,6 +6,7 @@ names. Started by the first deadline, so that a worker that waits for nothing ha
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import final
 
 from gradwire.agent.clock import Clock
 
+_log = logging.getLogger("gradwire")
 _JOIN_SECONDS = 5.0
+_AGAIN_SECONDS = 1.0
 
 Watcher = Callable[[float], float | None]
 """Told the time, it acts on what is late and returns its next deadline. It must not block."""
@@ -68,6 +71,10 @@ class Timer:
                 # Before asking: a deadline that comes while the watchers are asked arms us anew.
                 self._armed = math.inf
             for watcher in self._watchers:
-                deadline = watcher(self._clock.now())
+                try:
+                    deadline = watcher(self._clock.now())
+                except Exception:  # every other wait depends on this thread
+                    _log.exception("%s: a watcher failed", self._name)
+                    deadline = self._clock.now() + _AGAIN_SECONDS
                 if deadline is not None:
                     self.need(deadline)
