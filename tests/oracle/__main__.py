@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,9 @@ import torch
 from gradwire.testing import cluster
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import FEATURES
+
+_STANDS_STILL = 120.0
+"""Seconds after which a program that does not end is a failure: the stacks of all threads."""
 
 
 def main() -> int:
@@ -25,6 +29,7 @@ def main() -> int:
     with cluster(5, expose=exposed()) as workers:
         checker = Checker(workers[0].run)
         for n, seed in enumerate(range(options.first, options.first + options.programs), 1):
+            faulthandler.dump_traceback_later(_STANDS_STILL, exit=True)
             failure = checker.failure(seed)
             if failure is not None:
                 failures.append(failure)
@@ -32,6 +37,7 @@ def main() -> int:
             if n % 500 == 0:
                 rate = n / (time.monotonic() - began)
                 print(f"{n} programs, {len(failures)} differ, {rate:.0f} a second", flush=True)
+        faulthandler.cancel_dump_traceback_later()
         features = checker.features
     for feature in FEATURES:
         print(f"{features[feature]:8d}  {feature}")

@@ -307,6 +307,9 @@ def _checkpoint(state: State, values: list, reentrant: bool, block: list, i: int
     if not x.requires_grad or not torch.is_grad_enabled():
         return
 
+    # In one process the operators of a call inside a checkpoint save the caller's own tensors, so
+    # a later change in place is an error; here the callee has copies. Nobody changes this one.
+    x = x.clone()
     worker = here()
 
     def recomputed(x: torch.Tensor) -> torch.Tensor:

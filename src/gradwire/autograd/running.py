@@ -97,16 +97,21 @@ class Running:
                 raise fresh(self._error)
             self.ledger = ledger
 
-    def run_over(self) -> None:
-        """Here, the engine has returned, well or not."""
+    def run_over(self) -> bool:
+        """Here, the engine has returned, well or not. Whether the pass has failed meanwhile."""
         with self._changed:
             self._run_over = True
             self._changed.notify_all()
+            return self._error is not None
 
-    def wait_for_run(self) -> None:
-        """Wait until the engine has returned here, if it began; a failed pass wakes its waits."""
+    def wait_for_run(self, seconds: float) -> bool:
+        """Wait until the engine has returned here, if it began; a failed pass wakes its waits.
+
+        Not so a user's own backward that takes its time: False if it is not over by then. The run
+        puts back what it did itself when it ends.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._run_over or self.ledger is None)
+            return self._changed.wait_for(lambda: self._run_over or self.ledger is None, seconds)
 
     def wait_for_workers(self) -> None:
         """At the root: wait until everyone is done, or raise what ended the pass."""

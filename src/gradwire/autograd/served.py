@@ -33,6 +33,7 @@ from gradwire.errors import BadMessage, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
+_RUN_SECONDS = 60.0
 
 
 @final
@@ -85,7 +86,8 @@ class Served:
             running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
-            running.run_over()
+            if running.run_over():  # given up meanwhile, perhaps by those who put back
+                ledger.undo()
 
     def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
         def enter() -> None:
@@ -106,8 +108,7 @@ class Served:
     def root_lost(self, worker: WorkerId) -> None:
         """Nobody will end the passes that began there: put back what they have changed here."""
         for running in self._passes.rooted_at(worker):
-            running.wait_for_run()
-            if running.ledger is not None:
+            if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
                 running.ledger.undo()
             self._passes.over(running)
 
@@ -130,8 +131,10 @@ class Served:
             running = self._passes.heard_of(context, message.pass_id)
         if running is not None:
             running.fail(self._agent.revive(failure))
-            running.wait_for_run()
+            over = running.wait_for_run(_RUN_SECONDS)
             self._passes.over(running)
+            if not over:  # the root says that we did not confirm
+                return
             if running.ledger is not None:
                 running.ledger.undo()
         self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
