@@ -20,8 +20,11 @@ LAYERS = [
     "agent",
     "autograd",
     "rpc",
+    "optim",
+    "nn",
     "launch",
     "testing",
+    "compat",
 ]
 FILES = sorted(ROOT.rglob("*.py"))
 IMPURE = {"threading", "time", "socket", "logging", "random", "os", "queue", "torch", "asyncio"}

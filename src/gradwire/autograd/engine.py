@@ -43,8 +43,11 @@ class Engine:
         agent: Agent,
         timeouts: Timeouts,
         inside: Callable[[ContextId], AbstractContextManager[None]],
+        *,
+        edge_per_message: bool = False,
     ) -> None:
         me = agent.directory.me
+        self._edge_per_message = edge_per_message
         self._agent = agent
         self._me = me.id
         self._waiting = agent.dispatch.user.waiting
@@ -67,13 +70,11 @@ class Engine:
         Nothing is recorded once the context is closed: what crosses then is cut off.
         """
         context = self.contexts.heard_of(id)
-        if context is None:
+        wanting = {n: tensor for n, tensor in enumerate(tensors) if tensor.requires_grad}
+        if context is None or not wanting:
             return []
-        return [
-            crossing.leave(context, self, self._me, peer, {place: tensor})
-            for place, tensor in enumerate(tensors)
-            if tensor.requires_grad
-        ]
+        together = [wanting] if self._edge_per_message else [{n: wanting[n]} for n in wanting]
+        return [crossing.leave(context, self, self._me, peer, group) for group in together]
 
     def attach_recv(
         self,

@@ -25,6 +25,7 @@ from gradwire.events import Events
 from gradwire.ids import ContextId
 from gradwire.options import Options
 from gradwire.rpc.calls import Calls
+from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.payload import Codec
 from gradwire.rpc.refs import Refs
@@ -55,6 +56,7 @@ class Worker:
         expose: Exposed = (),
         clock: Clock | None = None,
         store: object = None,
+        manner: Manner = NATIVE,
     ) -> None:
         self._store = store  # held, as we may be the one who hosts it
         self.directory = directory
@@ -75,7 +77,12 @@ class Worker:
             name_of=exception_name,
         )
         self._leaver = Leaver(self.agent)
-        self.engine = Engine(self.agent, options.timeouts, self._inside_context)
+        self.engine = Engine(
+            self.agent,
+            options.timeouts,
+            self._inside_context,
+            edge_per_message=manner.edge_per_message,
+        )
         self.refs = Refs(self.agent)
         self.refs.make = lambda hold: RRef._of(self, hold)
         codec = Codec(registry, options.limits)

@@ -14,6 +14,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory, WorkerInfo
 from gradwire.events import Event
 from gradwire.options import Options
+from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
 from gradwire.transport.memory import MemoryNetwork
@@ -73,6 +74,7 @@ def cluster(
     expose: Exposed = (),
     options: Options | None = None,
     clock: Clock | None = None,
+    manner: Manner = NATIVE,
 ) -> Iterator[Cluster]:
     """n workers named w0, w1, … in this process; they are gone when the block ends.
 
@@ -86,7 +88,14 @@ def cluster(
     exposed = tuple(expose)
     workers = [
         Worker(
-            Directory(id, members), "cluster", transports, listeners[id], options, exposed, clock
+            Directory(id, members),
+            "cluster",
+            transports,
+            listeners[id],
+            options,
+            exposed,
+            clock,
+            manner=manner,
         )
         for id in range(n)
     ]
