@@ -76,6 +76,12 @@ class Calls:
         """Run it there; a future of what it returns."""
         return Future(self._launch(to, target, deadline), self._agent.dispatch, self._depth_of)
 
+    def failed(self, error: Exception) -> Future[Any]:
+        """The future of a call that did not leave."""
+        landed: Promise[Landing[Any]] = Promise()
+        landed.settle(Landing(error=error))
+        return Future(landed, self._agent.dispatch, self._depth_of)
+
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
 
@@ -121,7 +127,7 @@ class Calls:
         with self._agent.dispatch.user.waiting():
             outcome = promise.wait()
         if isinstance(outcome, Exception):
-            raise fresh(self._manner.of_call(outcome))
+            raise fresh(self._manner.of_call(outcome, self._agent.directory))
 
     def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
         context = self._engine.calling(current_context(), to)
@@ -147,7 +153,7 @@ class Calls:
             if torch.is_grad_enabled() and (
                 cut := cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
             ):
-                warn_of_cut(cut, f"the arguments of {target.spoken}")
+                warn_of_cut(len(cut), f"the arguments of {target.spoken}")
             call, promise = self._agent.request(
                 to,
                 self._message(target, packed, deadline, keep),
@@ -187,7 +193,7 @@ class Calls:
 
         def settle(outcome: Outcome) -> None:
             if isinstance(outcome, Exception):
-                landed.settle(Landing(error=translated(outcome)))
+                landed.settle(Landing(error=translated(outcome, self._agent.directory)))
                 return
 
             def unpack() -> Unpacked:
