@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+Translated = Callable[[Exception], Exception]
+
+
+def as_it_is(error: Exception) -> Exception:
+    """Our own errors are raised as they are."""
+    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +24,14 @@ class Manner:
     """the tensors of one message cross together, by one edge, instead of each by its own"""
     leaves_outside_contexts: bool = False
     """a tensor that wants a gradient still does so after a crossing that nothing records"""
+    answers_when_made: bool = False
+    """`remote` is answered when the value is made, not when its making has begun"""
+    reference: type[Any] | None = None
+    """a subclass of RRef, of which references are made"""
+    of_call: Translated = as_it_is
+    """the error that a failed call raises"""
+    of_fetch: Translated = as_it_is
+    """the error that fetching a value raises"""
 
 
 NATIVE = Manner()

@@ -18,6 +18,7 @@ from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.messages import Parcel
 from gradwire.rpc.payload import Codec
+from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
 from gradwire.wire.header import TensorHeader
@@ -48,7 +49,7 @@ class Unpacked(NamedTuple):
 class Parcels:
     """Packs and unpacks for one worker."""
 
-    def __init__(self, codec: Codec, engine: Engine, refs: Refs) -> None:
+    def __init__(self, codec: Codec | PickleCodec, engine: Engine, refs: Refs) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
 
     def pack(

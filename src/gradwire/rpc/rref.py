@@ -15,10 +15,11 @@ from gradwire.autograd.api import backward
 from gradwire.door import Door
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
-from gradwire.rpc.calls import Calls, Target, checked_root
+from gradwire.rpc.calls import Calls, Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.refs import Refs, Value
 from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.serving import checked_root
 
 T = TypeVar("T")
 
@@ -131,7 +132,7 @@ class RRef(Generic[T]):
         """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
 
         def call(to: int, target: Target, deadline: float) -> RRef[Any]:
-            return RRef._of(self._home, self._home.calls.remote(to, target, deadline))
+            return RRef._of(self._home, self._home.calls.remote(to, target, deadline).hold)
 
         return Proxy(self, call, timeout)
 
