@@ -47,10 +47,13 @@ class Unpacked(NamedTuple):
 
 @final
 class Parcels:
-    """Packs and unpacks for one worker."""
+    """Packs and unpacks for one worker. `leaves`: see Manner.leaves_outside_contexts."""
 
-    def __init__(self, codec: Codec | PickleCodec, engine: Engine, refs: Refs) -> None:
+    def __init__(
+        self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, *, leaves: bool = False
+    ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
+        self._leaves = leaves
 
     def pack(
         self,
@@ -98,6 +101,9 @@ class Parcels:
                     raise BadMessage("a message outside of any context came with edges")
                 if not self._engine.attach_recv(context, source, crossings, tensors):
                     crossings = ()
+            if self._leaves:
+                for place in _unrecorded(parcel.tensors, crossings):
+                    tensors[place].requires_grad_(not tensors[place].is_inference())
             value = self._codec.unpack(parcel.data, tensors)
         depth = max((crossing.depth for crossing in crossings), default=0)
         return Unpacked(value, depth, cut_tensors(parcel.tensors, crossings))
@@ -105,5 +111,9 @@ class Parcels:
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> int:
     """How many tensors of a message require grad and are recorded by no edge."""
+    return len(_unrecorded(headers, crossings))
+
+
+def _unrecorded(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
     recorded = {place for crossing in crossings for place in crossing.tensors}
-    return sum(h.requires_grad and n not in recorded for n, h in enumerate(headers))
+    return [n for n, h in enumerate(headers) if h.requires_grad and n not in recorded]

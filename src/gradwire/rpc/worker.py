@@ -100,7 +100,8 @@ class Worker:
         codec.extend(
             reference, _RREF_TAG, lambda rref: self.refs.pack(rref.hold), self.refs.unpacked
         )
-        parcels = Parcels(codec, self.engine, self.refs)
+        leaves = manner.leaves_outside_contexts
+        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner)
         Serving(agent, self.engine, self.refs, parcels, registry, self._serving, manner)
 
