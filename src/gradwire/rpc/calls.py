@@ -147,7 +147,7 @@ class Calls:
             if torch.is_grad_enabled() and (
                 cut := cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
             ):
-                warn_of_cut(cut, f"the arguments of {target.spoken}")
+                warn_of_cut(len(cut), f"the arguments of {target.spoken}")
             call, promise = self._agent.request(
                 to,
                 self._message(target, packed, deadline, keep),

@@ -47,7 +47,7 @@ class Unpacked(NamedTuple):
 
 @final
 class Parcels:
-    """Packs and unpacks for one worker. `leaves`: see Manner.leaves_outside_contexts."""
+    """Packs and unpacks for one worker."""
 
     def __init__(
         self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, *, leaves: bool = False
@@ -102,18 +102,14 @@ class Parcels:
                 if not self._engine.attach_recv(context, source, crossings, tensors):
                     crossings = ()
             if self._leaves:
-                for place in _unrecorded(parcel.tensors, crossings):
-                    tensors[place].requires_grad_(not tensors[place].is_inference())
+                for n in cut_tensors(parcel.tensors, crossings):
+                    tensors[n].requires_grad_()
             value = self._codec.unpack(parcel.data, tensors)
         depth = max((crossing.depth for crossing in crossings), default=0)
-        return Unpacked(value, depth, cut_tensors(parcel.tensors, crossings))
+        return Unpacked(value, depth, len(cut_tensors(parcel.tensors, crossings)))
 
 
-def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> int:
-    """How many tensors of a message require grad and are recorded by no edge."""
-    return len(_unrecorded(headers, crossings))
-
-
-def _unrecorded(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
+def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
+    """The places of the tensors in a message that require grad and are recorded by no edge."""
     recorded = {place for crossing in crossings for place in crossing.tensors}
     return [n for n, h in enumerate(headers) if h.requires_grad and n not in recorded]
