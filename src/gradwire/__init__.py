@@ -19,6 +19,7 @@ from gradwire.errors import (
     RemoteError,
     UnknownWorker,
     UsageError,
+    WrongType,
 )
 from gradwire.launch.run import run
 from gradwire.options import Limits, Options, Timeouts
@@ -58,6 +59,7 @@ __all__ = [  # in the order one learns them
     "UsageError",
     "UnknownWorker",
     "NotExposed",
+    "WrongType",
     "CannotTravel",
     "ContextClosed",
     "PeerError",

@@ -1,0 +1,1 @@
+"""gradwire behind the names of torch.distributed.rpc and torch.distributed.autograd."""
