@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,9 @@ from tests.conformance.runner import Outcome, Verdict
 
 _LINES = 14
 """Of a traceback that is quoted."""
+_PREFIX = re.compile(r"^[A-Z]\d{4} [^\]]*\] ?", re.MULTILINE)
+_MACHINERY = ("/multiprocessing/", "/unittest/", "threading.py", "tests/conformance/", "<frozen ")
+"""Frames that say nothing about where a rank stands."""
 
 
 def is_as_expected(outcome: Outcome, excluded: Mapping[str, str]) -> bool:
@@ -28,11 +32,12 @@ def line(outcome: Outcome, excluded: Mapping[str, str]) -> str:
 def reason(outcome: Outcome) -> str:
     """The last lines of the traceback; of a test that hung, where its ranks stood."""
     if outcome.verdict is Verdict.TIMEOUT:
-        text, lines = outcome.log, 4 * _LINES
+        text, lines = _PREFIX.sub("", outcome.log), 4 * _LINES
     else:
         text, lines = outcome.error, _LINES
     kept = [part.rstrip() for part in text.splitlines() if part.strip()]
-    return "\n".join(f"    {part}" for part in kept[-lines:])
+    telling = [part for part in kept if not any(word in part for word in _MACHINERY)]
+    return "\n".join(f"    {part}" for part in telling[-lines:])
 
 
 def table(outcomes: Sequence[Outcome], excluded: Mapping[str, str]) -> str:

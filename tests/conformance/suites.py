@@ -55,7 +55,10 @@ def build(suite: str) -> type:
     name = "Faulty" if suite.startswith("Faulty") else "TensorPipe"
     home = import_module(f"{_ROOT}.rpc.{name.lower()}_rpc_agent_test_fixture")
     fixture = getattr(home, f"{name}RpcAgentTestFixture")
-    return type(suite, (getattr(_module(suite), suite), fixture, _forked()), {})
+    built = type(suite, (getattr(_module(suite), suite), fixture, _forked()), {})
+    built.__module__ = __name__
+    globals()[suite] = built  # methods of tests travel by name
+    return built
 
 
 def _module(suite: str):

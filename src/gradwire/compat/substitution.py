@@ -11,6 +11,7 @@ Modules outside of torch are left alone: what a program imported before `install
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -66,8 +67,7 @@ class Substitution:
 
     def put(self) -> None:
         """Exchange everything; what cannot be imported stops it before anything is changed."""
-        for name in _BINDERS:
-            import_module(name)
+        _import_binders()
         pairs = [(_maybe_module(name), import_module(ours)) for name, ours in self.modules.items()]
         pairs += [(sys.modules[name], import_module(us)) for name, us in self.extensions.items()]
         replaced = {id(theirs): ours for theirs, ours in _objects(pairs)}
@@ -161,6 +161,13 @@ def _refuse_while_running(message: str, hint: str) -> None:
     running = getattr(sys.modules[_RPC], "_is_current_rpc_agent_set", None)
     if running is not None and running():
         raise UsageError(message, hint=hint)
+
+
+def _import_binders() -> None:
+    with warnings.catch_warnings():  # the program may never have asked for them
+        warnings.simplefilter("ignore")
+        for name in _BINDERS:
+            import_module(name)
 
 
 def _maybe_module(name: str) -> ModuleType | None:
