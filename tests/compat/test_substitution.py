@@ -89,6 +89,20 @@ def test_imports_find_ours(modules):
         assert importlib.import_module(theirs) is modules[standing_in(ours)]
 
 
+def test_what_nobody_has_imported_is_imported_when_it_is_asked_for(modules):
+    faulty = "torch.distributed.rpc._testing.faulty_agent_backend_registry"
+    spec = modules["standin.rpc._testing"].__spec__
+    put_standins()
+    assert faulty not in sys.modules
+
+    found = importlib.import_module(faulty)
+
+    assert found is modules["standin.rpc._testing.faulty_agent_backend_registry"]
+    assert sys.modules["torch.distributed.rpc._testing"].__spec__ is spec
+    uninstall()
+    assert faulty not in sys.modules
+
+
 def test_attributes_lead_to_ours(modules):
     put_standins()
 

@@ -4,6 +4,7 @@
 names of theirs. So three things are exchanged: the entries of `sys.modules`, the attributes by
 which packages reach their submodules, and every name in a module of torch whose value is one of the
 objects replaced. Each exchange is one entry of one dictionary, noted with what was there before.
+What nobody has imported yet is replaced when somebody does.
 
 Modules outside of torch are left alone: what a program imported before `install()` stays torch's.
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Final, final
 
+from gradwire.compat.aliases import Aliases
 from gradwire.errors import UsageError
 
 _RPC = "torch.distributed.rpc"
@@ -62,30 +64,35 @@ class Substitution:
 
     modules: Mapping[str, str]
     extensions: Mapping[str, str]
+    _aliases: Aliases = field(init=False)
     _before: list[tuple[dict[str, object], str, object]] = field(default_factory=list)
     _theirs: dict[int, object] = field(default_factory=dict)
 
     def put(self) -> None:
         """Exchange everything; what cannot be imported stops it before anything is changed."""
         _import_binders()
-        pairs = [(_maybe_module(name), import_module(ours)) for name, ours in self.modules.items()]
-        pairs += [(sys.modules[name], import_module(us)) for name, us in self.extensions.items()]
+        known = {name: ours for name, ours in self.modules.items() if name in sys.modules}
+        pairs = [
+            (sys.modules[theirs], import_module(ours))
+            for theirs, ours in [*known.items(), *self.extensions.items()]
+        ]
         replaced = {id(theirs): ours for theirs, ours in _objects(pairs)}
         packages = {ours.__name__.split(".")[0] for _, ours in pairs}
         self._theirs = {
             id(ours): theirs for theirs, ours in _objects(pairs) if _home(ours) in packages
         }
-        for name, ours in self.modules.items():
-            self._exchange_module(name, import_module(ours))
+        for name in self.modules:
+            self._exchange_module(name)
         for name, ours in self.extensions.items():
             self._exchange_names(sys.modules[name], import_module(ours))
-        ours_now = {id(sys.modules[name]) for name in self.modules}
-        for module in _modules_of_torch():
-            if id(module) not in ours_now:
-                self._rebind(module, replaced)
+        for module in _modules_of_torch(but={self.modules[name] for name in known}):
+            self._rebind(module, replaced)
+        self._aliases = Aliases(self.modules)
+        sys.meta_path.insert(0, self._aliases)
 
     def take_back(self) -> None:
         """Put every entry back, and torch's names into modules of torch imported meanwhile."""
+        sys.meta_path.remove(self._aliases)
         for entries, key, value in reversed(self._before):
             if value is _ABSENT:
                 entries.pop(key, None)
@@ -96,11 +103,16 @@ class Substitution:
             self._rebind(module, self._theirs)
         self._before.clear()
 
-    def _exchange_module(self, name: str, ours: ModuleType) -> None:
+    def _exchange_module(self, name: str) -> None:
+        modules = vars(sys)["modules"]
+        if name not in modules:
+            self._before.append((modules, name, _ABSENT))
+            return
+        ours = import_module(self.modules[name])
+        self._set(modules, name, ours)
         package, _, last = name.rpartition(".")
-        self._set(vars(sys)["modules"], name, ours)
         if package not in self.modules:
-            self._set(vars(sys.modules[package]), last, ours)
+            self._set(vars(modules[package]), last, ours)
 
     def _exchange_names(self, theirs: ModuleType, ours: ModuleType) -> None:
         for name in set(vars(theirs)) & set(vars(ours)):
@@ -170,21 +182,12 @@ def _import_binders() -> None:
             import_module(name)
 
 
-def _maybe_module(name: str) -> ModuleType | None:
-    """A module of torch, if anything has imported it."""
-    return sys.modules.get(name)
-
-
-def _objects(
-    pairs: list[tuple[ModuleType | None, ModuleType]],
-) -> Iterator[tuple[object, object]]:
+def _objects(pairs: list[tuple[ModuleType, ModuleType]]) -> Iterator[tuple[object, object]]:
     """Every object replaced and what stands for it: modules, and the classes and functions
     that torch defines in them.
     """
-    homes = tuple(theirs.__name__ for theirs, _ in pairs if theirs is not None)
+    homes = {theirs.__name__ for theirs, _ in pairs}
     for theirs, ours in pairs:
-        if theirs is None:
-            continue
         if not theirs.__name__.startswith("torch._C."):
             yield theirs, ours
         for name, value in vars(theirs).items():
@@ -198,9 +201,11 @@ def _home(value: object) -> str:
     return str(name).split(".")[0]
 
 
-def _modules_of_torch() -> list[ModuleType]:
+def _modules_of_torch(but: Set[str] = frozenset()) -> list[ModuleType]:
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "torch" and isinstance(module, ModuleType)
+        if name.split(".")[0] == "torch"
+        and isinstance(module, ModuleType)
+        and module.__name__ not in but
     ]
