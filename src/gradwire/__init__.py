@@ -21,6 +21,7 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.launch.run import run
+from gradwire.nn.remote_module import RemoteModule
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
 from gradwire.rpc.futures import Future
@@ -47,6 +48,7 @@ __all__ = [  # in the order one learns them
     # keep something elsewhere
     "remote",
     "RRef",
+    "RemoteModule",
     # differentiate through all of it
     "context",
     "backward",

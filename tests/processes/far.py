@@ -213,3 +213,15 @@ def close_output(error):
     if error:
         raise Refused(error)
     return "returned"
+
+
+def gradients_of(module, context=None):
+    """Of a module here that is referred to: what is in `.grad`, or in a context's map."""
+    found = {} if context is None else gradwire.get_gradients(context)
+    parameters = module.local_value().parameters()
+    return [p.grad if context is None else found.get(p) for p in parameters]
+
+
+def used(module, x):
+    """A remote module that came here in a call, called from here."""
+    return here(), module(x)
