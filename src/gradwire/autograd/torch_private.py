@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch.autograd import Variable, forward_ad
+from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.checkpoint import CheckpointFunction
 
 Node = torch.autograd.graph.Node
@@ -95,6 +96,17 @@ def is_reentrant_checkpoint(node: Node) -> bool:
     return isinstance(node, _CHECKPOINT)
 
 
+def is_ddp_sink(node: Node) -> bool:
+    """Whether a node is what DDP puts behind the outputs of a module that may not use all of it."""
+    return isinstance(node, _SINK)
+
+
+def replica_parameters(sink: Node) -> list[torch.Tensor]:
+    """The parameters whose gradients DDP's reducer may write, also if the graph has them not."""
+    replica = cast(Any, sink).ddp_weakref()
+    return [] if replica is None else [p for p in replica.parameters() if p.requires_grad]
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a derivative of forward-mode differentiation."""
     dual = cast(Any, forward_ad)
@@ -107,3 +119,4 @@ def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
 
 
 _CHECKPOINT = backward_class(CheckpointFunction)
+_SINK = backward_class(_DDPSink)
