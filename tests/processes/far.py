@@ -10,6 +10,8 @@ import warnings
 import weakref
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 import gradwire
 
@@ -225,3 +227,18 @@ def gradients_of(module, context=None):
 def used(module, x):
     """A remote module that came here in a call, called from here."""
     return here(), module(x)
+
+
+def profile_yourself() -> None:
+    """From now on, until `profiled`, whatever thread it is on."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    kept = profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+    _kept["profile"] = kept
+    kept.start()
+
+
+def profiled() -> list[str]:
+    """The names in it."""
+    kept = _kept.pop("profile")
+    kept.stop()
+    return [event.name for event in kept.events()]

@@ -30,6 +30,7 @@ from gradwire.rpc.futures import Future, Landing
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
 from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
+from gradwire.rpc.profiling import call_span, fetch_span, function_span
 from gradwire.rpc.refs import Content, Raised, Refs, Value
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
@@ -77,11 +78,18 @@ class Calls:
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """Run it there and return what it returned, or raise what it raised."""
-        return self._wait_for(self._launch(to, target, deadline))
+        with self._span("sync", target, to):
+            return self._wait_for(self._launch(to, target, deadline))
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
-        return Future(self._launch(to, target, deadline), self._agent.dispatch, self._depth_of)
+        with self._span("async", target, to):
+            landed = self._launch(to, target, deadline)
+        return Future(landed, self._agent.dispatch, self._depth_of)
+
+    def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
+        directory = self._agent.directory
+        return call_span(kind, target.name, directory.me.name, directory.name(to))
 
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
@@ -97,7 +105,8 @@ class Calls:
         try:
             context = self._engine.calling(current_context(), to)
             keep = Kept(hold.ref, hold.fork)
-            promise = self._send_call(to, target, context, deadline, keep)
+            with self._span("remote", target, to):
+                promise = self._send_call(to, target, context, deadline, keep)
         except BaseException:
             self._refs.creation_undone(hold)
             raise
@@ -107,6 +116,11 @@ class Calls:
 
     def fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that lives elsewhere."""
+        directory = self._agent.directory
+        with fetch_span(directory.me.name, directory.name(hold.owner)):
+            return self._fetch(hold, deadline)
+
+    def _fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
         seconds = deadline - self._agent.clock.now()
@@ -247,7 +261,8 @@ class Calls:
                 call.parcel, payload, source=source.worker, context=call.context
             )
             function, args, kwargs = self._function(call.function, unpacked.value, deadline)
-            return function(*args, **kwargs)
+            with function_span(call.function):
+                return function(*args, **kwargs)
 
     def _function(
         self, name: str, arguments: object, deadline: float
