@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from gradwire.agent.agent import Agent
 from gradwire.agent.clock import Clock, MonotonicClock
 from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
+from gradwire.agent.membership import Membership
+from gradwire.agent.register import Register
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import inside as inside_context
@@ -55,28 +59,18 @@ class Worker:
         options: Options,
         expose: Exposed = (),
         clock: Clock | None = None,
-        store: object = None,
+        store: Store | None = None,
         manner: Manner = NATIVE,
     ) -> None:
-        self._store = store  # held, as we may be the one who hosts it
-        self.directory = directory
-        self.name = directory.me.name
+        self.store = store  # held, as we may be the one who hosts it
+        self.directory, self.name = directory, directory.me.name
         self._options = options
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
         connections = Connections(directory, job, transports, listener, options.timeouts, clock)
-        self.agent = Agent(
-            directory,
-            connections,
-            clock,
-            self.events,
-            threads=options.threads,
-            limits=options.limits,
-            type_of=registry.exception_type,
-            name_of=exception_name,
-        )
-        self._leaver = Leaver(self.agent)
+        self.agent = self._agent(connections, clock, registry)
+        self._leaver = self._way_out(transports)
         self.engine = Engine(
             self.agent,
             options.timeouts,
@@ -93,6 +87,11 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
+
+    def announce(self, deadline: float) -> None:
+        """In an open world: let the others know that this worker is there."""
+        if isinstance(self._leaver, Membership):
+            self._leaver.come(deadline)
 
     def backward_deadline(self) -> float:
         """The moment a backward pass that begins now is given up."""
@@ -142,6 +141,24 @@ class Worker:
         self.refs.close()
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
+
+    def _agent(self, connections: Connections, clock: Clock, registry: Registry) -> Agent:
+        return Agent(
+            self.directory,
+            connections,
+            clock,
+            self.events,
+            threads=self._options.threads,
+            limits=self._options.limits,
+            type_of=registry.exception_type,
+            name_of=exception_name,
+        )
+
+    def _way_out(self, transports: Transports) -> Leaver | Membership:
+        if not self.directory.is_open:
+            return Leaver(self.agent)
+        assert self.store is not None, "an open world has a roster, which is kept in a store"
+        return Membership(self.agent, Register(self.store, transports, self.agent.clock))
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
