@@ -67,6 +67,10 @@ class Membership:
         self._wait_while(busy, deadline)
         return deaf
 
+    def close(self) -> None:
+        """Let go of the store."""
+        self._register.close()
+
     def give_back_seat(self, deadline: float) -> None:
         """Later workers shall not look for us. The store may be gone already, with its host."""
         try:

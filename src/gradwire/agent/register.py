@@ -31,24 +31,33 @@ class Register:
     """One worker's access to the roster."""
 
     def __init__(self, store: Store, transports: Transports, clock: Clock) -> None:
-        self.store = store
-        """held, as we may be the one who hosts it"""
+        self._held: Store | None = store
         self._transports = transports
         self._clock = clock
+
+    @property
+    def _store(self) -> Store:
+        if self._held is None:
+            raise UsageError("this worker has left, and does not hold the store any more")
+        return self._held
+
+    def close(self) -> None:
+        """Let go of the store: we may be the one who hosts it."""
+        self._held = None
 
     def take_seat(self, name: str, id: WorkerId, address: str, limit: float) -> Member:
         """Become a member that nobody has heard of yet."""
         while True:
-            roster, text = roster_in(self.store)
+            roster, text = roster_in(self._store)
             alive = [m for m in roster.claimed(name, id) if self._is_alive(m.address)]
             if alive:
                 raise _refusal(name, id, alive[0])
             dead = {member.life for member in roster.claimed(name, id)}
             changed, member = roster.without(dead).taken(name, id, address)
-            if put_roster(self.store, changed, text):
+            if put_roster(self._store, changed, text):
                 break
             self._pause(limit, f"{name} could not write itself into the roster")
-        if has_closed_world(self.store):
+        if has_closed_world(self._store):
             self.give_back({member.life}, limit)
             raise UsageError(MIXED, hint="meet at another init_method")
         return member
@@ -60,7 +69,7 @@ class Register:
         """
         pause = _LOOK_AGAIN_SECONDS
         while True:
-            roster, _ = roster_in(self.store)
+            roster, _ = roster_in(self._store)
             unsettled = roster.unsettled_before(member.life)
             if not unsettled:
                 return roster.job, roster.before(member.life)
@@ -87,9 +96,9 @@ class Register:
 
     def _change(self, decide: Callable[[Roster], Roster], limit: float) -> Roster:
         while True:
-            roster, text = roster_in(self.store)
+            roster, text = roster_in(self._store)
             changed = decide(roster)
-            if put_roster(self.store, changed, text):
+            if put_roster(self._store, changed, text):
                 return changed
             self._pause(limit, "the roster could not be changed")
 

@@ -7,6 +7,7 @@ each joins whoever is there, and leaves alone.
 from __future__ import annotations
 
 import atexit
+from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -24,6 +25,8 @@ from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
+
+_UNDO_SECONDS = 2.0
 
 
 def join(
@@ -81,7 +84,7 @@ class _Joining:
         return self._worker(met.directory, met.job)
 
     def open(self) -> Worker:
-        """If this fails, nobody will look for us."""
+        """If this fails, nobody looks for us, and who has heard of us hears that we left."""
         patience = self._options.timeouts.join
         limit = self._clock.now() + patience
         register = Register(self._store, self._transports, self._clock)
@@ -93,9 +96,10 @@ class _Joining:
             worker = self._worker(directory, job)
             worker.announce(limit)
         except BaseException:
-            register.give_back({me.life}, limit)
+            with suppress(RuntimeError):  # the store is gone, with all that is in it
+                register.give_back({me.life}, limit)
             if worker is not None:
-                worker.close(0.1)
+                worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
             raise
         return worker
 

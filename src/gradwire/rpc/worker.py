@@ -139,6 +139,9 @@ class Worker:
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
+        self.store = None
+        if isinstance(self._leaver, Membership):
+            self._leaver.close()
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
 
