@@ -70,6 +70,11 @@ class Directory:
         member = self._members.remembered(worker)
         return 0 if member is None else member.life
 
+    def note(self, worker: WorkerId) -> str:
+        """What it lets the others know besides its name and address."""
+        member = self._members.remembered(worker)
+        return "" if member is None else member.note
+
     def admit(self, said: Member) -> list[WorkerId]:
         """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""
         with self._lock:

@@ -16,7 +16,7 @@ from gradwire.ids import WorkerId
 def hello(directory: Directory, job: str, to: str) -> Hello:
     """What this worker says first."""
     me = directory.myself
-    return Hello(PROTOCOL, job, me.id, me.name, to, me.life, me.address)
+    return Hello(PROTOCOL, job, me.id, me.name, to, me.life, me.address, me.note)
 
 
 def check(theirs: Hello, directory: Directory, job: str, *, dialled: WorkerId | None) -> Member:
@@ -31,4 +31,4 @@ def check(theirs: Hello, directory: Directory, job: str, *, dialled: WorkerId | 
         raise BadMessage(f"{theirs.name} answered at the address of {directory.name(dialled)}")
     if dialled is not None and theirs.life != directory.life(dialled):
         raise BadMessage(f"{theirs.name} is in another life than the one that was dialled")
-    return Member(theirs.worker, theirs.name, theirs.address, theirs.life)
+    return Member(theirs.worker, theirs.name, theirs.address, theirs.life, theirs.note)

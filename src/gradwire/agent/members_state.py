@@ -21,12 +21,13 @@ from gradwire.ids import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker in one life."""
+    """One worker in one life. `note` is what it lets the others know besides; not read here."""
 
     id: WorkerId
     name: str
     address: str
     life: int = 0
+    note: str = ""
 
 
 @final

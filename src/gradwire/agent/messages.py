@@ -11,9 +11,9 @@ PROTOCOL = 1
 class Hello(Message, frozen=True, tag=0x01):
     """The first message each way on a connection: who speaks, to whom, in which job.
 
-    `life` tells a worker from an earlier one of the same number; `address` is where it listens, for
-    those who have not heard of it yet. `proof` is where the speaker shows that it knows the job's
-    secret.
+    `life` tells a worker from an earlier one of the same number. `address` is where it listens, for
+    those who have not heard of it yet; `note` is what they should know besides. `proof` is where
+    the speaker shows that it knows the job's secret.
     """
 
     protocol: int
@@ -23,6 +23,7 @@ class Hello(Message, frozen=True, tag=0x01):
     to: str
     life: int = 0
     address: str = ""
+    note: str = ""
     proof: bytes = b""
 
 

@@ -45,7 +45,9 @@ class Register:
         """Let go of the store: we may be the one who hosts it."""
         self._held = None
 
-    def take_seat(self, name: str, id: WorkerId, address: str, limit: float) -> Member:
+    def take_seat(
+        self, name: str, id: WorkerId, address: str, limit: float, note: str = ""
+    ) -> Member:
         """Become a member that nobody has heard of yet."""
         while True:
             roster, text = roster_in(self._store)
@@ -53,7 +55,7 @@ class Register:
             if alive:
                 raise _refusal(name, id, alive[0])
             dead = {member.life for member in roster.claimed(name, id)}
-            changed, member = roster.without(dead).taken(name, id, address)
+            changed, member = roster.without(dead).taken(name, id, address, note)
             if put_roster(self._store, changed, text):
                 break
             self._pause(limit, f"{name} could not write itself into the roster")

@@ -17,7 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.clock import Clock
-from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member
 from gradwire.agent.roster_state import Roster
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options
@@ -37,6 +38,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     name: str
     address: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ def meet(
     world_size: int,
     options: Options,
     clock: Clock,
+    note: str = "",
 ) -> Meeting:
     """Tell the others where we are, and wait until all have done so."""
     limit = clock.now() + options.timeouts.join
@@ -114,11 +117,11 @@ def meet(
     _refuse_open_world(store)
     round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
     _refuse_open_world(store)  # of two that begin at once, each has written before it looks
-    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address)).decode())
+    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address, note)).decode())
     keys = [f"{round}/{other}" for other in range(world_size)]
     arrived.wait(keys)
     entries = [msgspec.json.decode(store.get(key), type=Entry) for key in keys]
-    members = [(WorkerInfo(e.name, id), e.address) for id, e in enumerate(entries)]
+    members = [Member(id, e.name, e.address, note=e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
     job = store.get(round).decode()
     store.set(f"{round}/read/{rank}", "")

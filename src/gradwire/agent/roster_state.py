@@ -42,9 +42,9 @@ class Roster:
         members = [seat.member for seat in self.seats]
         return [member for member in members if member.name == name or member.id == id]
 
-    def taken(self, name: str, id: WorkerId, address: str) -> tuple[Roster, Member]:
+    def taken(self, name: str, id: WorkerId, address: str, note: str = "") -> tuple[Roster, Member]:
         """One more seat, for a new life."""
-        member = Member(id, name, address, self.lives + 1)
+        member = Member(id, name, address, self.lives + 1, note)
         return replace(self, lives=member.life, seats=(*self.seats, Seat(member))), member
 
     def settled(self, life: int) -> Roster:

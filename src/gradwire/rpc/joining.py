@@ -38,10 +38,12 @@ def join(
     expose: Exposed = (),
     manner: Manner = NATIVE,
     store: Store | None = None,
+    note: str = "",
 ) -> Worker:
     """A worker that has met the others: all `world_size` of them, or whoever is there without one.
 
-    They meet at `store`, by default at the one that `options.init_method` names.
+    They meet at `store`, by default at the one that `options.init_method` names. Every other worker
+    finds `note` in its directory.
     """
     check_name(name)
     if world_size is not None and not 0 <= rank < world_size:
@@ -51,7 +53,7 @@ def join(
     store = store if store is not None else open_store(options, rank, world_size)
     transports = transports_for(options)
     listener = listen(transports, options)
-    joining = _Joining(name, rank, options, expose, manner, store, transports, listener)
+    joining = _Joining(name, rank, options, expose, manner, store, transports, listener, note)
     try:
         return joining.open() if world_size is None else joining.closed(world_size)
     except BaseException:
@@ -72,15 +74,26 @@ class _Joining:
         store: Store,
         transports: Transports,
         listener: Listener,
+        note: str,
     ) -> None:
         self._name, self._rank, self._options = name, rank, options
         self._expose, self._manner, self._store = expose, manner, store
         self._transports, self._listener = transports, listener
+        self._note = note
         self._clock = MonotonicClock()
 
     def closed(self, world_size: int) -> Worker:
         address, options = self._listener.address, self._options
-        met = meet(self._store, self._name, address, self._rank, world_size, options, self._clock)
+        met = meet(
+            self._store,
+            self._name,
+            address,
+            self._rank,
+            world_size,
+            options,
+            self._clock,
+            self._note,
+        )
         return self._worker(met.directory, met.job)
 
     def open(self) -> Worker:
@@ -88,7 +101,8 @@ class _Joining:
         patience = self._options.timeouts.join
         limit = self._clock.now() + patience
         register = Register(self._store, self._transports, self._clock)
-        me = register.take_seat(self._name, self._rank, self._listener.address, limit)
+        address = self._listener.address
+        me = register.take_seat(self._name, self._rank, address, limit, self._note)
         worker = None
         try:
             job, others = register.before(me, limit - patience / 2)

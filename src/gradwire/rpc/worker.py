@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
@@ -29,6 +29,7 @@ from gradwire.events import Events
 from gradwire.ids import ContextId
 from gradwire.options import Options
 from gradwire.rpc.calls import Calls
+from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.payload import Codec
@@ -68,6 +69,9 @@ class Worker:
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
+        self.gatherings = Gatherings(self.name, clock)
+        self.face: object = None
+        """what another face of this library keeps with its worker"""
         connections = Connections(directory, job, transports, listener, options.timeouts, clock)
         self.agent = self._agent(connections, clock, registry)
         self._leaver = self._way_out(transports)
@@ -120,7 +124,7 @@ class Worker:
         leaks: list[str] = []
         try:
             if graceful:
-                gave_up = self._leaver.leave(limit, self.refs.abandon, self._is_busy)
+                gave_up = self.leave(limit, self.refs.abandon)
                 leaks = self.refs.leaks()
         finally:  # also if we were interrupted: what is left would be left for ever
             left = limit - self.agent.clock.now()
@@ -133,6 +137,10 @@ class Worker:
                 stacklevel=3,
             )
         return gave_up
+
+    def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
+        """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
+        return self._leaver.leave(deadline, let_go, self._is_busy)
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. What waits for a peer gets an error; idempotent."""
