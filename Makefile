@@ -8,10 +8,10 @@ PROGRAMS ?= 2000
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples oracle docs clean
+.PHONY: help demo test check format lint types examples oracle conformance docs clean
 
 help: ## show these targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
 
 demo: $(STAMP) ## train a model over three worker processes, and compare with one
 	@$(PY) examples/demo.py
@@ -37,6 +37,9 @@ examples: $(STAMP) ## run every example
 
 oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
 	$(PY) -m tests.oracle --programs $(PROGRAMS)
+
+conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of an hour)
+	$(PY) -m tests.conformance
 
 docs: $(STAMP) ## write the generated pages anew
 	$(PY) -m docs.generate

@@ -22,8 +22,10 @@ from gradwire.errors import (
     WrongType,
 )
 from gradwire.launch.run import run
+from gradwire.nn.remote_module import RemoteModule
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
+from gradwire.rpc.asynchronous import async_execution
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -42,12 +44,14 @@ __all__ = [  # in the order one learns them
     "rpc_sync",
     "rpc_async",
     "Future",
+    "async_execution",
     "expose",
     "get_worker_info",
     "WorkerInfo",
     # keep something elsewhere
     "remote",
     "RRef",
+    "RemoteModule",
     # differentiate through all of it
     "context",
     "backward",

@@ -97,6 +97,13 @@ def rendezvous_host(init_method: str) -> str:
     return urlparse(init_method).hostname or ""
 
 
+def put_first_on_python_path(directory: str) -> None:
+    """Where the Python processes that this one starts look for modules first."""
+    already = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    if directory not in already:
+        os.environ["PYTHONPATH"] = os.pathsep.join([directory, *already])
+
+
 def _maybe_int(name: str) -> int | None:
     text = os.environ.get(name)
     if text is None:

@@ -1,0 +1,1 @@
+"""Programs written for torch.distributed.rpc, and what makes them run on gradwire."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -35,10 +35,19 @@ def answers_later(function: Callable[..., object]) -> bool:
     return hasattr(function, _MARK)
 
 
-def checked_future(value: object, function: Callable[..., object]) -> torch.futures.Future[Any]:
-    """What such a function returned, if it is a future."""
-    if isinstance(value, torch.futures.Future | torch._C.Future):
-        return value  # type: ignore[return-value]
+class Later(NamedTuple):
+    """An answer that a future will bring."""
+
+    future: torch.futures.Future[Any]
+
+
+def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
+    """What the function returns; Later, if it is one that answers later."""
+    value = function(*args, **kwargs)
+    if not answers_later(function):
+        return value
+    if isinstance(value, torch._C.Future):
+        return Later(value)  # type: ignore[arg-type]
     kind = type(value)
     name = getattr(function, "__qualname__", repr(function))
     raise UsageError(

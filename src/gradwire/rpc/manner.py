@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-Translated = Callable[[Exception], Exception]
+from gradwire.agent.directory import Directory
+
+Translated = Callable[[Exception, Directory], Exception]
 
 
-def as_it_is(error: Exception) -> Exception:
+def as_it_is(error: Exception, _: Directory) -> Exception:
     """Our own errors are raised as they are."""
     return error
 
@@ -20,6 +22,8 @@ class Manner:
 
     pickle: bool = False
     """functions, arguments and results travel as pickles, their tensors beside them"""
+    reducers: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict)
+    """how to pickle values of a type, as in `copyreg`"""
     edge_per_message: bool = False
     """the tensors of one message cross together, by one edge, instead of each by its own"""
     leaves_outside_contexts: bool = False

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, final
 
@@ -24,6 +24,7 @@ from gradwire.errors import BadMessage, CannotTravel, GradwireError
 from gradwire.rpc.payload import Packed
 
 T = TypeVar("T")
+Reducers = Mapping[type, Callable[[Any], Any]]
 _TENSOR = -1
 _CONTAINERS = (list, tuple, set, frozenset)
 
@@ -32,7 +33,8 @@ _CONTAINERS = (list, tuple, set, frozenset)
 class PickleCodec:
     """Packs and unpacks like `Codec`, whatever the value is."""
 
-    def __init__(self) -> None:
+    def __init__(self, reducers: Reducers | None = None) -> None:
+        self._reducers: Reducers = {} if reducers is None else reducers
         self._packers: dict[type, tuple[int, Callable[[Any], object]]] = {}
         self._unpackers: dict[int, Callable[[Any], object]] = {}
 
@@ -50,7 +52,8 @@ class PickleCodec:
     def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
         """The value as a pickle and its tensors; raises CannotTravel."""
         data = io.BytesIO()
-        pickler = _Pickler(data, self._packers, {id(p) for p in _parameters(value)})
+        parameters = {id(parameter) for parameter in _parameters(value)}
+        pickler = _Pickler(data, self._packers, self._reducers, parameters)
         try:
             pickler.dump(value)
         except GradwireError:
@@ -90,10 +93,11 @@ class _Pickler(pickle.Pickler):
         self,
         file: io.BytesIO,
         packers: dict[type, tuple[int, Callable[[Any], object]]],
+        reducers: Reducers,
         parameters: set[int],
     ) -> None:
         super().__init__(file)
-        self._packers, self._parameters = packers, parameters
+        self._packers, self._reducers, self._parameters = packers, reducers, parameters
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
 
@@ -113,7 +117,10 @@ class _Pickler(pickle.Pickler):
         return tag, pack(value)
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
-        """Functions without a name travel as code, where cloudpickle is installed."""
+        """How to pickle what has a reducer; functions without a name, where cloudpickle can."""
+        reducer = self._reducers.get(type(value))
+        if reducer is not None:
+            return reducer(value)
         if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
             import cloudpickle
 

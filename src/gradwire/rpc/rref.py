@@ -63,6 +63,10 @@ class RRef(Generic[T]):
         self._home, self.hold = home, hold
         home.refs.watch(self, hold)
 
+    def _pack(self) -> int:
+        """It is about to travel: its place among the references of its message."""
+        return self._home.refs.pack(self.hold)
+
     # -- where it is
 
     def owner(self) -> WorkerInfo:

@@ -21,10 +21,11 @@ from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
 from gradwire.errors import BadMessage, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId
-from gradwire.rpc.asynchronous import answers_later, checked_future
+from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.manner import Manner
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
 from gradwire.rpc.parcels import Parcels
+from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Content, Raised, Refs, Value
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
@@ -107,11 +108,11 @@ class Serving:
                 call.parcel, payload, source=source.worker, context=call.context
             )
             ready = self._function(call.function, unpacked.value, deadline)
-            value = ready.function(*ready.args, **ready.kwargs)
-            if not answers_later(ready.function):
-                return Value(value)
-            future = checked_future(value, ready.function)
-        future.add_done_callback(lambda done: later(self._brought(done)))
+            with function_span(call.function):
+                value = result_of(ready.function, *ready.args, **ready.kwargs)
+        if not isinstance(value, Later):
+            return Value(value)
+        value.future.add_done_callback(lambda done: later(self._brought(done)))
         return None
 
     def _brought(self, future: torch.futures.Future[Any]) -> Content:

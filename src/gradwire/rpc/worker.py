@@ -96,10 +96,10 @@ class Worker:
         self.refs = Refs(agent)
         reference = manner.reference or RRef
         self.refs.make = lambda hold: reference._of(self, hold)
-        codec = PickleCodec() if manner.pickle else Codec(registry, options.limits)
-        codec.extend(
-            reference, _RREF_TAG, lambda rref: self.refs.pack(rref.hold), self.refs.unpacked
-        )
+        codec: Codec | PickleCodec = Codec(registry, options.limits)
+        if manner.pickle:
+            codec = PickleCodec(manner.reducers)
+        codec.extend(reference, _RREF_TAG, reference._pack, self.refs.unpacked)
         leaves = manner.leaves_outside_contexts
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner)

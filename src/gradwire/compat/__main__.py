@@ -1,0 +1,51 @@
+"""`python -m gradwire.compat [-m] program args…` runs it with gradwire in the place of torch's RPC.
+
+The program is run as `__main__`, with its own `sys.argv` and `sys.path`. Python processes that it
+starts are substituted too: see `gradwire/compat/startup/sitecustomize.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from gradwire.compat.substitution import install
+from gradwire.options import put_first_on_python_path
+
+_USAGE = "usage: python -m gradwire.compat [-m module | program.py] [arguments of the program]"
+
+
+def main(arguments: list[str]) -> None:
+    """Install, hand the substitution down to child processes, and become the program."""
+    match arguments:
+        case ["-m", module, *rest]:
+            _begin()
+            sys.argv = [module, *rest]  # run_module puts the file's name first
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-h" | "--help", *_]:
+            print(_USAGE)
+        case [program, *_] if not program.startswith("-"):
+            _begin()
+            sys.argv = arguments
+            if not sys.flags.safe_path:
+                sys.path[0] = os.path.dirname(os.path.realpath(program))
+            runpy.run_path(program, run_name="__main__")
+        case _:
+            _refuse(arguments)
+
+
+def _begin() -> None:
+    install()
+    put_first_on_python_path(str(Path(__file__).parent / "startup"))
+
+
+def _refuse(arguments: list[str]) -> NoReturn:
+    reason = f"unknown option {arguments[0]}" if arguments else "no program given"
+    sys.exit(f"{reason}\n{_USAGE}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

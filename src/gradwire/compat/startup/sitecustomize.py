@@ -1,0 +1,117 @@
+"""Carries the substitution into processes that a program under `python -m gradwire.compat` starts.
+
+That command puts this directory first on PYTHONPATH, so every Python started below it (by
+multiprocessing's spawn and forkserver, by torchrun, by subprocess) runs this file as it begins. It
+imports nothing heavy: a process that never imports torch is not slowed down. When one does import
+torch, `gradwire.compat.install()` follows as soon as that import is over.
+
+Interpreters started with -I, -E or -S do not read PYTHONPATH or this file, and see torch's own RPC.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+
+
+class Announcing(Loader):
+    """A module's own loader, and a word to the finder when the module has been executed."""
+
+    def __init__(self, real: Loader, finder: AfterTorch) -> None:
+        self._real = real
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the real one does."""
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the real one does, whose place this takes for the length of the import only."""
+        module.__loader__ = self._real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._real
+        with self._finder.importing(module.__name__):
+            self._real.exec_module(module)
+        self._finder.executed()
+
+
+class Under:
+    """The time during which a module is imported."""
+
+    def __init__(self, names: set[str], name: str) -> None:
+        self._names = names
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._names.add(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.discard(self._name)
+
+
+class AfterTorch(MetaPathFinder):
+    """Finds torch as everybody would, and installs the substitution once it is there.
+
+    gradwire imports torch itself; then the end of gradwire's own import is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Only torch and gradwire; everything else is left to the finders that follow."""
+        if name not in ("torch", "gradwire"):
+            return None
+        spec = self._find_as_usual(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Announcing(spec.loader, self)
+        return spec
+
+    def importing(self, name: str) -> Under:
+        """Around the execution of a module."""
+        return Under(self._under_way, name)
+
+    def executed(self) -> None:
+        """One of the two is there; install when neither is under way."""
+        if "torch" in sys.modules and not self._under_way and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            root = str(HERE.parents[2])
+            if PathFinder.find_spec("gradwire") is None and root not in sys.path:
+                sys.path.append(root)
+            from gradwire.compat import install
+
+            install()
+
+    def _find_as_usual(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def run_the_next() -> None:
+    """The sitecustomize that this one hides, if the machine has one."""
+    others = [place for place in sys.path if Path(place).resolve() != HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    sys.meta_path.insert(0, AfterTorch())
+    run_the_next()

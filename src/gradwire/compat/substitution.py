@@ -1,0 +1,211 @@
+"""gradwire's modules in the place of torch's, and back.
+
+`import torch` has already imported torch's own RPC modules, and several modules of torch have bound
+names of theirs. So three things are exchanged: the entries of `sys.modules`, the attributes by
+which packages reach their submodules, and every name in a module of torch whose value is one of the
+objects replaced. Each exchange is one entry of one dictionary, noted with what was there before.
+What nobody has imported yet is replaced when somebody does.
+
+Modules outside of torch are left alone: what a program imported before `install()` stays torch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Final, final
+
+from gradwire.compat.aliases import Aliases
+from gradwire.errors import UsageError
+
+_RPC = "torch.distributed.rpc"
+_OURS = "gradwire.compat"
+_RPC_MODULES = (
+    "_utils",
+    "constants",
+    "internal",
+    "options",
+    "backend_registry",
+    "rref_proxy",
+    "api",
+    "functions",
+    "server_process_global_profiler",
+    "_testing",
+    "_testing.faulty_agent_backend_registry",
+)
+
+MODULES: Final[Mapping[str, str]] = {
+    _RPC: f"{_OURS}.rpc",
+    **{f"{_RPC}.{name}": f"{_OURS}.rpc.{name}" for name in _RPC_MODULES},
+    "torch.distributed.autograd": f"{_OURS}.autograd",
+}
+"""What stands for what; the same names are expected inside."""
+
+EXTENSIONS: Final[Mapping[str, str]] = {
+    "torch._C._distributed_rpc": f"{_OURS}.rpc",
+    "torch._C._distributed_autograd": f"{_OURS}.autograd",
+}
+"""Modules of torch's extension that stay; the names they share with ours are exchanged in them."""
+
+# Read before anything is exchanged: they bind names of the modules above when they are imported.
+_BINDERS = ("torch.distributed.optim", "torch.distributed.nn")
+
+_ABSENT: Final = object()
+
+
+@final
+@dataclass(slots=True)
+class Substitution:
+    """One exchange of modules, which can be undone."""
+
+    modules: Mapping[str, str]
+    extensions: Mapping[str, str]
+    _aliases: Aliases = field(init=False)
+    _before: list[tuple[dict[str, object], str, object]] = field(default_factory=list)
+    _theirs: dict[int, object] = field(default_factory=dict)
+
+    def put(self) -> None:
+        """Exchange everything; what cannot be imported stops it before anything is changed."""
+        _import_binders()
+        known = {name: ours for name, ours in self.modules.items() if name in sys.modules}
+        pairs = [
+            (sys.modules[theirs], import_module(ours))
+            for theirs, ours in [*known.items(), *self.extensions.items()]
+        ]
+        replaced = {id(theirs): ours for theirs, ours in _objects(pairs)}
+        packages = {ours.__name__.split(".")[0] for _, ours in pairs}
+        self._theirs = {
+            id(ours): theirs for theirs, ours in _objects(pairs) if _home(ours) in packages
+        }
+        for name in self.modules:
+            self._exchange_module(name)
+        for name, ours in self.extensions.items():
+            self._exchange_names(sys.modules[name], import_module(ours))
+        for module in _modules_of_torch(but={self.modules[name] for name in known}):
+            self._rebind(module, replaced)
+        self._aliases = Aliases(self.modules)
+        sys.meta_path.insert(0, self._aliases)
+
+    def take_back(self) -> None:
+        """Put every entry back, and torch's names into modules of torch imported meanwhile."""
+        sys.meta_path.remove(self._aliases)
+        for entries, key, value in reversed(self._before):
+            if value is _ABSENT:
+                entries.pop(key, None)
+            else:
+                entries[key] = value
+        self._before.clear()
+        for module in _modules_of_torch():
+            self._rebind(module, self._theirs)
+        self._before.clear()
+
+    def _exchange_module(self, name: str) -> None:
+        modules = vars(sys)["modules"]
+        if name not in modules:
+            self._before.append((modules, name, _ABSENT))
+            return
+        ours = import_module(self.modules[name])
+        self._set(modules, name, ours)
+        package, _, last = name.rpartition(".")
+        if package not in self.modules:
+            self._set(vars(modules[package]), last, ours)
+
+    def _exchange_names(self, theirs: ModuleType, ours: ModuleType) -> None:
+        for name in set(vars(theirs)) & set(vars(ours)):
+            if not name.startswith("__"):
+                self._set(vars(theirs), name, getattr(ours, name))
+
+    def _rebind(self, module: ModuleType, values: Mapping[int, object]) -> None:
+        for name, value in list(vars(module).items()):
+            if id(value) in values:
+                self._set(vars(module), name, values[id(value)])
+
+    def _set(self, entries: dict[str, object], key: str, value: object) -> None:
+        self._before.append((entries, key, entries.get(key, _ABSENT)))
+        entries[key] = value
+
+
+_current: list[Substitution] = []  # at most one: what the process has in place of torch's modules
+
+
+def installed() -> bool:
+    """Whether gradwire stands in torch's place in this process."""
+    return bool(_current)
+
+
+def install(
+    modules: Mapping[str, str] = MODULES, extensions: Mapping[str, str] = EXTENSIONS
+) -> None:
+    """Put gradwire in torch's place, for this process and those it forks.
+
+    A second time it does nothing. It is meant to come before the program imports what is replaced:
+    a name that another module than torch's has bound already keeps its value.
+    """
+    if installed():
+        return
+    import_module("torch")
+    _refuse_while_running(
+        "torch.distributed.rpc is already initialized in this process",
+        hint="call gradwire.compat.install() before init_rpc(), or start the program with"
+        " python -m gradwire.compat",
+    )
+    substitution = Substitution(modules, extensions)
+    substitution.put()
+    _current.append(substitution)
+
+
+def uninstall() -> None:
+    """Put torch's own modules back, each the very object that it was."""
+    if not installed():
+        return
+    _refuse_while_running(
+        "gradwire's RPC is still initialized in this process",
+        hint="call shutdown() before gradwire.compat.uninstall()",
+    )
+    _current.pop().take_back()
+
+
+def _refuse_while_running(message: str, hint: str) -> None:
+    running = getattr(sys.modules[_RPC], "_is_current_rpc_agent_set", None)
+    if running is not None and running():
+        raise UsageError(message, hint=hint)
+
+
+def _import_binders() -> None:
+    with warnings.catch_warnings():  # the program may never have asked for them
+        warnings.simplefilter("ignore")
+        for name in _BINDERS:
+            import_module(name)
+
+
+def _objects(pairs: list[tuple[ModuleType, ModuleType]]) -> Iterator[tuple[object, object]]:
+    """Every object replaced and what stands for it: modules, and the classes and functions
+    that torch defines in them.
+    """
+    homes = {theirs.__name__ for theirs, _ in pairs}
+    for theirs, ours in pairs:
+        if not theirs.__name__.startswith("torch._C."):
+            yield theirs, ours
+        for name, value in vars(theirs).items():
+            if getattr(value, "__module__", None) in homes and hasattr(ours, name):
+                yield value, getattr(ours, name)
+
+
+def _home(value: object) -> str:
+    """The package that defines it."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).split(".")[0]
+
+
+def _modules_of_torch(but: Set[str] = frozenset()) -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == "torch"
+        and isinstance(module, ModuleType)
+        and module.__name__ not in but
+    ]

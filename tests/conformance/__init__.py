@@ -1,0 +1,1 @@
+"""torch's own suites for distributed RPC, run against gradwire in the place of torch's modules."""

@@ -1,0 +1,77 @@
+"""The suites as they ship with torch, made into classes whose ranks are forked.
+
+Importing them must come after the substitution. It is done once, by the parent: each test's
+processes are forked from it, so that no rank imports torch anew.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+_ROOT = "torch.testing._internal.distributed"
+
+MODULES = {
+    "DistAutogradTest": "rpc.dist_autograd_test",
+    "TensorPipeAgentDistAutogradTest": "rpc.dist_autograd_test",
+    "FaultyAgentDistAutogradTest": "rpc.dist_autograd_test",
+    "DistOptimizerTest": "rpc.dist_optimizer_test",
+    "FaultyAgentRpcTest": "rpc.faulty_agent_rpc_test",
+    "RpcTest": "rpc.rpc_test",
+    "TensorPipeAgentRpcTest": "rpc.rpc_test",
+    "TensorPipeAgentCudaRpcTest": "rpc.rpc_test",
+    "RemoteModuleTest": "nn.api.remote_module_test",
+    "ThreeWorkersRemoteModuleTest": "nn.api.remote_module_test",
+    "DdpUnderDistAutogradTest": "ddp_under_dist_autograd_test",
+    "DdpComparisonTest": "ddp_under_dist_autograd_test",
+    "ParameterServerTest": "rpc.examples.parameter_server_test",
+    "ReinforcementLearningRpcTest": "rpc.examples.reinforcement_learning_rpc_test",
+}
+
+
+def set_environment(limit: int) -> None:
+    """What torch reads when it is imported: no TorchScript, no threads of its own, and a limit."""
+    os.environ["PYTORCH_JIT"] = "0"
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(limit)
+
+
+def load(stock: bool) -> None:
+    """Import everything that a test needs, with gradwire in torch's place unless `stock`."""
+    if not stock:
+        import_module("gradwire.compat").install()
+    for module in sorted(set(MODULES.values())):
+        import_module(f"{_ROOT}.{module}")
+    import_module(f"{_ROOT}.rpc.tensorpipe_rpc_agent_test_fixture")
+
+
+def build(suite: str) -> type:
+    """The suite with the fixture of its agent, its ranks forked.
+
+    The faulty agent's fixture registers a backend as it is imported, so that happens here, in the
+    process of a test that asks for it.
+    """
+    name = "Faulty" if suite.startswith("Faulty") else "TensorPipe"
+    home = import_module(f"{_ROOT}.rpc.{name.lower()}_rpc_agent_test_fixture")
+    fixture = getattr(home, f"{name}RpcAgentTestFixture")
+    built = type(suite, (getattr(_module(suite), suite), fixture, _forked()), {})
+    built.__module__ = __name__
+    globals()[suite] = built  # methods of tests travel by name
+    return built
+
+
+def _module(suite: str):
+    return import_module(f"{_ROOT}.{MODULES[suite]}")
+
+
+def _forked() -> type:
+    import torch.multiprocessing
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    class Forked(MultiProcessTestCase):
+        def setUp(self):
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    return Forked
