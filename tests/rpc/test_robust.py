@@ -250,6 +250,33 @@ def test_a_fetch_of_what_was_forgotten_says_so(workers):
         worker.calls.fetch(hold, worker.deadline(10))
 
 
+def own_square():
+    return (torch.ones(2, requires_grad=True) ** 2).sum()
+
+
+@pytest.mark.parametrize("use", ["to_here", "backward"])
+def test_a_value_may_be_used_before_the_call_that_makes_it_is_served(workers, monkeypatch, use):
+    refs, arrives = workers[1].worker.refs, threading.Event()
+    arrived = refs.creation_arrived
+
+    def arrived_late(*creation):
+        assert arrives.wait(30)
+        return arrived(*creation)
+
+    monkeypatch.setattr(refs, "creation_arrived", arrived_late)
+
+    def program():
+        with gw.context() as context, ThreadPoolExecutor(1) as pool:
+            reference = gw.remote("w1", own_square)
+            pool.submit(lambda: eventually(used.is_set, 0.2) or arrives.set())
+            reference.to_here() if use == "to_here" else reference.backward(context)
+            used.set()
+        return arrives.is_set()
+
+    used = threading.Event()
+    assert workers[0].run(program)
+
+
 def test_one_who_does_not_read_does_not_hold_up_the_others(workers, gate, monkeypatch):
     owner, reads = workers[1].worker, threading.Event()
     answer = owner.agent.answer

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch.profiler import record_function
 
 from gradwire.autograd import api
 from gradwire.autograd.api import context, get_gradients
 from gradwire.autograd.api import release_context as _release_context
 from gradwire.autograd.context import Context
+from gradwire.autograd.profiling import span
 from gradwire.autograd.scope import current_context
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.ids import ContextId, WorkerId, last_context_id
@@ -85,7 +85,7 @@ def backward(
 
     Whatever fails on the way is a RuntimeError that says on which worker.
     """
-    with record_function("torch::distributed::autograd::backward"):
+    with span("torch::distributed::autograd::backward"):
         try:
             api.backward(context_id, roots, retain_graph)
         except Exception as error:

@@ -135,6 +135,7 @@ class Calls:
         self, hold: Hold, context: ContextId, *, retain_graph: bool, deadline: float
     ) -> None:
         """Run `backward(context, [value])` where the value lives."""
+        self._refs.wait_until_counted(hold, deadline)
         self._engine.calling(self._engine.contexts.find(context).id, hold.owner)
         message = BackwardFrom(hold.ref, context, retain_graph, deadline - self._agent.clock.now())
         what = f"backward from {hold.ref}"

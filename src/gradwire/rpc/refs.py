@@ -184,20 +184,23 @@ class Refs:
     def pack(self, hold: Hold) -> int:
         """A reference is part of the value being packed; its place in the list."""
         to, packed, deadline = self._local.packing
-        self.wait_until_counted(hold, deadline)
+        self._wait_while(self._table.is_asking, hold, deadline)
         with self._lock:
             fork = self._table.pack(hold, to)
         packed.append(Reference(hold.ref, hold.owner, fork))
         return len(packed) - 1
 
     def wait_until_counted(self, hold: Hold, deadline: float) -> None:
-        """A reference that has just arrived is used when its owner has counted it."""
+        """A value is fetched when its owner has counted us: a fetch may overtake its making."""
+        self._wait_while(self._table.is_uncounted, hold, deadline)
+
+    def _wait_while(self, uncounted: Callable[[ForkId], bool], hold: Hold, deadline: float) -> None:
         fork = hold.fork
-        if fork is None or not self._table.is_asking(fork):
+        if fork is None or not uncounted(fork):
             return
         left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
         with self._agent.dispatch.user.waiting(), self._counted:
-            if not self._counted.wait_for(lambda: not self._table.is_asking(fork), left):
+            if not self._counted.wait_for(lambda: not uncounted(fork), left):
                 owner = self._agent.directory.name(hold.owner)
                 raise CallTimeout(f"{owner} did not count {fork} of {hold.ref} in time")
 

@@ -362,6 +362,11 @@ class RefTable:
         held = self._held.get(fork)
         return held is not None and held.stage is _Stage.ASKING
 
+    def is_uncounted(self, fork: ForkId) -> bool:
+        """Whether the owner may not know the value yet; until then it cannot be fetched."""
+        held = self._held.get(fork)
+        return held is not None and held.stage in _WAITING
+
     def pending(self) -> bool:
         """Whether a graceful shutdown should still wait for others."""
         waiting = any(held.stage in _WAITING for held in self._held.values())
