@@ -72,6 +72,10 @@ def is_training(rref):
     return rref.local_value().training
 
 
+def devices(rref):
+    return sorted({str(parameter.device) for parameter in rref.local_value().parameters()})
+
+
 def gradients(rref, context=None):
     """The gradients of a module's parameters: in `.grad`, or in a context's map."""
     parameters = rref.local_value().parameters()
