@@ -469,3 +469,14 @@ def test_a_class_above_may_differ(workers):
         assert torch.equal(other(EIGHT), 2 * EIGHT)
     with pytest.raises(ValueError, match="a NotAModule will not do"):
         Strict("w1", models.NotAModule)()
+
+
+def test_a_class_above_may_travel_as_other_parts(workers):
+    module = models.Bare("w1", models.Scaled, (2.0,))
+    module.more = 3
+
+    with torch.no_grad():
+        names, *results = gw.rpc_sync("w2", models.attributes_and_results, args=(module, EIGHT))
+
+    assert names == ["on", "device", "module_rref", "forward_async", "forward"]
+    assert all(torch.equal(result, 2 * EIGHT) for result in results)
