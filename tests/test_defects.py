@@ -84,6 +84,10 @@ def run_module(module, x):
     return module(x)
 
 
+def is_training(rref):
+    return rref.local_value().training
+
+
 def two_results(x):
     return x * 2, x * weight()
 
@@ -566,6 +570,18 @@ def test_defect_20_what_remote_returns_is_an_rref(workers):
         return [isinstance(gw.remote(to, name), gw.RRef) for to in ("w0", "w1")]
 
     assert workers[0].run(program) == [True, True]
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_defect_16_a_remote_module_takes_the_mode_it_is_told(workers, mode):
+    """The original ignores the argument, and returns a copy of the module."""
+
+    def program():
+        module = gw.RemoteModule("w1", Net)
+        assert module.train(mode) is module
+        return gw.rpc_sync("w1", is_training, args=(module.get_module_rref(),))
+
+    assert workers[0].run(program) is mode
 
 
 def test_defect_21_a_process_may_join_again_under_another_number():

@@ -77,6 +77,7 @@ _KIND_WORDS = {
     "ARRAY": "a numpy array",
     "NAMED": "a function or class, by its name",
     "RETURN_TYPE": "one of torch.return_types",
+    "PARTS": "an instance of an exposed class that says what it travels as",
 }
 
 _FLAGS = ("REQUIRES_GRAD", "INFERENCE", "COALESCED")

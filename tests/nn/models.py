@@ -72,6 +72,10 @@ def is_training(rref):
     return rref.local_value().training
 
 
+def devices(rref):
+    return sorted({str(parameter.device) for parameter in rref.local_value().parameters()})
+
+
 def gradients(rref, context=None):
     """The gradients of a module's parameters: in `.grad`, or in a context's map."""
     parameters = rref.local_value().parameters()
@@ -99,3 +103,22 @@ def make_strictly(make, args, kwargs, _device):
     if not isinstance(made, nn.Module):
         raise ValueError(f"a {type(made).__name__} will not do")
     return made
+
+
+class Bare(gradwire.RemoteModule):
+    """Arrives with what it needs to be called, and no more."""
+
+    def _travel_parts(self):
+        return self.on, self.device, self.module_rref
+
+    @classmethod
+    def _from_parts(cls, on, device, module_rref):
+        arrived = object.__new__(cls)
+        vars(arrived).update(on=on, device=device, module_rref=module_rref)
+        for method in ("forward_async", "forward"):
+            setattr(arrived, method, getattr(arrived, method))
+        return arrived
+
+
+def attributes_and_results(module, x):
+    return list(vars(module)), module.forward(x), module.forward_async(x).wait()

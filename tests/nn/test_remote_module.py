@@ -77,6 +77,25 @@ def test_arguments_are_brought_to_the_module_s_device(workers):
     assert layer.state_dict()["weight"].is_meta
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_what_comes_and_goes_is_on_the_cpu(workers):
+    module = gw.RemoteModule("w1/cuda:0", nn.Linear, (3, 2))
+    local = nn.Linear(3, 2)
+    module.load_state_dict(local.state_dict())
+    x = torch.ones(4, 3, requires_grad=True)
+
+    with gw.context():
+        y = module(x)
+        y.square().sum().backward()
+    state = module.state_dict()
+    found = ask(module, models.gradients)
+
+    assert ask(module, models.devices) == ["cuda:0"]
+    assert (y.device.type, x.grad.device.type, state["weight"].device.type) == ("cpu",) * 3
+    local(x.detach()).square().sum().backward()
+    torch.testing.assert_close([g.cpu() for g in found], [p.grad for p in local.parameters()])
+
+
 def test_gradients_flow_through_it_as_in_one_process(workers):
     torch.manual_seed(0)
     x = torch.randn(5, 3, requires_grad=True)
@@ -450,3 +469,14 @@ def test_a_class_above_may_differ(workers):
         assert torch.equal(other(EIGHT), 2 * EIGHT)
     with pytest.raises(ValueError, match="a NotAModule will not do"):
         Strict("w1", models.NotAModule)()
+
+
+def test_a_class_above_may_travel_as_other_parts(workers):
+    module = models.Bare("w1", models.Scaled, (2.0,))
+    module.more = 3
+
+    with torch.no_grad():
+        names, *results = gw.rpc_sync("w2", models.attributes_and_results, args=(module, EIGHT))
+
+    assert names == ["on", "device", "module_rref", "forward_async", "forward"]
+    assert all(torch.equal(result, 2 * EIGHT) for result in results)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from gradwire.errors import UsageError
 from gradwire.rpc.registry import expose
@@ -123,14 +124,8 @@ def module_of(module: RRef[nn.Module]) -> nn.Module:
 
 
 def moved(value: Any, device: str) -> Any:  # noqa: ANN401
-    """The value, with every tensor in it and its lists, tuples and dicts on that device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) in (list, tuple):
-        return type(value)(moved(item, device) for item in value)
-    if type(value) is dict:
-        return {key: moved(item, device) for key, item in value.items()}
-    return value
+    """The value, with every tensor in it and its containers on that device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _at_rest(value: object, device: str) -> object:
