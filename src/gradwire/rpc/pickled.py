@@ -121,6 +121,8 @@ class _Pickler(pickle.Pickler):
         reducer = self._reducers.get(type(value))
         if reducer is not None:
             return reducer(value)
+        if hasattr(type(value), "_travel_parts"):
+            return type(value)._from_parts, value._travel_parts()  # type: ignore[attr-defined]
         if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
             import cloudpickle
 
