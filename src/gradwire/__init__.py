@@ -19,10 +19,12 @@ from gradwire.errors import (
     RemoteError,
     UnknownWorker,
     UsageError,
+    WrongType,
 )
 from gradwire.launch.run import run
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
+from gradwire.rpc.asynchronous import async_execution
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -41,6 +43,7 @@ __all__ = [  # in the order one learns them
     "rpc_sync",
     "rpc_async",
     "Future",
+    "async_execution",
     "expose",
     "get_worker_info",
     "WorkerInfo",
@@ -56,6 +59,7 @@ __all__ = [  # in the order one learns them
     "UsageError",
     "UnknownWorker",
     "NotExposed",
+    "WrongType",
     "CannotTravel",
     "ContextClosed",
     "PeerError",

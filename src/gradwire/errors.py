@@ -4,6 +4,7 @@ GradwireError              a RuntimeError, so that older programs still catch it
 ├── UsageError             you called us wrongly
 │   ├── UnknownWorker      no worker of that name or id has joined
 │   ├── NotExposed         the callee's registry does not hold that function, method or class
+│   ├── WrongType          an argument is not of the kind that is needed (also a TypeError)
 │   ├── CannotTravel       a value that the data-only codec does not carry
 │   └── ContextClosed      a graph outlived the context that recorded it
 ├── PeerError              a peer did not do its part
@@ -44,6 +45,10 @@ class UnknownWorker(UsageError):
 
 class NotExposed(UsageError):
     """The registry of the worker asked does not hold that function, method or class."""
+
+
+class WrongType(UsageError, TypeError):
+    """An argument is not of the kind that is needed."""
 
 
 class CannotTravel(UsageError):

@@ -54,7 +54,7 @@ def linked_sends(context, alive):
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == "SendBackward":
+        if node.name() == "torch::distributed::autograd::SendRpcBackward":
             found.add(node.side.edge.n)
         else:
             todo += [n for n, _ in node.next_functions if n is not None]

@@ -10,6 +10,7 @@ from collections import Counter
 
 import torch
 
+from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import FEATURES
@@ -23,11 +24,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
+    parser.add_argument("--together", action="store_true", help="one edge for each message")
     options = parser.parse_args()
+    manner = Manner(edge_per_message=options.together)
     torch.set_num_threads(1)
     began, failures, features = time.monotonic(), [], Counter()
-    with cluster(5, expose=exposed()) as workers:
-        checker = Checker(workers[0].run)
+    with cluster(5, expose=exposed(), manner=manner) as workers:
+        checker = Checker(workers[0].run, together=options.together)
         for n, seed in enumerate(range(options.first, options.first + options.programs), 1):
             faulthandler.dump_traceback_later(_STANDS_STILL, exit=True)
             failure = checker.failure(seed)

@@ -16,17 +16,20 @@ def exposed() -> list:
 
 
 class Checker:
-    """Checks programs on a running cluster, and counts what they used."""
+    """Checks programs on a running cluster, and counts what they used.
 
-    def __init__(self, on_w0: Callable) -> None:
-        self._on_w0 = on_w0
+    `together` says that its workers have the manner `edge_per_message`.
+    """
+
+    def __init__(self, on_w0: Callable, *, together: bool = False) -> None:
+        self._on_w0, self._together = on_w0, together
         self.features: Counter = Counter()
         self.skipped = 0
 
     def failure(self, seed: int) -> str | None:
         """What is wrong with the program of this seed, in words; None if nothing is."""
         program = draw(seed)
-        local = outcome.run_local(program)
+        local = outcome.run_local(program, self._together)
         if local.largest() >= EXACT:
             self.skipped += 1  # sums would depend on their order
             return None

@@ -23,6 +23,9 @@ STATES: dict[str, State] = {}
 _local: ContextVar[str | None] = ContextVar("the worker that runs, in one process", default=None)
 
 
+_together: ContextVar[bool] = ContextVar("the tensors of a message cross together", default=False)
+
+
 def here() -> str:
     return _local.get() or gradwire.get_worker_info().name
 
@@ -40,20 +43,65 @@ def as_local(worker: str):
         _local.reset(token)
 
 
+@contextlib.contextmanager
+def crossing_together(together: bool):
+    """In one process, copy what crosses as a worker with `edge_per_message` does."""
+    token = _together.set(together)
+    try:
+        yield
+    finally:
+        _together.reset(token)
+
+
 def name(worker: int) -> str:
     return f"local{worker}" if is_local() else f"w{worker}"
 
 
 def copied(value):
     """What arrives when a value crosses."""
+    if not _together.get():
+        return _mapped(value, _cloned)
+    leaving: list[torch.Tensor] = []
+    _mapped(value, lambda tensor: leaving.append(tensor) if tensor.requires_grad else None)
+    alive = iter(Together.of(leaving))
+    return _mapped(value, lambda tensor: next(alive) if tensor.requires_grad else _cloned(tensor))
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(tensor.is_inference()), torch.enable_grad():
+        return tensor.clone()
+
+
+def _mapped(value, of_tensor: Callable):
     if isinstance(value, torch.Tensor):
-        with torch.inference_mode(value.is_inference()), torch.enable_grad():
-            return value.clone()
+        return of_tensor(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(copied(v) for v in value)
+        return type(value)([_mapped(v, of_tensor) for v in value])
     if isinstance(value, dict):
-        return {k: copied(v) for k, v in value.items()}
+        return {k: _mapped(v, of_tensor) for k, v in value.items()}
     return value
+
+
+class Together(torch.autograd.Function):
+    """One node for all the tensors of a message: what one of them needs is run for all."""
+
+    @staticmethod
+    def of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if not tensors:
+            return ()
+        with torch.inference_mode(False), torch.enable_grad():
+            return Together.apply(*tensors)
+
+    @staticmethod
+    def forward(ctx, *tensors: torch.Tensor):
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor | None):
+        wanting = [g for g in gradients if g is not None and g.requires_grad]
+        alive = iter(Together.of(wanting) if torch.is_grad_enabled() else wanting)
+        return tuple(next(alive) if g is not None and g.requires_grad else g for g in gradients)
 
 
 # -- crossing: one of these in each world

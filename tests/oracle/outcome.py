@@ -9,7 +9,7 @@ import torch
 
 import gradwire
 from tests.oracle import interpreter
-from tests.oracle.interpreter import STATES, as_local, call, name
+from tests.oracle.interpreter import STATES, as_local, call, crossing_together, name
 from tests.oracle.programs import INTO_MAP, Program
 from tests.oracle.state import State
 
@@ -69,8 +69,9 @@ def loss_of(parts: list[torch.Tensor]) -> torch.Tensor:
 # -- one world or the other
 
 
-def run_local(program: Program) -> Outcome:
-    with as_local("local0"), torch.autograd.set_multithreading_enabled(False):
+def run_local(program: Program, together: bool = False) -> Outcome:
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with as_local("local0"), crossing_together(together), one_thread:
         return _run(program, None)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from gradwire import Options, Timeouts
+from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
 from tests.oracle.check import Checker, exposed
 
 PROGRAMS = 600
 BATCH = 100
+PROGRAMS_TOGETHER = 200
+OPTIONS = Options(timeouts=Timeouts(call=30, backward=15))
 
 
 @pytest.fixture(scope="module")
 def checker():
-    options = Options(timeouts=Timeouts(call=30, backward=15))
-    with cluster(5, expose=exposed(), options=options) as workers:
+    with cluster(5, expose=exposed(), options=OPTIONS) as workers:
         yield Checker(workers[0].run)
 
 
@@ -31,3 +33,14 @@ def test_random_programs_are_as_in_one_process(checker, first):
 def test_every_feature_was_drawn_and_few_programs_were_skipped(checker):
     assert checker.never_drawn() == []
     assert checker.skipped < PROGRAMS // 50
+
+
+@pytest.mark.slow
+def test_random_programs_with_one_edge_per_message_are_as_in_one_process():
+    manner = Manner(edge_per_message=True)
+    with cluster(5, expose=exposed(), options=OPTIONS, manner=manner) as workers:
+        checker = Checker(workers[0].run, together=True)
+        failures = [checker.failure(seed) for seed in range(PROGRAMS_TOGETHER)]
+
+    assert [failure for failure in failures if failure is not None] == []
+    assert checker.skipped < PROGRAMS_TOGETHER // 50

@@ -12,6 +12,7 @@ import weakref
 import torch
 
 import gradwire
+from gradwire.compat import autograd as dist_autograd
 
 # What a process keeps between calls; `forget` empties it.
 _kept: dict[str, object] = {}
@@ -63,6 +64,13 @@ def here() -> str:
 
 def pid() -> int:
     return os.getpid()
+
+
+def introspected(context):
+    """How many sends and receives this worker has in a context, and whom it knows."""
+    found = dist_autograd._retrieve_context(context)
+    sends, recvs = found._send_functions(), found._recv_functions()
+    return [len(sends), len(recvs), sorted(found._known_worker_ids())]
 
 
 def is_alive() -> bool:

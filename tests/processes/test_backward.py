@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradwire
+from gradwire.compat import autograd as dist_autograd
 from tests.processes import far
 
 
@@ -55,6 +56,27 @@ def test_the_context_s_own_map_is_filled_on_every_worker(workers):
     assert there == 3
     assert x.grad is None
     assert layer.rpc_sync().gradient() is None
+
+
+def test_the_names_of_torch_distributed_autograd_lead_to_the_same(workers):
+    x = _x(3)
+    layer = gradwire.remote("w1", far.Layer, args=(2.0,))
+    dist_autograd._init(0)
+    with pytest.raises(RuntimeError, match="already initialized with worker_id: 0"):
+        dist_autograd._init(1)
+
+    with dist_autograd.context() as context:
+        loss = layer.rpc_sync().forward(x).sum()
+        here = far.introspected(context)
+        there = gradwire.rpc_sync("w1", far.introspected, args=(context,))
+        dist_autograd.backward(context, [loss])
+        gradients = dist_autograd.get_gradients(context)
+        assert dist_autograd._get_debug_info()["num_autograd_contexts"] == 1
+
+    assert (here, there) == ([1, 1, [1]], [1, 1, [0]])
+    assert gradients == {x: torch.tensor([2.0], dtype=torch.float64)}
+    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context}"):
+        dist_autograd._retrieve_context(context)
 
 
 def test_second_order_gradients_cross_too(workers):

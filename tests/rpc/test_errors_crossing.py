@@ -471,7 +471,7 @@ def test_backward_after_the_context_was_closed_is_refused(workers):
 
     text, gradient = workers[0].run(program)
     assert text == (
-        "c0.0 is closed on w0\n"
+        "Could not find autograd context with id: 0: c0.0 is closed on w0\n"
         "hint: backward must run inside the `with context()` block that made the graph"
     )
     assert gradient is None

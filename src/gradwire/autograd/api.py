@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from gradwire.autograd.context import Context
 from gradwire.autograd.engine import Engine
-from gradwire.autograd.scope import current_context, inside
+from gradwire.autograd.scope import current_context, enter, inside, leave
 from gradwire.door import Door
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, WrongType
 from gradwire.ids import ContextId, spoken_context
 
 door: Door[Engine] = Door("gradwire engine")
@@ -28,6 +29,17 @@ def context() -> Iterator[ContextId]:
     ...     y.sum().backward()
     """
     engine = door.find()
+    opened = new_context()
+    try:
+        yield opened.id
+    finally:
+        leave(opened.id)
+        engine.close(opened.id)
+
+
+def new_context() -> Context:
+    """Open a context and enter it, without a block that ends it: `release_context` does."""
+    engine = door.find()
     outer = current_context()
     if outer is not None:
         raise UsageError(
@@ -35,11 +47,16 @@ def context() -> Iterator[ContextId]:
             hint=f"contexts do not nest; {spoken_context(outer)} already records this code",
         )
     opened = engine.open()
-    try:
-        with inside(opened.id):
-            yield opened.id
-    finally:
-        engine.close(opened.id)
+    enter(opened.id)
+    return opened
+
+
+def release_context(context_id: ContextId) -> None:
+    """Drop a context here and on every worker that was called in it; leave it, if we are in it."""
+    engine = door.find()
+    engine.contexts.find(context_id)
+    leave(context_id)
+    engine.close(context_id)
 
 
 def backward(
@@ -52,12 +69,8 @@ def backward(
     thread may use it meanwhile with a plain `loss.backward()` or an optimizer of its own.
     """
     engine = door.find()
+    _check_types(context_id, roots)
     found = engine.contexts.find(context_id)
-    if isinstance(roots, torch.Tensor) or not isinstance(roots, Sequence):
-        raise UsageError(
-            f"backward(): incompatible function arguments: roots is a {type(roots).__name__}",
-            hint="pass a list of tensors, as in backward(context_id, [loss])",
-        )
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
     checked = [check_root(root) for root in roots]
@@ -68,6 +81,22 @@ def backward(
 def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that `backward(context_id, …)` has left on this worker, by leaf."""
     return dict(door.find().contexts.find(context_id).gradients)
+
+
+def _check_types(context_id: object, roots: object) -> None:
+    if not isinstance(context_id, int):
+        wrong = f"context_id is a {type(context_id).__name__}"
+    elif isinstance(roots, torch.Tensor) or not isinstance(roots, Sequence):
+        wrong = f"roots is a {type(roots).__name__}"
+    else:
+        odd = [type(root).__name__ for root in roots if not isinstance(root, torch.Tensor)]
+        if not odd:
+            return
+        wrong = f"a root is a {odd[0]}"
+    raise WrongType(
+        f"backward(): incompatible function arguments: {wrong}",
+        hint="pass an int and a list of tensors, as in backward(context_id, [loss])",
+    )
 
 
 def check_root(root: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,11 @@ class Context:
     def __str__(self) -> str:
         return spoken_context(self.id)
 
+    def known_workers(self) -> set[WorkerId]:
+        """The workers that were called from here, or answered with what has a graph."""
+        with self.lock:
+            return self.called | {sent.peer for sent in self.sent if sent is not None}
+
     def withdraw(self, edge: EdgeId) -> None:
         """Forget a crossing that never left. Its number is not used again."""
         with self.lock:

@@ -54,12 +54,13 @@ class Contexts:
         context = self._open.get(id)
         if context is not None:
             return context
+        unknown = f"Could not find autograd context with id: {id}"
         if id in self._closed:
             raise ContextClosed(
-                f"{spoken_context(id)} is closed on {self._name}",
+                f"{unknown}: {spoken_context(id)} is closed on {self._name}",
                 hint="backward must run inside the `with context()` block that made the graph",
             )
-        raise UsageError(f"Could not find autograd context with id: {id}")
+        raise UsageError(unknown)
 
     def close(self, id: ContextId) -> Context | None:
         """Forget it for good; the context, if it was open here."""

@@ -49,6 +49,7 @@ class Engine:
         me = agent.directory.me
         self._edge_per_message = edge_per_message
         self._agent = agent
+        self.directory = agent.directory
         self._me = me.id
         self._waiting = agent.dispatch.user.waiting
         self.contexts = Contexts(me.id, me.name)

@@ -78,6 +78,7 @@ class Ledger:
         self._into = into
         self._entries: list[_Entry] = []
         self._open: dict[torch.Tensor, Gradient] = {}
+        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.run: int | None = None
 
     @property
@@ -101,16 +102,30 @@ class Ledger:
             for leaf in list(self._open):  # a hook raised between the two of ours
                 self.after(leaf)
 
-    def before(self, leaf: torch.Tensor) -> None:
-        """The engine is about to add to this leaf."""
+    def before(self, leaf: torch.Tensor, gradient: Gradient = None) -> Gradient:
+        """The engine is about to add to this leaf; another gradient, if it should add that one.
+
+        AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
+        to two leaves is copied for both, as in torch.distributed.autograd.
+        """
         self._locks.acquire(leaf)
         own = leaf.grad
         self._open[leaf] = own
         current = own if self._into is None else self._into.get(leaf)
         copy = None if current is None else current.detach().clone()
         self._entries.append(_Entry(leaf, current, copy, _version(current)))
-        if self._into is not None:
-            leaf.grad = current
+        if self._into is None:
+            return None
+        leaf.grad = current
+        return self._apart(gradient)
+
+    def _apart(self, gradient: Gradient) -> Gradient:
+        if gradient is None:
+            return None
+        if gradient in self._given:
+            return gradient.clone()
+        self._given[gradient] = True
+        return None
 
     def maybe_after(self, leaf: torch.Tensor) -> None:
         """The engine has been at this leaf, unless a hook raised before ours could run."""
@@ -163,10 +178,12 @@ class _Before:
     def __init__(self, ledger: Ledger, leaf: torch.Tensor) -> None:
         self._ledger, self._leaf = ledger, leaf
 
-    def __call__(self, _: Any) -> None:  # noqa: ANN401
+    def __call__(self, gradients: Any) -> Any:  # noqa: ANN401
         # Also without a gradient to add: post-accumulate hooks run then too, and look at `.grad`.
-        if current_run() == self._ledger.run:
-            self._ledger.before(self._leaf)
+        if current_run() != self._ledger.run:
+            return None
+        other = self._ledger.before(self._leaf, gradients[0])
+        return None if other is None else (other,)
 
 
 class _After:

@@ -6,6 +6,9 @@
            once, one way.
     Join   takes tokens and returns a token: a shared link to several Sends.
 
+The nodes of Send and Recv have the names of their ancestors in torch, for programs that look for
+them in a graph or in a profile.
+
 Note [Links]: a Recv also hangs on the Sends of its own worker that are in its lineage. So each
 worker's local graph is the projection of the global one, and torch's engine does the right thing by
 itself: it runs what the loss reaches, a Send after every Recv that depends on it, and nothing else.
@@ -23,7 +26,7 @@ import torch
 from torch.autograd import Function
 
 from gradwire.autograd.graph import FROM_HERE, Origin
-from gradwire.autograd.torch_private import Node, backward_class
+from gradwire.autograd.torch_private import Node, backward_class, name_nodes
 from gradwire.errors import ContextClosed
 from gradwire.ids import ContextId, EdgeId, WorkerId, spoken_context
 
@@ -117,6 +120,8 @@ class Recv(Function):
 
 
 _RECV = backward_class(Recv)
+name_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
+name_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 
 
 class Joined(Function):

@@ -2,6 +2,9 @@
 
 A context variable: served functions, engine runs and callbacks get it set around them. Threads
 start empty; `contextvars.copy_context().run` carries it into one.
+
+Engine runs inside a context use the calling thread only: with a queue per device, a Send that waits
+on the CPU's thread can hide work that a node on another device is about to make ready there.
 """
 
 from __future__ import annotations
@@ -9,35 +12,52 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 
 from gradwire.autograd.graph import make_room
 from gradwire.ids import ContextId
 
-_current: ContextVar[ContextId | None] = ContextVar("gradwire context", default=None)
+
+class _Stay(NamedTuple):
+    context: ContextId
+    one_thread: torch.autograd.set_multithreading_enabled
+    """knows what was there before"""
+
+
+_current: ContextVar[_Stay | None] = ContextVar("gradwire context", default=None)
 
 
 def current_context() -> ContextId | None:
     """The context of the running code, if it is in one."""
-    return _current.get()
+    stay = _current.get()
+    return None if stay is None else stay.context
+
+
+def enter(context: ContextId) -> None:
+    """From now on this code runs in a context, until it leaves it."""
+    make_room()  # See Note [The order of waiting], graph.py
+    _current.set(_Stay(context, torch.autograd.set_multithreading_enabled(False)))
+
+
+def leave(context: ContextId) -> None:
+    """This code runs in that context no more, if it did."""
+    stay = _current.get()
+    if stay is not None and stay.context == context:
+        stay.one_thread.__exit__(None, None, None)
+        _current.set(None)
 
 
 @contextmanager
 def inside(context: ContextId | None) -> Iterator[None]:
-    """Run the block in this context.
-
-    Engine runs inside a context use the calling thread only: with a queue per device, a Send that
-    waits on the CPU's thread can hide work that a node on another device is about to make ready
-    there.
-    """
-    token = _current.set(context)
+    """Run the block in this context, or in none."""
+    token = _current.set(None)
+    if context is not None:
+        enter(context)
     try:
-        if context is None:
-            yield
-        else:
-            make_room()  # See Note [The order of waiting], graph.py
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
+        yield
     finally:
+        if context is not None:
+            leave(context)
         _current.reset(token)

@@ -139,7 +139,8 @@ def remote(
     worker = _here()
     info = worker.directory.find(to)
     target = _target(func, args, kwargs)
-    return RRef._of(worker, worker.calls.remote(info.id, target, worker.deadline(timeout)))
+    created = worker.calls.remote(info.id, target, worker.deadline(timeout))
+    return RRef._of(worker, created.hold)
 
 
 def _target(

@@ -1,46 +1,36 @@
-"""A call, both ends of it: the worker that makes it, and the one that runs the function.
-
-    call     pack, send, wait                  remote   pack, send, do not wait
-    _serve   unpack, run, pack, answer         _keep    unpack, run, keep what it returns
+"""A call, on the worker that makes it: pack, send, wait. The other end is serving.py.
 
 See docs/design.md, section 3, for the stairs it walks down here and up there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Payload
 from gradwire.agent.failure import fresh
-from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
-from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context
-from gradwire.errors import BadMessage, UsageError
-from gradwire.ids import CallId, ContextId, WorkerId
+from gradwire.errors import BadMessage
+from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.futures import Future, Landing
 from gradwire.rpc.graph_cut import warn_of_cut
+from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
 from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
-from gradwire.rpc.refs import Content, Raised, Refs, Value
+from gradwire.rpc.refs import Refs
 from gradwire.rpc.refs_state import Hold
-from gradwire.rpc.registry import Registry
 from gradwire.wire.message import Message
-
-Inside = Callable[[ContextId | None, float], AbstractContextManager[None]]
-"""The scope of a served function: this worker, its context, its deadline."""
 
 
 class Target(NamedTuple):
-    """What to run: a function's travelling name, or a dot and a method's, and its arguments."""
+    """What to run and its arguments. See Note [How a call names its function], messages.py."""
 
     name: str
     args: tuple[object, ...]
@@ -49,7 +39,14 @@ class Target(NamedTuple):
     @property
     def spoken(self) -> str:
         """Its name in errors and warnings."""
-        return self.name.replace(":", ".").lstrip(".")
+        return self.name.replace(":", ".").lstrip(".!")
+
+
+class Created(NamedTuple):
+    """A reference to a value that is being made, and the answer to the call that makes it."""
+
+    hold: Hold
+    answer: Promise[Outcome]
 
 
 @final
@@ -62,14 +59,10 @@ class Calls:
         engine: Engine,
         refs: Refs,
         parcels: Parcels,
-        registry: Registry,
-        inside: Inside,
+        manner: Manner,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
-        self._parcels, self._registry, self._inside = parcels, registry, inside
-        agent.handle(Call, self._serve, Lane.USER)
-        agent.handle(Fetch, self._serve_fetch, Lane.USER)
-        agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
+        self._parcels, self._manner = parcels, manner
         agent.kinds.add(Result)
         agent.on_late(Result, self._late)
 
@@ -83,6 +76,12 @@ class Calls:
         """Run it there; a future of what it returns."""
         return Future(self._launch(to, target, deadline), self._agent.dispatch, self._depth_of)
 
+    def failed(self, error: Exception) -> Future[Any]:
+        """The future of a call that did not leave."""
+        landed: Promise[Landing[Any]] = Promise()
+        landed.settle(Landing(error=error))
+        return Future(landed, self._agent.dispatch, self._depth_of)
+
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
 
@@ -90,7 +89,7 @@ class Calls:
         """This thread goes on with a value of its own worker that another thread may have made."""
         lift_this_thread(self._depth_of(value))
 
-    def remote(self, to: WorkerId, target: Target, deadline: float) -> Hold:
+    def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
         """Run it there and keep what it returns there."""
         here = to == self._agent.directory.me.id
         hold = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
@@ -103,7 +102,7 @@ class Calls:
             raise
         if hold.fork is not None:
             promise.on_settled(partial(self._refs.creation_ended, hold.fork))
-        return hold
+        return Created(hold, promise)
 
     def fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that lives elsewhere."""
@@ -114,7 +113,8 @@ class Calls:
         what = f"fetch of {hold.ref}"
         _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
         self._engine.called(context, hold.owner)
-        return self._wait_for(self._landed(promise, hold.owner, context, what))
+        landed = self._landed(promise, hold.owner, context, what, self._manner.of_fetch)
+        return self._wait_for(landed)
 
     def backward_from(
         self, hold: Hold, context: ContextId, *, retain_graph: bool, deadline: float
@@ -127,12 +127,12 @@ class Calls:
         with self._agent.dispatch.user.waiting():
             outcome = promise.wait()
         if isinstance(outcome, Exception):
-            raise fresh(outcome)
+            raise fresh(self._manner.of_call(outcome, self._agent.directory))
 
     def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
         context = self._engine.calling(current_context(), to)
         promise = self._send_call(to, target, context, deadline)
-        return self._landed(promise, to, context, target.spoken)
+        return self._landed(promise, to, context, target.spoken, self._manner.of_call)
 
     def _send_call(
         self,
@@ -153,7 +153,7 @@ class Calls:
             if torch.is_grad_enabled() and (
                 cut := cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
             ):
-                warn_of_cut(cut, f"the arguments of {target.spoken}")
+                warn_of_cut(len(cut), f"the arguments of {target.spoken}")
             call, promise = self._agent.request(
                 to,
                 self._message(target, packed, deadline, keep),
@@ -180,7 +180,12 @@ class Calls:
         )
 
     def _landed(
-        self, promise: Promise[Outcome], source: WorkerId, context: ContextId | None, what: str
+        self,
+        promise: Promise[Outcome],
+        source: WorkerId,
+        context: ContextId | None,
+        what: str,
+        translated: Translated,
     ) -> Promise[Landing[Any]]:
         """The answer when it comes, not yet unpacked: that is for the thread that wants it."""
         landed: Promise[Landing[Any]] = Promise()
@@ -188,7 +193,7 @@ class Calls:
 
         def settle(outcome: Outcome) -> None:
             if isinstance(outcome, Exception):
-                landed.settle(Landing(error=outcome))
+                landed.settle(Landing(error=translated(outcome, self._agent.directory)))
                 return
 
             def unpack() -> Unpacked:
@@ -217,114 +222,8 @@ class Calls:
         assert isinstance(message, Result)
         self._refs.release(message.parcel.references)
 
-    # -- the worker that is called
-
-    def _serve(self, call: Call, payload: Payload, source: Source) -> None:
-        deadline = self._agent.clock.now() + call.seconds
-        if call.keep is not None:
-            self._keep(call, call.keep, payload, source, deadline)
-            return
-        value = self._run(call, payload, source, deadline)
-        self._answer_value(source, value, call.context, deadline)
-
-    def _keep(
-        self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
-    ) -> None:
-        promise = self._refs.creation_arrived(keep.ref, keep.fork)
-        content: Content
-        try:
-            self._agent.answer(source, Done(), deadline=deadline)
-            content = Value(self._run(call, payload, source, deadline))
-        except BaseException as error:  # whoever fetches the value is told
-            content = Raised(self._agent.describe(error))
-        promise.settle(content)
-
-    def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        if call.context is not None:
-            self._engine.contexts.heard_of(call.context)
-        with self._inside(call.context, deadline), _modes(call.grad_enabled, call.inference):
-            unpacked = self._parcels.unpack(
-                call.parcel, payload, source=source.worker, context=call.context
-            )
-            function, args, kwargs = self._function(call.function, unpacked.value, deadline)
-            return function(*args, **kwargs)
-
-    def _function(
-        self, name: str, arguments: object, deadline: float
-    ) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
-        match arguments:
-            case (tuple() as args, dict() as kwargs):
-                pass
-            case _:
-                raise BadMessage("a call came without arguments")
-        if not name.startswith("."):
-            return self._registry.lookup(name), args, kwargs
-        hold = getattr(args[0], "hold", None) if args else None
-        if not isinstance(hold, Hold):
-            raise BadMessage(f"the method {name[1:]} was called on no reference")
-        value = self._refs.value_here(hold, deadline)
-        return self._registry.method(value, name[1:]), args[1:], kwargs
-
-    def _answer_value(
-        self, source: Source, value: object, context: ContextId | None, deadline: float
-    ) -> None:
-        packed = self._parcels.pack(
-            value, to=source.worker, context=context, place="result", deadline=deadline
-        )
-        call = CallId(source.worker, source.request)
-        self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
-        left = False
-        try:
-            left = self._agent.answer(
-                source, Result(packed.parcel), packed.payload, deadline=deadline
-            )
-        finally:
-            if not left:
-                self._parcels.undo(packed)
-
-    def _serve_fetch(self, fetch: Fetch, _: Payload, source: Source) -> None:
-        deadline = self._agent.clock.now() + fetch.seconds
-
-        def answer(content: Content) -> None:
-            if isinstance(content, Raised):
-                self._agent.answer(source, content.failure, deadline=deadline)
-            else:
-                self._answer_value(source, content.value, fetch.context, deadline)
-
-        def answer_later(content: Content) -> None:
-            # Each on a thread of its own: one fetcher that does not read must not hold up others.
-            job = partial(self._agent.guarded, source, partial(answer, content))
-            self._agent.dispatch.service.submit_or_run(job)
-
-        self._refs.content(fetch.ref).on_settled(answer_later)
-
-    def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
-        deadline = self._agent.clock.now() + message.seconds
-        hold = Hold(message.ref, self._agent.directory.me.id, None)
-        root = checked_root(self._refs.value_here(hold, deadline))
-        with self._inside(message.context, deadline):
-            context = self._engine.contexts.find(message.context)
-            self._engine.root.backward(context, [root], retain_graph=message.retain_graph)
-        self._agent.answer(source, Done(), deadline=deadline)
-
-
-def checked_root(value: object) -> torch.Tensor:
-    """The value of a reference as a root of backward."""
-    if not isinstance(value, torch.Tensor):
-        raise UsageError(
-            f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
-        )
-    return check_root(value)
-
 
 def _parcel_of(answer: Answer) -> tuple[Parcel, Payload]:
     if not isinstance(answer.message, Result):
         raise BadMessage(f"a call was answered by {type(answer.message).__name__}")
     return answer.message.parcel, answer.payload
-
-
-@contextmanager
-def _modes(grad_enabled: bool, inference: bool) -> Iterator[None]:
-    """The caller's modes: no_grad there is no_grad here."""
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad_enabled):
-        yield

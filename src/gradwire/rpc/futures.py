@@ -122,6 +122,26 @@ class Future(torch.futures.Future[T]):
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future
 
+    def follow(self, callback: Callable[[Future[T]], Future[S]]) -> Future[S]:
+        """Like `then` for a callback that returns a future: a future of what that one brings."""
+        _check_callable(callback)
+        following: Promise[Landing[S]] = Promise()
+        future: Future[S] = Future(following, self._pools, self._depth_of)
+
+        def pass_on(landing: Landing[S]) -> None:
+            following.settle(landing)
+
+        def run() -> None:
+            came: Landing[Future[S]] = Landing(lambda: self._in_scope(callback))
+            inner = came.unpacked()
+            if isinstance(inner, Future):
+                inner._promise.on_settled(pass_on)
+            else:
+                following.settle(Landing(error=inner))
+
+        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
+        return future
+
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call `callback(this)` when it is done."""
         _check_callable(callback)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire.agent.directory import Directory
+
+Translated = Callable[[Exception, Directory], Exception]
+
+
+def as_it_is(error: Exception, _: Directory) -> Exception:
+    """Our own errors are raised as they are."""
+    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,10 +22,20 @@ class Manner:
 
     pickle: bool = False
     """functions, arguments and results travel as pickles, their tensors beside them"""
+    reducers: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict)
+    """how to pickle values of a type, as in `copyreg`"""
     edge_per_message: bool = False
     """the tensors of one message cross together, by one edge, instead of each by its own"""
     leaves_outside_contexts: bool = False
     """a tensor that wants a gradient still does so after a crossing that nothing records"""
+    answers_when_made: bool = False
+    """`remote` is answered when the value is made, not when its making has begun"""
+    reference: type[Any] | None = None
+    """a subclass of RRef, of which references are made"""
+    of_call: Translated = as_it_is
+    """the error that a failed call raises"""
+    of_fetch: Translated = as_it_is
+    """the error that fetching a value raises"""
 
 
 NATIVE = Manner()

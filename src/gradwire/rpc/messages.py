@@ -37,7 +37,10 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 class Call(Message, frozen=True, tag=0x40):
     """Run a function. `parcel` holds (args, kwargs).
 
-    A function that starts with a dot is a method of the value that the first argument refers to.
+    Note [How a call names its function]:
+        module:name   looked up in the registry of the callee
+        .name         a method of the value that the first argument refers to
+        !name         the first argument itself, where pickles travel; the name is for people
     """
 
     function: str

@@ -18,6 +18,7 @@ from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.messages import Parcel
 from gradwire.rpc.payload import Codec
+from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
 from gradwire.wire.header import TensorHeader
@@ -48,8 +49,11 @@ class Unpacked(NamedTuple):
 class Parcels:
     """Packs and unpacks for one worker."""
 
-    def __init__(self, codec: Codec, engine: Engine, refs: Refs) -> None:
+    def __init__(
+        self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, *, leaves: bool = False
+    ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
+        self._leaves = leaves
 
     def pack(
         self,
@@ -97,12 +101,15 @@ class Parcels:
                     raise BadMessage("a message outside of any context came with edges")
                 if not self._engine.attach_recv(context, source, crossings, tensors):
                     crossings = ()
+            if self._leaves:
+                for n in cut_tensors(parcel.tensors, crossings):
+                    tensors[n].requires_grad_()
             value = self._codec.unpack(parcel.data, tensors)
         depth = max((crossing.depth for crossing in crossings), default=0)
-        return Unpacked(value, depth, cut_tensors(parcel.tensors, crossings))
+        return Unpacked(value, depth, len(cut_tensors(parcel.tensors, crossings)))
 
 
-def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> int:
-    """How many tensors of a message require grad and are recorded by no edge."""
+def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
+    """The places of the tensors in a message that require grad and are recorded by no edge."""
     recorded = {place for crossing in crossings for place in crossing.tensors}
-    return sum(h.requires_grad and n not in recorded for n, h in enumerate(headers))
+    return [n for n, h in enumerate(headers) if h.requires_grad and n not in recorded]

@@ -76,6 +76,8 @@ class Refs:
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
         self._closed = False
+        self.abandoned = False
+        """whether this worker has let go of all that lives elsewhere"""
         self.make: Made
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
@@ -270,6 +272,7 @@ class Refs:
 
     def abandon(self) -> None:
         """End every hold on values of others: this worker leaves."""
+        self.abandoned = True
         with self._lock:
             actions = self._table.abandon()
         self._perform(actions)

@@ -15,10 +15,11 @@ from gradwire.autograd.api import backward
 from gradwire.door import Door
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
-from gradwire.rpc.calls import Calls, Target, checked_root
+from gradwire.rpc.calls import Calls, Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.refs import Refs, Value
 from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.serving import checked_root
 
 T = TypeVar("T")
 
@@ -61,6 +62,10 @@ class RRef(Generic[T]):
     def _bind(self, home: Home, hold: Hold) -> None:
         self._home, self.hold = home, hold
         home.refs.watch(self, hold)
+
+    def _pack(self) -> int:
+        """It is about to travel: its place among the references of its message."""
+        return self._home.refs.pack(self.hold)
 
     # -- where it is
 
@@ -131,7 +136,7 @@ class RRef(Generic[T]):
         """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
 
         def call(to: int, target: Target, deadline: float) -> RRef[Any]:
-            return RRef._of(self._home, self._home.calls.remote(to, target, deadline))
+            return RRef._of(self._home, self._home.calls.remote(to, target, deadline).hold)
 
         return Proxy(self, call, timeout)
 

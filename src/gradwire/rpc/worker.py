@@ -28,10 +28,12 @@ from gradwire.rpc.calls import Calls
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.payload import Codec
+from gradwire.rpc.pickled import PickleCodec, sent_exception
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.registry import Registry, exception_name
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, due
+from gradwire.rpc.serving import Serving
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
@@ -61,6 +63,8 @@ class Worker:
         self._store = store  # held, as we may be the one who hosts it
         self.directory = directory
         self.name = directory.me.name
+        self.manner = manner
+        self.call_timeout = options.timeouts.call
         self._options = options
         clock = clock or MonotonicClock()
         registry = Registry(expose)
@@ -73,23 +77,33 @@ class Worker:
             self.events,
             threads=options.threads,
             limits=options.limits,
-            type_of=registry.exception_type,
+            type_of=sent_exception if manner.pickle else registry.exception_type,
             name_of=exception_name,
         )
         self._leaver = Leaver(self.agent)
+        self._serve(registry)
+        self.agent.start()
+
+    def _serve(self, registry: Registry) -> None:
+        """Build the layers above the agent; each registers what it serves."""
+        agent, options, manner = self.agent, self._options, self.manner
         self.engine = Engine(
-            self.agent,
+            agent,
             options.timeouts,
             self._inside_context,
             edge_per_message=manner.edge_per_message,
         )
-        self.refs = Refs(self.agent)
-        self.refs.make = lambda hold: RRef._of(self, hold)
-        codec = Codec(registry, options.limits)
-        codec.extend(RRef, _RREF_TAG, lambda rref: self.refs.pack(rref.hold), self.refs.unpacked)
-        parcels = Parcels(codec, self.engine, self.refs)
-        self.calls = Calls(self.agent, self.engine, self.refs, parcels, registry, self._serving)
-        self.agent.start()
+        self.refs = Refs(agent)
+        reference = manner.reference or RRef
+        self.refs.make = lambda hold: reference._of(self, hold)
+        codec: Codec | PickleCodec = Codec(registry, options.limits)
+        if manner.pickle:
+            codec = PickleCodec(manner.reducers)
+        codec.extend(reference, _RREF_TAG, reference._pack, self.refs.unpacked)
+        leaves = manner.leaves_outside_contexts
+        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
+        self.calls = Calls(agent, self.engine, self.refs, parcels, manner)
+        Serving(agent, self.engine, self.refs, parcels, registry, self._serving, manner)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
@@ -100,7 +114,7 @@ class Worker:
 
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
-        return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
+        return deadline_from(timeout, self.call_timeout, self.agent.clock.now())
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -1,0 +1,151 @@
+"""gradwire's autograd under the names of `torch.distributed.autograd`.
+
+Only names, texts and forms are here; what they do is in `gradwire.autograd`. The private names are
+those that programs and torch's own modules are known to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch.profiler import record_function
+
+from gradwire.autograd import api
+from gradwire.autograd.api import context, get_gradients
+from gradwire.autograd.api import release_context as _release_context
+from gradwire.autograd.context import Context
+from gradwire.autograd.scope import current_context
+from gradwire.errors import GradwireError, RemoteError, UsageError
+from gradwire.ids import ContextId, WorkerId, last_context_id
+from gradwire.ids import context_id as _as_int
+
+__all__ = [
+    "DistAutogradContext",
+    "_current_context",
+    "_get_debug_info",
+    "_get_max_id",
+    "_init",
+    "_is_valid_context",
+    "_new_context",
+    "_release_context",
+    "_retrieve_context",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+]
+
+_MOST_WORKERS = 1 << 16
+
+Node = torch.autograd.graph.Node
+
+
+@final
+class DistAutogradContext:
+    """One worker's part of a context: the nodes by which its graph leaves and arrives."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def _context_id(self) -> ContextId:
+        return self._context.id
+
+    def _send_functions(self) -> dict[int, Node]:
+        """By message, in the order they were sent."""
+        with self._context.lock:
+            return {
+                _as_int(sent.edge.worker, sent.edge.n): sent.node
+                for sent in self._context.sent
+                if sent is not None
+            }
+
+    def _recv_functions(self) -> dict[int, Node]:
+        """By message, in the order they arrived."""
+        with self._context.lock:
+            return {
+                _as_int(received.edge.worker, received.edge.n): received.node
+                for received in self._context.received
+            }
+
+    def _known_worker_ids(self) -> set[WorkerId]:
+        return self._context.known_workers()
+
+
+def is_available() -> bool:
+    """Always."""
+    return True
+
+
+def backward(
+    context_id: ContextId, roots: Sequence[torch.Tensor], retain_graph: bool = False
+) -> None:
+    """Differentiate scalar roots into the context's map, on every worker; see `get_gradients`.
+
+    Whatever fails on the way is a RuntimeError that says on which worker.
+    """
+    with record_function("torch::distributed::autograd::backward"):
+        try:
+            api.backward(context_id, roots, retain_graph)
+        except Exception as error:
+            if isinstance(error, UsageError) and not isinstance(error, RemoteError):
+                raise
+            raise RuntimeError(_told(error)) from error
+
+
+def _told(error: Exception) -> str:
+    """An error with the workers it came by."""
+    directory = api.door.find().directory
+    text = error.message if isinstance(error, GradwireError) else str(error)
+    if isinstance(error, RemoteError):
+        text = f"Error on Node {directory.find(error.worker).id}: {text}"
+    return f"Error on Node {directory.me.id}: {text}"
+
+
+def _init(worker_id: WorkerId) -> None:
+    """Check the number of a worker; all else comes and goes with the worker itself."""
+    if not 0 <= worker_id < _MOST_WORKERS:
+        raise UsageError(f"worker_id {worker_id} is not in 0..{_MOST_WORKERS - 1}")
+    engine = api.door.maybe_default()
+    if engine is not None and engine.directory.me.id != worker_id:
+        raise UsageError(
+            f"Container is already initialized with worker_id: {engine.directory.me.id}, "
+            f"cannot initialize with different worker_id: {worker_id}",
+            hint="call shutdown() first",
+        )
+
+
+def _new_context() -> DistAutogradContext:
+    return DistAutogradContext(api.new_context())
+
+
+def _retrieve_context(context_id: ContextId) -> DistAutogradContext:
+    return DistAutogradContext(api.door.find().contexts.find(context_id))
+
+
+def _is_valid_context(context_id: ContextId) -> None:
+    """Raises if it is not."""
+    api.door.find().contexts.find(context_id)
+
+
+def _current_context() -> DistAutogradContext:
+    current = current_context()
+    if current is None:
+        raise UsageError(
+            "Current thread doesn't have a valid autograd context",
+            hint="make the call inside `with context() as context_id:`",
+        )
+    return _retrieve_context(current)
+
+
+def _get_max_id() -> ContextId:
+    return last_context_id(api.door.find().directory.me.id)
+
+
+def _get_debug_info() -> dict[str, int]:
+    engine = api.door.find()
+    return {
+        "num_current_backward_passes": len(engine.passes),
+        "num_autograd_contexts": len(engine.contexts),
+    }

@@ -1,0 +1,57 @@
+"""Functions that answer later: they return a future, and its value is the answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from gradwire.errors import UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MARK = "_wrapped_async_rpc_function"
+
+
+def async_execution(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function return a future; whoever calls it gets what the future brings.
+
+    No thread waits for it meanwhile. Goes below @staticmethod and @classmethod.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+    setattr(wrapper, _MARK, function)
+    return wrapper
+
+
+def answers_later(function: Callable[..., object]) -> bool:
+    """Whether it was decorated with `async_execution`."""
+    return hasattr(function, _MARK)
+
+
+class Later(NamedTuple):
+    """An answer that a future will bring."""
+
+    future: torch.futures.Future[Any]
+
+
+def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
+    """What the function returns; Later, if it is one that answers later."""
+    value = function(*args, **kwargs)
+    if not answers_later(function):
+        return value
+    if isinstance(value, torch._C.Future):
+        return Later(value)  # type: ignore[arg-type]
+    kind = type(value)
+    name = getattr(function, "__qualname__", repr(function))
+    raise UsageError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+        f"but got {kind.__module__}.{kind.__qualname__}",
+        hint=f"return the future itself from {name}, not what it brings",
+    )

@@ -1,0 +1,166 @@
+"""Values of any kind, as a pickle with its tensors and references beside it. Not for strangers.
+
+Whoever may send a pickle may run anything here. A worker packs and unpacks this way only if its
+manner says so, which is how programs written for torch.distributed.rpc send what they like.
+
+Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
+nn.Parameter among the arguments or in their containers, and arrives as a plain tensor. Inside
+another object, such as a module, it is copied with that object, and its graph ends there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, TypeVar, final
+
+from torch import Tensor, nn
+
+from gradwire.errors import BadMessage, CannotTravel, GradwireError
+from gradwire.rpc.payload import Packed
+
+T = TypeVar("T")
+Reducers = Mapping[type, Callable[[Any], Any]]
+_TENSOR = -1
+_CONTAINERS = (list, tuple, set, frozenset)
+
+
+@final
+class PickleCodec:
+    """Packs and unpacks like `Codec`, whatever the value is."""
+
+    def __init__(self, reducers: Reducers | None = None) -> None:
+        self._reducers: Reducers = {} if reducers is None else reducers
+        self._packers: dict[type, tuple[int, Callable[[Any], object]]] = {}
+        self._unpackers: dict[int, Callable[[Any], object]] = {}
+
+    def extend(
+        self,
+        kind: type[T],
+        tag: int,
+        pack: Callable[[T], object],
+        unpack: Callable[[Any], object],
+    ) -> None:
+        """Let values of exactly this type travel as what `pack` makes of them."""
+        self._packers[kind] = tag, pack
+        self._unpackers[tag] = unpack
+
+    def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
+        """The value as a pickle and its tensors; raises CannotTravel."""
+        data = io.BytesIO()
+        parameters = {id(parameter) for parameter in _parameters(value)}
+        pickler = _Pickler(data, self._packers, self._reducers, parameters)
+        try:
+            pickler.dump(value)
+        except GradwireError:
+            raise
+        except Exception as error:
+            name = place if isinstance(place, str) else "the arguments"
+            raise CannotTravel(f"{name}: {type(error).__name__}: {error}") from error
+        return Packed(data.getvalue(), pickler.tensors)
+
+    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed."""
+        try:
+            return _Unpickler(io.BytesIO(data), self._unpackers, tensors).load()
+        except GradwireError:
+            raise
+        except (AttributeError, ImportError) as error:
+            raise BadMessage(
+                f"{error}. Default RPC pickler does not serialize function code. "
+                "Ensure that UDFs are defined on both caller and callee modules."
+            ) from error
+        except Exception as error:
+            raise BadMessage(f"a pickle does not load: {type(error).__name__}: {error}") from error
+
+
+def sent_exception(name: str) -> type[BaseException] | None:
+    """The exception of that name, wherever it is defined: who sends pickles may name anything."""
+    home, _, qualname = name.partition(":")
+    try:
+        found = pickle._getattribute(importlib.import_module(home), qualname)[0]  # type: ignore[attr-defined]
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        packers: dict[type, tuple[int, Callable[[Any], object]]],
+        reducers: Reducers,
+        parameters: set[int],
+    ) -> None:
+        super().__init__(file)
+        self._packers, self._reducers, self._parameters = packers, reducers, parameters
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: object) -> object:
+        """What travels beside the pickle: the same tensor only once."""
+        kind = type(value)
+        if kind is Tensor or (kind is nn.Parameter and id(value) in self._parameters):
+            assert isinstance(value, Tensor)
+            if id(value) not in self._places:
+                self._places[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return _TENSOR, self._places[id(value)]
+        extension = self._packers.get(kind)
+        if extension is None:
+            return None
+        tag, pack = extension
+        return tag, pack(value)
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        """How to pickle what has a reducer; functions without a name, where cloudpickle can."""
+        reducer = self._reducers.get(type(value))
+        if reducer is not None:
+            return reducer(value)
+        if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
+            import cloudpickle
+
+            return pickle.loads, (cloudpickle.dumps(value),)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        unpackers: dict[int, Callable[[Any], object]],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        super().__init__(file)
+        self._unpackers, self._tensors = unpackers, tensors
+
+    def persistent_load(self, said: Any) -> object:  # noqa: ANN401
+        """What came beside the pickle."""
+        tag, data = said
+        return self._tensors[data] if tag == _TENSOR else self._unpackers[tag](data)
+
+
+def _parameters(value: object, seen: set[int] | None = None) -> Iterator[nn.Parameter]:
+    """The parameters among the arguments. See Note [Parameters]."""
+    seen = set() if seen is None else seen
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif type(value) in _CONTAINERS or type(value) is dict:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        inside = value.values() if isinstance(value, dict) else value
+        for one in inside:  # type: ignore[attr-defined]
+            yield from _parameters(one, seen)
+
+
+def _is_nameless(function: FunctionType) -> bool:
+    return "<lambda>" in function.__qualname__ or "<locals>" in function.__qualname__
+
+
+def _has_cloudpickle() -> bool:
+    return importlib.util.find_spec("cloudpickle") is not None

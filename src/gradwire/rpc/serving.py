@@ -1,0 +1,211 @@
+"""A call, on the worker that runs the function: unpack, run, pack, answer.
+
+_serve   answers with what the function returns; one marked async_execution, with what its
+         future brings
+_keep    keeps it here instead, for those who hold a reference to it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+
+from gradwire.agent.agent import Agent
+from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.messages import Done
+from gradwire.autograd.api import check_root
+from gradwire.autograd.engine import Engine
+from gradwire.errors import BadMessage, NotExposed, UsageError
+from gradwire.ids import CallId, ContextId
+from gradwire.rpc.asynchronous import Later, result_of
+from gradwire.rpc.manner import Manner
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
+from gradwire.rpc.parcels import Parcels
+from gradwire.rpc.refs import Content, Raised, Refs, Value
+from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.registry import Registry
+
+Inside = Callable[[ContextId | None, float], AbstractContextManager[None]]
+"""The scope of a served function: this worker, its context, its deadline."""
+Use = Callable[[Content], None]
+
+
+class _Ready(NamedTuple):
+    """A function that was looked up, and its arguments."""
+
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+
+@final
+class Serving:
+    """What the peers of one worker ask it to run."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        engine: Engine,
+        refs: Refs,
+        parcels: Parcels,
+        registry: Registry,
+        inside: Inside,
+        manner: Manner,
+    ) -> None:
+        self._agent, self._engine, self._refs = agent, engine, refs
+        self._parcels, self._registry, self._inside = parcels, registry, inside
+        self._manner = manner
+        agent.handle(Call, self._serve, Lane.USER)
+        agent.handle(Fetch, self._serve_fetch, Lane.USER)
+        agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
+
+    def _serve(self, call: Call, payload: Payload, source: Source) -> None:
+        deadline = self._agent.clock.now() + call.seconds
+        if call.keep is not None:
+            self._keep(call, call.keep, payload, source, deadline)
+            return
+
+        def answer(content: Content) -> None:
+            self._answer_content(source, content, call.context, deadline)
+
+        value = self._run(call, payload, source, deadline, partial(self._guard, source, answer))
+        if value is not None:
+            answer(value)
+
+    def _keep(
+        self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
+    ) -> None:
+        promise = self._refs.creation_arrived(keep.ref, keep.fork)
+        at_once = not self._manner.answers_when_made
+
+        def settle(content: Content) -> None:
+            promise.settle(content)
+            if not at_once:
+                self._agent.answer(source, Done(), deadline=deadline)
+
+        try:
+            if at_once:
+                self._agent.answer(source, Done(), deadline=deadline)
+            content = self._run(call, payload, source, deadline, settle)
+        except BaseException as error:  # whoever fetches the value is told
+            content = Raised(self._agent.describe(error))
+        if content is not None:
+            settle(content)
+
+    def _run(
+        self, call: Call, payload: Payload, source: Source, deadline: float, later: Use
+    ) -> Content | None:
+        """What the function returned; None if it will be handed to `later`."""
+        if call.context is not None:
+            self._engine.contexts.heard_of(call.context)
+        with self._inside(call.context, deadline), _modes(call.grad_enabled, call.inference):
+            unpacked = self._parcels.unpack(
+                call.parcel, payload, source=source.worker, context=call.context
+            )
+            ready = self._function(call.function, unpacked.value, deadline)
+            value = result_of(ready.function, *ready.args, **ready.kwargs)
+        if not isinstance(value, Later):
+            return Value(value)
+        value.future.add_done_callback(lambda done: later(self._brought(done)))
+        return None
+
+    def _brought(self, future: torch.futures.Future[Any]) -> Content:
+        try:
+            return Value(future.value())
+        except BaseException as error:  # the asker is told
+            return Raised(self._agent.describe(error))
+
+    def _guard(self, source: Source, answer: Use, content: Content) -> None:
+        """Answer from a thread of ours: a future is completed by any, even one that reads."""
+        job = partial(self._agent.guarded, source, partial(answer, content))
+        self._agent.dispatch.service.submit_or_run(job)
+
+    def _function(self, name: str, arguments: object, deadline: float) -> _Ready:
+        match arguments:
+            case (tuple() as args, dict() as kwargs):
+                pass
+            case _:
+                raise BadMessage("a call came without arguments")
+        if name.startswith("!"):
+            return self._sent(name, args, kwargs)
+        if not name.startswith("."):
+            return _Ready(self._registry.lookup(name), args, kwargs)
+        hold = getattr(args[0], "hold", None) if args else None
+        if not isinstance(hold, Hold):
+            raise BadMessage(f"the method {name[1:]} was called on no reference")
+        value = self._refs.value_here(hold, deadline)
+        return _Ready(self._registry.method(value, name[1:]), args[1:], kwargs)
+
+    def _sent(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> _Ready:
+        if not self._manner.pickle:
+            me = self._agent.directory.me.name
+            raise NotExposed(
+                f"{name[1:]} was sent to {me} as a function, not by its name",
+                hint="functions travel as names; both workers must be of one manner",
+            )
+        if not args or not callable(args[0]):
+            raise BadMessage(f"the function {name[1:]} did not come with its call")
+        return _Ready(args[0], args[1:], kwargs)
+
+    def _answer_content(
+        self, source: Source, content: Content, context: ContextId | None, deadline: float
+    ) -> None:
+        if isinstance(content, Raised):
+            self._agent.answer(source, content.failure, deadline=deadline)
+        else:
+            self._answer_value(source, content.value, context, deadline)
+
+    def _answer_value(
+        self, source: Source, value: object, context: ContextId | None, deadline: float
+    ) -> None:
+        packed = self._parcels.pack(
+            value, to=source.worker, context=context, place="result", deadline=deadline
+        )
+        call = CallId(source.worker, source.request)
+        self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
+        left = False
+        try:
+            left = self._agent.answer(
+                source, Result(packed.parcel), packed.payload, deadline=deadline
+            )
+        finally:
+            if not left:
+                self._parcels.undo(packed)
+
+    def _serve_fetch(self, fetch: Fetch, _: Payload, source: Source) -> None:
+        deadline = self._agent.clock.now() + fetch.seconds
+
+        def answer(content: Content) -> None:
+            self._answer_content(source, content, fetch.context, deadline)
+
+        # Each on a thread of its own: one fetcher that does not read must not hold up others.
+        self._refs.content(fetch.ref).on_settled(partial(self._guard, source, answer))
+
+    def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
+        deadline = self._agent.clock.now() + message.seconds
+        hold = Hold(message.ref, self._agent.directory.me.id, None)
+        root = checked_root(self._refs.value_here(hold, deadline))
+        with self._inside(message.context, deadline):
+            context = self._engine.contexts.find(message.context)
+            self._engine.root.backward(context, [root], retain_graph=message.retain_graph)
+        self._agent.answer(source, Done(), deadline=deadline)
+
+
+def checked_root(value: object) -> torch.Tensor:
+    """The value of a reference as a root of backward."""
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
+        )
+    return check_root(value)
+
+
+@contextmanager
+def _modes(grad_enabled: bool, inference: bool) -> Iterator[None]:
+    """The caller's modes: no_grad there is no_grad here."""
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad_enabled):
+        yield
