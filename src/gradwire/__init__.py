@@ -22,6 +22,7 @@ from gradwire.errors import (
     WrongType,
 )
 from gradwire.launch.run import run
+from gradwire.nn.remote_module import RemoteModule
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
 from gradwire.rpc.asynchronous import async_execution
@@ -50,6 +51,7 @@ __all__ = [  # in the order one learns them
     # keep something elsewhere
     "remote",
     "RRef",
+    "RemoteModule",
     # differentiate through all of it
     "context",
     "backward",

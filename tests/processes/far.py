@@ -10,6 +10,8 @@ import warnings
 import weakref
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 import gradwire
 from gradwire.compat import autograd as dist_autograd
@@ -221,3 +223,30 @@ def close_output(error):
     if error:
         raise Refused(error)
     return "returned"
+
+
+def gradients_of(module, context=None):
+    """Of a module here that is referred to: what is in `.grad`, or in a context's map."""
+    found = {} if context is None else gradwire.get_gradients(context)
+    parameters = module.local_value().parameters()
+    return [p.grad if context is None else found.get(p) for p in parameters]
+
+
+def used(module, x):
+    """A remote module that came here in a call, called from here."""
+    return here(), module(x)
+
+
+def profile_yourself() -> None:
+    """From now on, until `profiled`, whatever thread it is on."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    kept = profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+    _kept["profile"] = kept
+    kept.start()
+
+
+def profiled() -> list[str]:
+    """The names in it."""
+    kept = _kept.pop("profile")
+    kept.stop()
+    return [event.name for event in kept.events()]

@@ -20,6 +20,7 @@ from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.autograd import crossing
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
+from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.ledger import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
@@ -57,6 +58,7 @@ class Engine:
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         self._served = Served(agent, self.contexts, self.passes, locks, inside)
+        self._forgetting = Forgetting(agent)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
@@ -207,8 +209,7 @@ class Engine:
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None:
-            limit = self._agent.clock.now() + 10.0
-            self._agent.tell(peer, Forget(id), deadline=limit)
+            self._forgetting.tell(peer, id)
 
     def open(self) -> Context:
         """A new context, opened here."""
@@ -225,12 +226,8 @@ class Engine:
             # What began elsewhere is ended by its root, which knows whether it ended well.
             if running.id.worker == self._me or running.ledger is None:
                 self.passes.over(running)
-        limit = self._agent.clock.now() + 10.0
         for worker in context.called - {self._me}:
-            try:
-                self._agent.tell(worker, Forget(id), deadline=limit)
-            except GradwireError:  # lost: it drops its contexts by itself
-                self._agent.events.emit("unforgotten", spoken_context(id))
+            self._forgetting.tell(worker, id)
 
     def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
         self.close(message.context)

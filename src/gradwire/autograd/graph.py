@@ -27,6 +27,7 @@ from gradwire.autograd.lineage import NOTHING, Lineage, union
 from gradwire.autograd.torch_private import (
     AccumulateGrad,
     Node,
+    is_ddp_sink,
     is_reentrant_checkpoint,
     sequence_number,
     set_sequence_number,
@@ -39,6 +40,8 @@ class Landmarks(NamedTuple):
     accumulators: list[Node]
     checkpoints: list[Node]
     """those whose backward runs a backward of its own"""
+    sinks: list[Node]
+    """those of data-parallel modules that may not use all of their parameters"""
 
 
 class Origin(NamedTuple):
@@ -68,10 +71,11 @@ class Walk:
         self._known: dict[Node, Origin] = {}
         self._accumulators: list[Node] = []
         self._checkpoints: list[Node] = []
+        self._sinks: list[Node] = []
 
     def landmarks(self) -> Landmarks:
         """What it has met so far."""
-        return Landmarks(list(self._accumulators), list(self._checkpoints))
+        return Landmarks(list(self._accumulators), list(self._checkpoints), list(self._sinks))
 
     def origin(self, nodes: Iterable[Node | None]) -> Origin:
         """What these depend on together; lifts every node on the way.
@@ -97,6 +101,8 @@ class Walk:
                 lift(node, origin.depth)
                 if is_reentrant_checkpoint(node):
                     self._checkpoints.append(node)
+                elif is_ddp_sink(node):
+                    self._sinks.append(node)
             known[node] = origin
         return _together([known[node] for node in roots])
 

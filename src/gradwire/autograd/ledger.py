@@ -7,9 +7,11 @@ DDP puts there. Around each of them stand two hooks of ours, for the time of one
     to the map   before: put what the context has so far in the place of `.grad`
                  after: take the sum out again, and put `.grad` back
 
-So hooks see the gradient of the context where they look for it. A leaf is locked between the two,
-as runs of several contexts may meet on it. A plain local backward or an optimizer does not take
-that lock: it must not use a leaf's `.grad` while another thread differentiates into a map.
+So hooks see the gradient of the context where they look for it. So do the callbacks that run when
+the engine is through, in which DDP's reducer writes its averages: for their time all leaves of the
+run are open again. A leaf is locked while it is open, as runs of several contexts may meet on it. A
+plain local backward or an optimizer does not take that lock: it must not use a leaf's `.grad` while
+another thread differentiates into a map.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Ledger:
         finally:
             for handle in handles:
                 handle.remove()
-            for leaf in list(self._open):  # a hook raised between the two of ours
+            for leaf in list(self._open):  # reopened, or a hook raised between the two of ours
                 self.after(leaf)
 
     def before(self, leaf: torch.Tensor, gradient: Gradient = None) -> Gradient:
@@ -145,6 +147,21 @@ class Ledger:
                 self._into[leaf] = leaf.grad
             leaf.grad = own
         self._locks.of(leaf).release()
+
+    def reopen(self, others: Iterable[torch.Tensor]) -> None:
+        """The engine is through, its callbacks are not: they may write to these leaves too.
+
+        In one order for all runs, since here a run holds more than one lock.
+        """
+        touched = {id(entry.leaf): entry.leaf for entry in self._entries}
+        for leaf in sorted((touched | {id(leaf): leaf for leaf in others}).values(), key=id):
+            if id(leaf) not in touched:
+                self.before(leaf)
+                continue
+            self._locks.acquire(leaf)
+            self._open[leaf] = leaf.grad
+            if self._into is not None:
+                leaf.grad = self._into.get(leaf)
 
     def keep(self) -> None:
         """The pass has ended well."""

@@ -12,7 +12,7 @@ import torch
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.promise import Promise
-from gradwire.autograd import run
+from gradwire.autograd import profiling, run
 from gradwire.autograd.context import Context, Received
 from gradwire.autograd.ledger import LeafLocks, Ledger
 from gradwire.autograd.lineage import Lineage, bits_to_wire, union
@@ -98,7 +98,8 @@ class Root:
             self._begin(running, union(r.lineage for r in reached), None, TO_MAP)
 
         try:
-            run.accumulate(roots, ledger, landmarks, enter, retain_graph=retain_graph)
+            with profiling.span("gradwire backward of %s", context):
+                run.accumulate(roots, ledger, landmarks, enter, retain_graph=retain_graph)
         except BaseException:
             ledger.undo()
             raise

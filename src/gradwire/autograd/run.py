@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,12 @@ import torch
 from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.nodes import Entrance
-from gradwire.autograd.torch_private import set_sequence_number, will_execute
+from gradwire.autograd.torch_private import (
+    replica_parameters,
+    set_sequence_number,
+    when_run_ends,
+    will_execute,
+)
 from gradwire.errors import UsageError
 
 _BEFORE_ALL = 1 << 62
@@ -36,6 +42,9 @@ def accumulate(
                 "which writes to .grad and not to the context's map",
                 hint="use checkpoint(…, use_reentrant=False), or call loss.backward()",
             )
+        sinks = [node for node in landmarks.sinks if will_execute(node)]
+        unused = [leaf for sink in sinks for leaf in replica_parameters(sink)]
+        when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
 
     entrance, _ = _entrance(checked)
     roots = [*tokens, entrance]

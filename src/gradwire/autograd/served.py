@@ -12,7 +12,7 @@ import torch
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
-from gradwire.autograd import run
+from gradwire.autograd import profiling, run
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.graph import Landmarks
@@ -99,7 +99,8 @@ class Served:
             return
         tokens = [s.token for s in sent]
         how = {"retain_graph": start.retain_graph, "create_graph": start.create_graph}
-        with torch.inference_mode(False):
+        span = profiling.span("gradwire backward %s of %s", running.id, running.context)
+        with torch.inference_mode(False), span:
             if start.destination == NOWHERE:
                 run.run_towards([r.anchor for r in received], tokens, enter, **how)
             else:

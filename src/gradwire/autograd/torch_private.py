@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable, forward_ad, profiler
+from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.checkpoint import CheckpointFunction
 
 Node = torch.autograd.graph.Node
@@ -23,6 +24,8 @@ _NEEDED = (
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.graph.Node._sequence_nr",
     "torch.autograd.forward_ad._current_level",
+    "torch.autograd._profiler_enabled",
+    "torch.autograd.profiler._is_profiler_enabled",
 )
 
 
@@ -51,10 +54,21 @@ if lacking := missing_names():
 
 AccumulateGrad = cast(type[Node], _find("torch._C._functions.AccumulateGrad"))
 _task_id = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
+_profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
 _will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
 _keep_graph = cast(
     Callable[[], bool], _find("torch._C._autograd._get_current_graph_task_keep_graph")
 )
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's may see what this thread does.
+
+    One that watches all threads says so to the process, an older one to its own thread only.
+
+    hot: asked at both ends of each call
+    """
+    return profiler._is_profiler_enabled or _profiler_enabled()
 
 
 def current_run() -> int:
@@ -95,6 +109,17 @@ def is_reentrant_checkpoint(node: Node) -> bool:
     return isinstance(node, _CHECKPOINT)
 
 
+def is_ddp_sink(node: Node) -> bool:
+    """Whether a node is what DDP puts behind the outputs of a module that may not use all of it."""
+    return isinstance(node, _SINK)
+
+
+def replica_parameters(sink: Node) -> list[torch.Tensor]:
+    """The parameters whose gradients DDP's reducer may write, also if the graph has them not."""
+    replica = cast(Any, sink).ddp_weakref()
+    return [] if replica is None else [p for p in replica.parameters() if p.requires_grad]
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a derivative of forward-mode differentiation."""
     dual = cast(Any, forward_ad)
@@ -113,3 +138,4 @@ def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
 
 
 _CHECKPOINT = backward_class(CheckpointFunction)
+_SINK = backward_class(_DDPSink)

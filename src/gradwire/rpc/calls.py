@@ -5,6 +5,7 @@ See docs/design.md, section 3, for the stairs it walks down here and up there.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -24,6 +25,7 @@ from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
 from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
+from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.refs_state import Hold
 from gradwire.wire.message import Message
@@ -70,11 +72,18 @@ class Calls:
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """Run it there and return what it returned, or raise what it raised."""
-        return self._wait_for(self._launch(to, target, deadline))
+        with self._span("sync", target, to):
+            return self._wait_for(self._launch(to, target, deadline))
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
-        return Future(self._launch(to, target, deadline), self._agent.dispatch, self._depth_of)
+        with self._span("async", target, to):
+            landed = self._launch(to, target, deadline)
+        return Future(landed, self._agent.dispatch, self._depth_of)
+
+    def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
+        directory = self._agent.directory
+        return call_span(kind, target.name, directory.me.name, directory.name(to))
 
     def failed(self, error: Exception) -> Future[Any]:
         """The future of a call that did not leave."""
@@ -96,7 +105,8 @@ class Calls:
         try:
             context = self._engine.calling(current_context(), to)
             keep = Kept(hold.ref, hold.fork)
-            promise = self._send_call(to, target, context, deadline, keep)
+            with self._span("remote", target, to):
+                promise = self._send_call(to, target, context, deadline, keep)
         except BaseException:
             self._refs.creation_undone(hold)
             raise
@@ -106,6 +116,11 @@ class Calls:
 
     def fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that lives elsewhere."""
+        directory = self._agent.directory
+        with fetch_span(directory.me.name, directory.name(hold.owner)):
+            return self._fetch(hold, deadline)
+
+    def _fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
         self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
         seconds = deadline - self._agent.clock.now()

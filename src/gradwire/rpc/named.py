@@ -18,7 +18,7 @@ from collections.abc import Collection
 from enum import Enum, Flag
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
-from typing import TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -37,6 +37,17 @@ _RETURN_TYPES = {
 _IS_HEAP_TYPE = 1 << 9
 
 
+class Traveller(Protocol):
+    """Of a layer above: travels as a few values that are not all it has."""
+
+    def _travel_parts(self) -> tuple[object, ...]:
+        """What it is made of; anything that travels."""
+
+    @classmethod
+    def _from_parts(cls, *parts: Any) -> object:  # noqa: ANN401
+        """The same again; has to check what a peer sent."""
+
+
 def maybe_packer(kind: type) -> Packer | None:
     """How values of a type met for the first time are packed, if they travel by a name at all."""
     if issubclass(kind, type):
@@ -47,6 +58,8 @@ def maybe_packer(kind: type) -> Packer | None:
         return _pack_named_tuple if hasattr(kind, "_fields") else None
     if dataclasses.is_dataclass(kind) and _is_made_of_fields(kind):
         return _pack_dataclass
+    if hasattr(kind, "_travel_parts"):
+        return _pack_parts
     return None
 
 
@@ -190,6 +203,18 @@ def _unpack_return_type(walk: Unpacking, node: Node) -> object:
     return kind(walk.children(node, 2))
 
 
+def _pack_parts(walk: Packing, value: Traveller) -> object:
+    node: Node = [tags.PARTS, walk.name_of(type(value))]
+    return walk.children(node, value, value._travel_parts(), _by_position)
+
+
+def _unpack_parts(walk: Unpacking, node: Node) -> object:
+    kind = _class(walk, node[1], object)
+    if not hasattr(kind, "_travel_parts"):
+        raise BadMessage(f"{node[1]} is not made of parts here")
+    return cast(type[Traveller], kind)._from_parts(*walk.children(node, 2))
+
+
 PACKERS: dict[type, Packer] = {
     FunctionType: _pack_named,
     BuiltinFunctionType: _pack_named,
@@ -204,4 +229,5 @@ UNPACKERS: dict[int, Unpacker] = {
     tags.NAMED_TUPLE: _unpack_named_tuple,
     tags.DATACLASS: _unpack_dataclass,
     tags.RETURN_TYPE: _unpack_return_type,
+    tags.PARTS: _unpack_parts,
 }

@@ -25,6 +25,7 @@ from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.manner import Manner
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
 from gradwire.rpc.parcels import Parcels
+from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Content, Raised, Refs, Value
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
@@ -107,7 +108,8 @@ class Serving:
                 call.parcel, payload, source=source.worker, context=call.context
             )
             ready = self._function(call.function, unpacked.value, deadline)
-            value = result_of(ready.function, *ready.args, **ready.kwargs)
+            with function_span(call.function):
+                value = result_of(ready.function, *ready.args, **ready.kwargs)
         if not isinstance(value, Later):
             return Value(value)
         value.future.add_done_callback(lambda done: later(self._brought(done)))

@@ -1,0 +1,1 @@
+"""Modules that live on another worker."""

@@ -1,0 +1,303 @@
+"""RemoteModule: a module that lives on another worker and is used like one of this worker's.
+
+What it does there is in owner.py. A class above this one that wants another behaviour replaces the
+methods of "what may differ".
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from gradwire.errors import BadMessage, RemoteError, UsageError
+from gradwire.nn import owner
+from gradwire.nn.place import Place, parse_place
+from gradwire.rpc.api import get_worker_info, remote, rpc_async, rpc_sync
+from gradwire.rpc.futures import Future
+from gradwire.rpc.registry import expose
+from gradwire.rpc.rref import RRef
+
+Maker = Callable[..., nn.Module]
+Parameters = list[RRef[nn.Parameter]]
+
+_PLACED = "its device is part of its name, and its dtype an argument of its class"
+_MADE_THERE = "do it in the module's own class, or in an exposed function on its worker"
+
+
+def _refused(method: str, hint: str) -> Any:  # noqa: ANN401
+    def refuse(self: RemoteModule, *_: object, **__: object) -> NoReturn:
+        self._refuse(method, hint)
+
+    refuse.__name__, refuse.__doc__ = method, "Refused: it is not for a module elsewhere."
+    return refuse
+
+
+@expose
+class RemoteModule(nn.Module):
+    """`RemoteModule("w1/cuda:0", nn.Linear, (8, 4))`: a Linear on w1, used from here.
+
+    Calling it runs its forward there, as part of the graph inside `context()`. `train`, `eval`,
+    `requires_grad_`, `zero_grad`, `state_dict` and `load_state_dict` act on the module there, also
+    as part of a module here that holds this one. Its parameters stay there: `remote_parameters()`
+    and `parameters()` are references to them. It travels in calls, and stands for the same module
+    wherever it arrives. What its class raises, the first use of it raises.
+    """
+
+    on: str
+    """the name of the worker"""
+    device: str
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Maker,
+        args: tuple[object, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        place = self._parse(remote_device)
+        self.on, self.device = get_worker_info(place.worker).name, place.device
+        made = (module_cls, tuple(args or ()), dict(kwargs or {}), place.device)
+        self.module_rref = remote(self.on, self._creator(), made)
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
+        """One for a module that exists: where it is, and a reference to it."""
+        place = cls._parse(remote_device)
+        worker = get_worker_info(place.worker).name
+        cls._check_place(worker, module_rref)
+        return cls._from_parts(worker, place.device, True, module_rref)
+
+    # -- run it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the module's forward on its worker and return what it returned.
+
+        Tensors are brought to its device, and come back to the CPU.
+        """
+        return self._ask(owner.forward, self.device, *args, **kwargs)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        """Like `forward`, but returns a future at once."""
+        there = self.module_rref.owner()
+        return rpc_async(there, owner.forward, (self.module_rref, self.device, *args), kwargs)
+
+    def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        there = self.module_rref.owner()
+        return rpc_sync(there, func, (self.module_rref, *args), kwargs)
+
+    # -- its parts
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """A reference to the module itself."""
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> Parameters:
+        """References to its parameters, as an optimizer for several workers takes them."""
+        named: owner.Named = self._ask(owner.named_parameters, "", recurse, True)
+        return [rref for _, rref in named]
+
+    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
+        """The same, one by one."""
+        return iter(self.remote_parameters(recurse))
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        """References to its parameters, with their names."""
+        return iter(self._ask(owner.named_parameters, prefix, recurse, remove_duplicate))
+
+    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        """References to its buffers."""
+        return iter([rref for _, rref in self.named_buffers(recurse=recurse)])
+
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
+        """References to its buffers, with their names."""
+        return iter(self._ask(owner.named_buffers, prefix, recurse, remove_duplicate))
+
+    # -- its mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the module there. `training` is what was last set through this object."""
+        self._ask(owner.train, mode)
+        self.training = mode
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Say whether its parameters there get gradients."""
+        self._ask(owner.require_grad, requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `.grad` of its parameters there."""
+        self._ask(owner.zero_grad, set_to_none)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Apply a function that is exposed on its worker to it and all modules in it."""
+        self._ask(owner.apply, fn)
+        return self
+
+    # -- its state
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: owner.State | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> owner.State:
+        """A copy of its state."""
+        state: owner.State = self._ask(owner.state_dict, self.device, prefix, keep_vars)
+        if destination is None:
+            return state
+        destination.update(state)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(state._metadata)  # type: ignore[attr-defined]
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Copy a state into the module there."""
+        state = _detached(state_dict, getattr(state_dict, "_metadata", None))
+        missing, unexpected = self._ask(owner.load_state_dict, self.device, state, strict, assign)
+        return _IncompatibleKeys(missing, unexpected)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        _strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Our part of the state of a module that holds this one."""
+        metadata = dict(local_metadata)
+        assign = bool(metadata.pop("assign_to_params_buffers", False))
+        mine = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        state = _detached(mine, {"": metadata})
+        try:
+            missing, unexpected = self.load_state_dict(state, strict=False, assign=assign)
+        except RemoteError as error:
+            error_msgs.append(f"{prefix}: {error.message}")
+            return
+        missing_keys += [prefix + key for key in missing]
+        unexpected_keys += [prefix + key for key in unexpected]
+
+    # -- what it is not
+
+    to = _refused("to", _PLACED)
+    to_empty = _refused("to_empty", _PLACED)
+    cpu = _refused("cpu", _PLACED)
+    cuda = _refused("cuda", _PLACED)
+    ipu = _refused("ipu", _PLACED)
+    xpu = _refused("xpu", _PLACED)
+    mtia = _refused("mtia", _PLACED)
+    type = _refused("type", _PLACED)
+    float = _refused("float", _PLACED)
+    double = _refused("double", _PLACED)
+    half = _refused("half", _PLACED)
+    bfloat16 = _refused("bfloat16", _PLACED)
+    share_memory = _refused("share_memory", _PLACED)
+    register_parameter = _refused("register_parameter", _MADE_THERE)
+    register_buffer = _refused("register_buffer", _MADE_THERE)
+    add_module = _refused("add_module", _MADE_THERE)
+    children = _refused("children", _MADE_THERE)
+    named_children = _refused("named_children", _MADE_THERE)
+
+    def _apply(self, _fn: Callable[..., Any], _recurse: bool = True) -> Self:
+        """A module that holds this one is moved; this one is not."""
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        if isinstance(value, nn.Parameter | nn.Module):
+            self._refuse(f"{name} = …", _MADE_THERE)
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        where = f"{self.__dict__.get('on')}/{self.__dict__.get('device')}"
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r} here: "
+            f"the module itself is on {where}\n"
+            f"hint: read it there, in an exposed function that takes get_module_rref()"
+        )
+
+    def extra_repr(self) -> str:
+        """Where it is."""
+        return f"on={self.on!r}, device={self.device!r}"
+
+    # -- travelling
+
+    def _travel_parts(self) -> tuple[object, ...]:
+        return self.on, self.device, self.training, self.module_rref
+
+    @classmethod
+    def _from_parts(
+        cls, on: str, device: str, training: bool, module_rref: RRef[nn.Module]
+    ) -> Self:
+        kinds = [type(part) for part in (on, device, training)]
+        if kinds != [str, str, bool] or not isinstance(module_rref, RRef):
+            raise BadMessage(f"a {cls.__name__} came in parts that make none")
+        arrived = cls.__new__(cls)
+        nn.Module.__init__(arrived)
+        arrived.on, arrived.device, arrived.training = on, device, training
+        arrived.module_rref = module_rref
+        return arrived
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise UsageError(
+            "Cannot pickle RemoteModule in python pickler. "
+            "RemoteModule can only be pickled when using RPC",
+            hint="pass it to rpc_sync, rpc_async or remote; save its state_dict()",
+        )
+
+    # -- what may differ
+
+    @staticmethod
+    def _creator() -> Callable[..., nn.Module]:
+        """The function that makes the module on its worker."""
+        return owner.create
+
+    @staticmethod
+    def _parse(remote_device: str) -> Place:
+        return parse_place(remote_device)
+
+    @staticmethod
+    def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
+        """Whether this is a reference to a module on that worker."""
+        if not isinstance(module_rref, RRef):
+            raise UsageError(f"a {type(module_rref).__name__} is no reference to a module")
+        if module_rref.owner_name() != worker:
+            raise UsageError(
+                f"a RemoteModule on {worker} was made of a reference to a value of "
+                f"{module_rref.owner_name()}",
+                hint="name the worker that owns the module",
+            )
+
+    def _refuse(self, method: str, hint: str) -> NoReturn:
+        """What raises the error of a method that is not for a module elsewhere."""
+        raise UsageError(
+            f"{method} is not for a RemoteModule: the module itself is on {self.on}/{self.device}",
+            hint=hint,
+        )
+
+
+def _detached(state: Mapping[str, Any], metadata: object) -> owner.State:
+    """A state that travels without a graph."""
+    plain: owner.State = OrderedDict(
+        (key, value.detach() if isinstance(value, torch.Tensor) else value)
+        for key, value in state.items()
+    )
+    if metadata is not None:
+        plain._metadata = metadata  # type: ignore[attr-defined]
+    return plain

@@ -1,0 +1,47 @@
+"""Strings that say where a module lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.errors import UsageError
+from gradwire.nn.place import Place, parse_place
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("w1", Place("w1", "cpu")),
+        ("w1/cpu", Place("w1", "cpu")),
+        ("trainer:1/cuda:3", Place("trainer:1", "cuda:3")),
+        ("w1/cuda", Place("w1", "cuda")),
+        ("rank:0", Place(0, "cpu")),
+        ("rank:12/meta", Place(12, "meta")),
+    ],
+)
+def test_a_place_is_a_worker_and_a_device(text, place):
+    assert parse_place(text) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "story"),
+    [
+        ("", "'' is not <worker>/<device>"),
+        ("/", "'/' is not <worker>/<device>"),
+        ("/cpu", "'/cpu' is not <worker>/<device>"),
+        ("w1/", "'w1/' is not <worker>/<device>"),
+        ("w1/cuda:0/cuda:1", "'w1/cuda:0/cuda:1' is not <worker>/<device>"),
+        ("w1/gpu", "'w1/gpu': torch knows no device 'gpu'"),
+        ("w1/cpu2", "'w1/cpu2': torch knows no device 'cpu2'"),
+        ("rank:", "'rank:': '' is no number of a worker"),
+        ("rank:-1", "'rank:-1': '-1' is no number of a worker"),
+        ("rank:one/cpu", "'rank:one/cpu': 'one' is no number of a worker"),
+        (3, "a int names no place for a module"),
+    ],
+)
+def test_what_names_no_place_is_refused_with_what_does(text, story):
+    with pytest.raises(UsageError) as refused:
+        parse_place(text)
+
+    assert refused.value.message == story
+    assert "w1/cuda:0" in refused.value.hint
