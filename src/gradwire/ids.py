@@ -12,7 +12,10 @@ import msgspec
 ContextId = int
 WorkerId = int
 
+LAST_WORKER = (1 << 15) - 1
+"""Numbers of workers fit into the top bits of a context's id, which is a positive 64-bit number."""
 _CONTEXT_SHIFT = 48
+_LIFE_SHIFT = 32
 
 
 class _Counted(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -53,6 +56,11 @@ class ForkId(_Counted, frozen=True, order=True, array_like=True):
 
     def __str__(self) -> str:
         return f"f{self.worker}.{self.n}"
+
+
+def first_of(life: int) -> int:
+    """Where a worker begins to count: above all that its number was used for in earlier lives."""
+    return life << _LIFE_SHIFT
 
 
 def context_id(worker: WorkerId, n: int) -> ContextId:

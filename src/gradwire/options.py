@@ -63,6 +63,8 @@ class Options:
 
     init_method: str = "env://"
     """where workers find each other: env://, tcp://host:port or file:///path"""
+    is_open: bool = False
+    """workers come and go, whatever WORLD_SIZE says; so it is also where no world size is known"""
     listen: str = "auto"
     """where peers reach this worker: unix, tcp://host:port, or auto: unix where workers meet on
     this machine, else the address from which it speaks to the meeting place

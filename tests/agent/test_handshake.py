@@ -14,8 +14,8 @@ A, B = Directory(0, MEMBERS), Directory(1, MEMBERS)
 
 
 def test_two_workers_of_one_job_know_each_other():
-    assert check(hello(A, "job", "b"), B, "job", dialled=None) == 0
-    assert check(hello(B, "job", "a"), A, "job", dialled=1) == 1
+    assert check(hello(A, "job", "b"), B, "job", dialled=None).id == 0
+    assert check(hello(B, "job", "a"), A, "job", dialled=1).id == 1
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_anyone_else_is_refused_by_name(change, text):
     said = msgspec.structs.replace(hello(A, "job", "b"), **change)
 
     with pytest.raises(BadMessage, match=text):
-        check(said, B, "job", dialled=None)
+        B.admit(check(said, B, "job", dialled=None))
 
 
 def test_an_address_that_is_somebody_elses_is_noticed():

@@ -83,7 +83,7 @@ def test_what_it_fails_with_is_raised(workers):
 
 
 def test_what_is_no_future_is_refused(workers):
-    with pytest.raises(gw.UsageError, match="must return a .*Future object") as error:
+    with pytest.raises(gw.UsageError, match=r"must return a .*Future object") as error:
         workers[0].run(gw.rpc_sync, "w1", forgotten)
     assert "return the future itself from forgotten" in str(error.value)
 

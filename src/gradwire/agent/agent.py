@@ -96,8 +96,8 @@ class Agent:
         self._lost_listeners.append(listener)
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
-        """Be told when a worker that was lost is connected again. Must not block."""
-        self._connections.on_return = listener
+        """Be told when a worker is connected, for the first time or again. Must not block."""
+        self._connections.on_joined = listener
 
     def on_late(self, message_type: type[Message], listener: Callable[[Message], None]) -> None:
         """Be given an answer that nobody waits for any more, to release what it holds."""
@@ -143,6 +143,11 @@ class Agent:
             raise
         return CallId(self.directory.me.id, n), promise
 
+    def reach(self, to: WorkerId, deadline: float) -> None:
+        """See to it that there is a connection."""
+        with self._naming(to, "a greeting"):
+            self._connections.to(to, deadline)
+
     def tell(
         self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> None:
@@ -158,6 +163,8 @@ class Agent:
         try:
             yield
         except PeerLost as error:
+            if not self.directory.has(to):  # no connection will end to tell of it
+                self._lost(to, error)
             raise PeerLost(f"{name} was lost before {what} reached it: {error.message}") from error
         except DeadlinePassed as error:
             raise CallTimeout(
@@ -286,8 +293,12 @@ class Agent:
             error = PeerLost(f"{name} was lost before answering {call} ({pending.what}): {reason}")
             _settle(pending, error)
         if last:
-            for listener in self._lost_listeners:
-                listener(worker, PeerLost(f"{name} was lost: {reason}"))
+            self._lost(worker, reason)
+
+    def _lost(self, worker: WorkerId, reason: GradwireError) -> None:
+        name = self.directory.name(worker)
+        for listener in self._lost_listeners:
+            listener(worker, PeerLost(f"{name} was lost: {reason}"))
 
 
 _FAILURE_SECONDS = 10.0

@@ -15,6 +15,7 @@ from typing import final
 from gradwire.agent import handshake
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member
 from gradwire.agent.messages import Hello
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import WorkerId
@@ -47,8 +48,10 @@ class Connections:
         listener: Listener,
         timeouts: Timeouts,
         clock: Clock,
+        wrap: Callable[[Channel], Channel] = lambda channel: channel,
     ) -> None:
         self._directory = directory
+        self._wrap = wrap
         self._job = job
         self._transports = transports
         self._listener = listener
@@ -59,9 +62,8 @@ class Connections:
         self._channels: dict[WorkerId, list[Channel]] = {}
         self._greeting: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
-        self._lost: set[WorkerId] = set()
         self._closed = False
-        self.on_return: Callable[[WorkerId], None] = lambda _: None
+        self.on_joined: Callable[[WorkerId], None] = lambda _: None
 
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
@@ -107,7 +109,8 @@ class Connections:
         channel = self._transports.connect(self._directory.address(worker), limit)
         try:
             self._greet(channel, self._directory.name(worker), limit)
-            handshake.check(self._heard(channel, limit), self._directory, self._job, dialled=worker)
+            theirs = self._heard(channel, limit)
+            self._admit(handshake.check(theirs, self._directory, self._job, dialled=worker))
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
@@ -124,9 +127,10 @@ class Connections:
             self._greeting.add(channel)
         try:
             theirs = self._heard(channel, limit)
-            worker = handshake.check(theirs, self._directory, self._job, dialled=None)
+            member = handshake.check(theirs, self._directory, self._job, dialled=None)
+            self._admit(member)
             self._greet(channel, theirs.name, limit)
-            self._adopt(worker, channel)
+            self._adopt(member.id, channel)
         except GradwireError:
             channel.close("the handshake failed")
         finally:
@@ -154,17 +158,27 @@ class Connections:
         assert isinstance(said, Hello)
         return said
 
+    def _admit(self, member: Member) -> None:
+        """A peer whose earlier life we still speak with takes its place; that one is lost."""
+        for worker in self._directory.admit(member):
+            with self._lock:
+                channels = self._channels.pop(worker, [])
+            error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
+            for channel in channels:
+                channel.close(str(error))
+                self._on_end(worker, channel, error, channel is channels[-1])
+
     def _adopt(self, worker: WorkerId, channel: Channel) -> Channel:
+        channel = self._wrap(channel)
         with self._lock:
-            closed, returned = self._closed, worker in self._lost
-            self._lost.discard(worker)
+            closed, known = self._closed, self._channels.get(worker, [])
             if not closed:
-                self._channels[worker] = [*self._channels.get(worker, ()), channel]
+                self._channels[worker] = [*known, channel]
         if closed:
             channel.close("this worker has left")
             raise PeerLost(f"{self._directory.me.name} has left")
-        if returned:
-            self.on_return(worker)
+        if not known:
+            self.on_joined(worker)
         name = self._directory.name(worker)
         self._spawn(f"read {name}", partial(self._read_loop, worker, channel))
         return channel
@@ -180,7 +194,10 @@ class Connections:
     def _read_loop(self, worker: WorkerId, channel: Channel) -> None:
         try:
             while True:
-                self._on_frame(worker, channel, channel.recv())
+                frame = channel.recv()
+                if channel not in self._channels.get(worker, ()):
+                    raise PeerLost("what is late of an earlier life is not read")
+                self._on_frame(worker, channel, frame)
         except PeerLost as error:
             self._ended(worker, channel, error)
         except BadMessage as error:
@@ -191,13 +208,15 @@ class Connections:
 
     def _ended(self, worker: WorkerId, channel: Channel, error: GradwireError) -> None:
         with self._lock:
-            left = [known for known in self._channels.get(worker, ()) if known is not channel]
-            self._channels[worker] = left
+            known = self._channels.get(worker, [])
+            left = [other for other in known if other is not channel]
+            was_given_up = channel not in known
             last = not left and not self._closed
-            if last:
-                self._lost.add(worker)
+            if not was_given_up:
+                self._channels[worker] = left
         channel.close(str(error))
-        self._on_end(worker, channel, error, last)
+        if not was_given_up:
+            self._on_end(worker, channel, error, last)
 
     def _spawn(self, what: str, target: Callable[[], None]) -> None:
         name = f"gradwire {self._directory.me.name} {what}"

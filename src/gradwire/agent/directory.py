@@ -1,13 +1,15 @@
-"""Who takes part, and where each is reached."""
+"""Who takes part, and where each is reached: the driver of members_state.py."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import final
 
 import msgspec
 
-from gradwire.errors import UnknownWorker, UsageError
+from gradwire.agent.members_state import Member, Members
+from gradwire.errors import PeerLost, UnknownWorker
 from gradwire.ids import WorkerId
 
 
@@ -25,46 +27,70 @@ class WorkerInfo(msgspec.Struct, frozen=True, order=True):
 class Directory:
     """The workers of one job."""
 
-    def __init__(self, me: WorkerId, members: Iterable[tuple[WorkerInfo, str]]) -> None:
-        self._addresses: dict[WorkerId, str] = {}
-        self._by_id: dict[WorkerId, WorkerInfo] = {}
-        self._by_name: dict[str, WorkerInfo] = {}
-        for info, address in members:
-            self._add(info, address)
-        self.me = self._by_id[me]
-
-    def _add(self, info: WorkerInfo, address: str) -> None:
-        if info.name in self._by_name:
-            other = self._by_name[info.name].id
-            raise UsageError(
-                f"RPC worker name {info.name} is not unique. "
-                f"Workers {other} and {info.id} share the same name."
-            )
-        self._by_id[info.id] = self._by_name[info.name] = info
-        self._addresses[info.id] = address
+    def __init__(
+        self,
+        me: WorkerId,
+        members: Iterable[tuple[WorkerInfo, str] | Member],
+        *,
+        is_open: bool = False,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._members = Members(me, map(_member, members), is_open=is_open)
+        self.is_open = is_open
+        """whether workers come and go"""
+        self.myself = self._members.me
+        self.me = _info(self.myself)
 
     def all(self) -> list[WorkerInfo]:
         """Everyone, this worker included, by number."""
-        return sorted(self._by_id.values(), key=lambda info: info.id)
+        return [_info(member) for member in self._members.all()]
 
     def others(self) -> list[WorkerInfo]:
         """Everyone else."""
         return [info for info in self.all() if info != self.me]
 
+    def has(self, worker: WorkerId) -> bool:
+        """Whether this number takes part now."""
+        return self._members.numbered(worker) is not None
+
     def address(self, worker: WorkerId) -> str:
-        """Where its listener is."""
-        return self._addresses[worker]
+        """Where its listener is; PeerLost if it has left."""
+        member = self._members.numbered(worker)
+        if member is None:
+            raise PeerLost(f"{self.name(worker)} has left, or never joined")
+        return member.address
 
     def name(self, worker: WorkerId) -> str:
-        """What people call it."""
-        info = self._by_id.get(worker)
-        return f"worker {worker}" if info is None else info.name
+        """What people call it, also if it has left."""
+        member = self._members.remembered(worker)
+        return f"worker {worker}" if member is None else member.name
+
+    def life(self, worker: WorkerId) -> int:
+        """In which life it is, or was when it left."""
+        member = self._members.remembered(worker)
+        return 0 if member is None else member.life
+
+    def note(self, worker: WorkerId) -> str:
+        """What it lets the others know besides its name and address."""
+        member = self._members.remembered(worker)
+        return "" if member is None else member.note
+
+    def admit(self, said: Member) -> list[WorkerId]:
+        """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""
+        with self._lock:
+            return [member.id for member in self._members.admit(said)]
+
+    def left(self, worker: WorkerId, life: int) -> bool:
+        """A worker takes part no longer; False if that is old news."""
+        with self._lock:
+            return self._members.left(worker, life) is not None
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
         """The worker meant by a name, a number or an info."""
         if isinstance(to, WorkerInfo):
             to = to.name
-        found = self._by_name.get(to) if isinstance(to, str) else self._by_id.get(to)
+        members = self._members
+        found = members.named(to) if isinstance(to, str) else members.numbered(to)
         if found is None:
             kind = "name" if isinstance(to, str) else "id"
             known = ", ".join(info.name for info in self.all())
@@ -72,4 +98,15 @@ class Directory:
                 f"{self.me.name} could not find destination {kind} {to}",
                 hint=f"the workers are: {known}",
             )
-        return found
+        return _info(found)
+
+
+def _member(member: tuple[WorkerInfo, str] | Member) -> Member:
+    if isinstance(member, Member):
+        return member
+    info, address = member
+    return Member(info.id, info.name, address)
+
+
+def _info(member: Member) -> WorkerInfo:
+    return WorkerInfo(member.name, member.id)

@@ -11,7 +11,9 @@ PROTOCOL = 1
 class Hello(Message, frozen=True, tag=0x01):
     """The first message each way on a connection: who speaks, to whom, in which job.
 
-    `proof` is where the speaker shows that it knows the job's secret.
+    `life` tells a worker from an earlier one of the same number. `address` is where it listens, for
+    those who have not heard of it yet; `note` is what they should know besides. `proof` is where
+    the speaker shows that it knows the job's secret.
     """
 
     protocol: int
@@ -19,6 +21,9 @@ class Hello(Message, frozen=True, tag=0x01):
     worker: WorkerId
     name: str
     to: str
+    life: int = 0
+    address: str = ""
+    note: str = ""
     proof: bytes = b""
 
 
@@ -43,3 +48,9 @@ class Leaving(Message, frozen=True, tag=0x04):
     """
 
     phase: int
+
+
+class Left(Message, frozen=True, tag=0x05):
+    """A member of an open world takes part no longer, and asks to hear that this was heard."""
+
+    life: int

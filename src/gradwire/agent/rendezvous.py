@@ -1,7 +1,7 @@
-"""How workers learn each other's names and addresses: through one of torch's stores.
+"""How the workers of a closed world learn names and addresses: through one of torch's stores.
 
 Each writes its own entry and reads the others'. The store is needed only to join; its host keeps it
-open until it leaves.
+open until it leaves. Open worlds keep a roster in the store: see register.py.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ import re
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
-from urllib.parse import urlparse
+from urllib.parse import urlparse, urlunparse
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.clock import Clock
-from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member
+from gradwire.agent.roster_state import Roster
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options
 
+MIXED = (
+    "RPC group mixes statically and dynamically initialized members which is not supported. "
+    "Either all of them give a world_size, or none does."
+)
+_ROUNDS = "gradwire/rounds"
+_ROSTER = "gradwire/roster"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
@@ -30,6 +38,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     name: str
     address: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +59,46 @@ def check_name(name: str) -> None:
         )
 
 
-def open_store(options: Options, rank: int, world_size: int) -> Store:
-    """The store that `init_method` names."""
+def open_store(options: Options, rank: int | None, world_size: int | None) -> Store:
+    """The store that `init_method` names; without a world size, for any number of workers."""
     seconds = timedelta(seconds=options.timeouts.join)
     url = options.init_method
     if urlparse(url).scheme not in ("env", "tcp", "file"):
         raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
     try:
-        found = rendezvous(url, rank=rank, world_size=world_size, timeout=seconds)
+        found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
         store, _, _ = next(iter(found))
     except ValueError as error:
-        raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from None
+        raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
     except RuntimeError as error:
-        raise JoinTimeout(f"no rendezvous at {url}: {error}") from None
+        raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
     return store  # type: ignore[no-any-return]
+
+
+def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
+    """The url as torch's handlers want it: a world size of -1 is one that nobody knows."""
+    asked = urlparse(url)
+    given = [asked.query] if asked.query else []
+    given += [] if rank is None else [f"rank={rank}"]
+    given += [f"world_size={-1 if world_size is None else world_size}"]
+    return urlunparse(asked._replace(query="&".join(given)))
+
+
+def has_closed_world(store: Store) -> bool:
+    """Whether workers with a world size have met here."""
+    return bool(store.add(_ROUNDS, 0))
+
+
+def roster_in(store: Store) -> tuple[Roster, str]:
+    """The roster of the open world here, a new one if there is none, and the text it stands in."""
+    text: str = store.get(_ROSTER).decode() if store.check([_ROSTER]) else ""
+    return (msgspec.json.decode(text, type=Roster) if text else Roster(uuid.uuid4().hex)), text
+
+
+def put_roster(store: Store, roster: Roster, old: str) -> bool:
+    """Write it in the place of the old text; False if that is not there any more."""
+    new = msgspec.json.encode(roster).decode()
+    return new == old or bool(store.compare_set(_ROSTER, old, new).decode() == new)
 
 
 def meet(
@@ -74,22 +109,30 @@ def meet(
     world_size: int,
     options: Options,
     clock: Clock,
+    note: str = "",
 ) -> Meeting:
     """Tell the others where we are, and wait until all have done so."""
     limit = clock.now() + options.timeouts.join
     arrived = _Arrivals(store, name, limit, clock)
+    _refuse_open_world(store)
     round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
-    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address)).decode())
+    _refuse_open_world(store)  # of two that begin at once, each has written before it looks
+    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address, note)).decode())
     keys = [f"{round}/{other}" for other in range(world_size)]
     arrived.wait(keys)
     entries = [msgspec.json.decode(store.get(key), type=Entry) for key in keys]
-    members = [(WorkerInfo(e.name, id), e.address) for id, e in enumerate(entries)]
+    members = [Member(id, e.name, e.address, note=e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
     job = store.get(round).decode()
     store.set(f"{round}/read/{rank}", "")
     if rank == 0:  # the host of the store must not go while others read
         arrived.wait([f"{round}/read/{other}" for other in range(world_size)])
     return Meeting(directory, job, store)
+
+
+def _refuse_open_world(store: Store) -> None:
+    if roster_in(store)[0].seats:
+        raise UsageError(MIXED, hint="meet at another init_method")
 
 
 class _Arrivals:
@@ -104,13 +147,13 @@ class _Arrivals:
 
     def open_round(self) -> str:
         """Begin a new one, under a new job id."""
-        round = f"gradwire/round {self._store.add('gradwire/rounds', 1)}"
+        round = f"gradwire/round {self._store.add(_ROUNDS, 1)}"
         self._store.set(round, uuid.uuid4().hex)
         return round
 
     def find_round(self, rank: int) -> str:
         """The latest, if this rank has not been in it."""
-        n = max(1, self._store.add("gradwire/rounds", 0))
+        n = max(1, self._store.add(_ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
             self.wait([round], missing="0")

@@ -18,10 +18,10 @@ _CLOSED_REMEMBERED = 20_000
 class Contexts:
     """Opened here or heard of from a peer; a closed one is not created again by a late message."""
 
-    def __init__(self, me: WorkerId, name: str) -> None:
+    def __init__(self, me: WorkerId, name: str, *, first: int = 0) -> None:
         self._me, self._name = me, name
         self._lock = threading.Lock()
-        self._count = 0
+        self._count = first
         self._open: dict[ContextId, Context] = {}
         self._closed: dict[ContextId, None] = {}
 

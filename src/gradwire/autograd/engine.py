@@ -30,7 +30,7 @@ from gradwire.autograd.running import Running, Settlement
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost, UsageError
-from gradwire.ids import ContextId, EdgeId, WorkerId, spoken_context
+from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, spoken_context
 from gradwire.options import Timeouts
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
@@ -53,7 +53,7 @@ class Engine:
         self.directory = agent.directory
         self._me = me.id
         self._waiting = agent.dispatch.user.waiting
-        self.contexts = Contexts(me.id, me.name)
+        self.contexts = Contexts(me.id, me.name, first=first_of(agent.directory.myself.life))
         self.passes = Passes(me.id, me.name, timeouts.backward, agent.clock, agent.timer)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from gradwire.agent.clock import MonotonicClock
 from gradwire.agent.directory import WorkerInfo
-from gradwire.agent.rendezvous import check_name, meet, open_store
-from gradwire.autograd import api as autograd_api
 from gradwire.errors import UsageError
 from gradwire.options import Options, place_from_environment
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
-from gradwire.rpc.listening import listen, transports_for
+from gradwire.rpc.joining import join, move_out, settle_here
 from gradwire.rpc.registry import name_of
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.worker import Exposed, Worker
@@ -37,52 +33,43 @@ def init_rpc(
 ) -> None:
     """Make this process a worker, and wait until all `world_size` workers have joined.
 
-    Rank and world size default to the environment variables that torchrun sets. `expose` names the
-    modules, functions and classes that peers may run here besides those of the `__main__` script,
-    those decorated with `@gradwire.expose`, and torch's own operators.
+    Rank and world size default to the environment variables that torchrun sets. Without a world
+    size, here and there, or with `Options(is_open=True)`, the world is open: workers come and go,
+    and this one joins those that are there. `expose` names the modules, functions and classes that
+    peers may run here besides those of the `__main__` script, those decorated with
+    `@gradwire.expose`, and torch's own operators.
     """
     if home_door.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
-    check_name(name)
     options = options or Options()
     place = place_from_environment()
     rank = place.rank if rank is None else rank
-    world_size = place.world_size if world_size is None else world_size
-    if rank is None or world_size is None:
+    if world_size is None and not options.is_open:
+        world_size = place.world_size
+    if rank is None:
         raise UsageError(
-            f"init_rpc({name!r}) does not know its rank and world_size",
-            hint="pass both, or set RANK and WORLD_SIZE as torchrun does",
+            f"init_rpc({name!r}) does not know its rank",
+            hint="pass rank=…, or set RANK as torchrun does",
         )
-    if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is not one of {world_size} workers")
-    store = open_store(options, rank, world_size)
-    transports = transports_for(options)
-    listener = listen(transports, options)
-    try:
-        met = meet(store, name, listener.address, rank, world_size, options, MonotonicClock())
-        worker = Worker(
-            met.directory, met.job, transports, listener, options, expose, store=met.store
+    if world_size is not None and options.is_open:
+        raise UsageError(
+            f"an open world has no world_size, but {name} was given {world_size}",
+            hint="leave world_size out, or Options(is_open=True)",
         )
-    except BaseException:
-        listener.close()
-        raise
-    atexit.register(worker.close, 0.1)  # a program that ends without shutdown() leaves no socket
-    home_door.set_default(worker)
-    autograd_api.door.set_default(worker.engine)
+    settle_here(join(name, rank, world_size, options, expose=expose))
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """Leave. Gracefully: wait until the others leave too and nothing is in flight, by the deadline.
 
-    Names in a log line whom it gave up on.
+    In an open world this worker leaves alone: it waits for what is in flight here, and tells the
+    others. Names in a log line whom it gave up on.
     """
     worker = _default_worker()
     try:
         gave_up = worker.shutdown(graceful=graceful, timeout=timeout)
     finally:  # until then, threads of served functions must find their worker
-        home_door.set_default(None)
-        autograd_api.door.set_default(None)
-        atexit.unregister(worker.close)
+        move_out(worker)
     if gave_up:
         _log.warning("%s shut down without %s", worker.name, ", ".join(gave_up))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.agent.directory import Directory
+from gradwire.transport.base import Channel
 
 Translated = Callable[[Exception, Directory], Exception]
 
@@ -14,6 +15,11 @@ Translated = Callable[[Exception, Directory], Exception]
 def as_it_is(error: Exception, _: Directory) -> Exception:
     """Our own errors are raised as they are."""
     return error
+
+
+def just_so(channel: Channel) -> Channel:
+    """Our channels do what they are told."""
+    return channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,8 @@ class Manner:
     """the error that a failed call raises"""
     of_fetch: Translated = as_it_is
     """the error that fetching a value raises"""
+    channel: Callable[[Channel], Channel] = just_so
+    """what stands between this worker and each of its channels"""
 
 
 NATIVE = Manner()

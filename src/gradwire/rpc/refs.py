@@ -20,7 +20,7 @@ from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
-from gradwire.ids import ForkId, RefId, WorkerId
+from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
 from gradwire.rpc.refs_state import (
@@ -66,11 +66,11 @@ class Refs:
     """See the top of this file."""
 
     def __init__(self, agent: Agent) -> None:
-        me = agent.directory.me
+        me = agent.directory.myself
         self._agent = agent
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)
-        self._table = RefTable(me.id)
+        self._table = RefTable(me.id, first=first_of(me.life))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.clock import Clock, MonotonicClock
 from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
+from gradwire.agent.membership import Membership
+from gradwire.agent.register import Register
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import inside as inside_context
@@ -25,6 +29,7 @@ from gradwire.events import Events
 from gradwire.ids import ContextId
 from gradwire.options import Options
 from gradwire.rpc.calls import Calls
+from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.payload import Codec
@@ -57,30 +62,23 @@ class Worker:
         options: Options,
         expose: Exposed = (),
         clock: Clock | None = None,
-        store: object = None,
+        store: Store | None = None,
         manner: Manner = NATIVE,
     ) -> None:
-        self._store = store  # held, as we may be the one who hosts it
-        self.directory = directory
-        self.name = directory.me.name
+        self.store = store  # held, as we may be the one who hosts it
+        self.directory, self.name = directory, directory.me.name
         self.manner = manner
-        self.call_timeout = options.timeouts.call
         self._options = options
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
-        connections = Connections(directory, job, transports, listener, options.timeouts, clock)
-        self.agent = Agent(
-            directory,
-            connections,
-            clock,
-            self.events,
-            threads=options.threads,
-            limits=options.limits,
-            type_of=sent_exception if manner.pickle else registry.exception_type,
-            name_of=exception_name,
-        )
-        self._leaver = Leaver(self.agent)
+        self.gatherings = Gatherings(self.name, clock)
+        self.face: object = None
+        """what another face of this library keeps with its worker"""
+        timeouts, wrap = options.timeouts, manner.channel
+        connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
+        self.agent = self._agent(connections, clock, registry)
+        self._leaver = self._way_out(transports)
         self._serve(registry)
         self.agent.start()
 
@@ -108,13 +106,18 @@ class Worker:
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
 
+    def announce(self, deadline: float) -> None:
+        """In an open world: let the others know that this worker is there."""
+        if isinstance(self._leaver, Membership):
+            self._leaver.come(deadline)
+
     def backward_deadline(self) -> float:
         """The moment a backward pass that begins now is given up."""
         return deadline_from(None, self._options.timeouts.backward, self.agent.clock.now())
 
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
-        return deadline_from(timeout, self.call_timeout, self.agent.clock.now())
+        return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -135,7 +138,7 @@ class Worker:
         leaks: list[str] = []
         try:
             if graceful:
-                gave_up = self._leaver.leave(limit, self.refs.abandon, self._is_busy)
+                gave_up = self.leave(limit, self.refs.abandon)
                 leaks = self.refs.leaks()
         finally:  # also if we were interrupted: what is left would be left for ever
             left = limit - self.agent.clock.now()
@@ -149,13 +152,38 @@ class Worker:
             )
         return gave_up
 
+    def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
+        """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
+        return self._leaver.leave(deadline, let_go, self._is_busy)
+
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. What waits for a peer gets an error; idempotent."""
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
+        self.store = None
+        if isinstance(self._leaver, Membership):
+            self._leaver.close()
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
+
+    def _agent(self, connections: Connections, clock: Clock, registry: Registry) -> Agent:
+        return Agent(
+            self.directory,
+            connections,
+            clock,
+            self.events,
+            threads=self._options.threads,
+            limits=self._options.limits,
+            type_of=sent_exception if self.manner.pickle else registry.exception_type,
+            name_of=exception_name,
+        )
+
+    def _way_out(self, transports: Transports) -> Leaver | Membership:
+        if not self.directory.is_open:
+            return Leaver(self.agent)
+        assert self.store is not None, "an open world has a roster, which is kept in a store"
+        return Membership(self.agent, Register(self.store, transports, self.agent.clock))
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)

@@ -1,0 +1,114 @@
+"""Who takes part, as one worker knows it: who is let in, whom a newcomer replaces, who has left.
+
+Rules of this file:
+  1. Pure. What a peer says of itself comes in; whom to give up comes out.
+  2. A worker is its number, its name and its *life*. Number and name may be taken again once their
+     worker is gone; the life is new then, and higher than any before it in the same job.
+  3. A life that ended does not come back: what is late of it is refused.
+
+A *closed* world has the members it began with. An *open* one admits whoever knows its job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import final
+
+from gradwire.errors import BadMessage, UsageError
+from gradwire.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker in one life. `note` is what it lets the others know besides; not read here."""
+
+    id: WorkerId
+    name: str
+    address: str
+    life: int = 0
+    note: str = ""
+
+
+@final
+class Members:
+    """See the top of this file. Reading needs no lock: what was read is replaced, never changed."""
+
+    def __init__(self, me: WorkerId, members: Iterable[Member], *, is_open: bool = False) -> None:
+        self._by_id: dict[WorkerId, Member] = {}
+        self._by_name: dict[str, Member] = {}
+        self._gone: dict[WorkerId, Member] = {}
+        self._is_open = is_open
+        for member in members:
+            self._check_unique(member)
+            self._add(member)
+        self.me = self._by_id[me]
+
+    def all(self) -> list[Member]:
+        """Everyone who takes part, by number."""
+        return sorted(self._by_id.values(), key=lambda member: member.id)
+
+    def numbered(self, id: WorkerId) -> Member | None:
+        """Who has this number now."""
+        return self._by_id.get(id)
+
+    def named(self, name: str) -> Member | None:
+        """Who has this name now."""
+        return self._by_name.get(name)
+
+    def remembered(self, id: WorkerId) -> Member | None:
+        """Who has this number, or had it last."""
+        return self._by_id.get(id) or self._gone.get(id)
+
+    def admit(self, said: Member) -> list[Member]:
+        """A peer says who it is: those it takes the place of, or BadMessage if it may not."""
+        known = self._by_id.get(said.id)
+        if known is not None and (known.name, known.life) == (said.name, said.life):
+            return []
+        replaced = [] if known is None else [known]
+        namesake = self._by_name.get(said.name)
+        if namesake is not None and namesake is not known:
+            replaced.append(namesake)
+        if not self._is_open or self.me in replaced:
+            raise BadMessage(f"{said.name} claims the number of {self._spoken(said.id)}")
+        earlier = [*replaced, *filter(None, [self._gone.get(said.id)])]
+        if any(said.life <= member.life for member in earlier):
+            raise BadMessage(f"{said.name} speaks for an earlier life of {self._spoken(said.id)}")
+        for member in replaced:
+            self._remove(member)
+        self._add(said)
+        return replaced
+
+    def left(self, id: WorkerId, life: int) -> Member | None:
+        """A member says goodbye; None if it is not here any more, or only in a later life."""
+        known = self._by_id.get(id)
+        if known is None or known.life != life:
+            return None
+        self._remove(known)
+        return known
+
+    def _check_unique(self, member: Member) -> None:
+        other = self._by_name.get(member.name)
+        if other is not None:
+            raise not_unique(member.name, other.id, member.id)
+
+    def _add(self, member: Member) -> None:
+        self._by_id = {**self._by_id, member.id: member}
+        self._by_name = {**self._by_name, member.name: member}
+
+    def _remove(self, member: Member) -> None:
+        self._by_id = {id: other for id, other in self._by_id.items() if other is not member}
+        self._by_name = {name: other for name, other in self._by_name.items() if other != member}
+        self._gone[member.id] = member
+
+    def _spoken(self, id: WorkerId) -> str:
+        known = self.remembered(id)
+        return f"worker {id}" if known is None else known.name
+
+
+def not_unique(name: str, one: WorkerId, other: WorkerId) -> UsageError:
+    """What two workers of one name are told."""
+    return UsageError(
+        f"RPC worker name {name} is not unique. Workers {one} and {other} share the same name.",
+        hint="give each worker of a job a name of its own",
+    )

@@ -1,0 +1,88 @@
+"""torch.distributed.rpc, on gradwire."""
+
+from typing import Any
+
+from gradwire.agent.directory import WorkerInfo
+from gradwire.compat import autograd as dist_autograd
+from gradwire.compat.rpc import api, backend_registry, constants, functions, internal, options
+from gradwire.compat.rpc.api import (
+    PyRRef,
+    RRef,
+    _wait_all,
+    remote,
+    rpc_async,
+    rpc_sync,
+)
+from gradwire.compat.rpc.backend_registry import BackendType
+from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from gradwire.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from gradwire.compat.rpc.world import (
+    RpcAgent,
+    TensorPipeAgent,
+    _get_current_rpc_agent,
+    _init_rpc_backend,
+    _is_current_rpc_agent_set,
+    _set_rpc_timeout,
+    enable_gil_profiling,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    shutdown,
+)
+from gradwire.rpc.rref import home_door
+
+__all__ = [
+    "BackendType",
+    "PyRRef",
+    "RRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "_get_current_rpc_agent",
+    "_init_rpc_backend",
+    "_is_current_rpc_agent_set",
+    "_server_process_global_profile",
+    "_set_rpc_timeout",
+    "_wait_all",
+    "api",
+    "backend_registry",
+    "constants",
+    "enable_gil_profiling",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "internal",
+    "is_available",
+    "options",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+
+def is_available() -> bool:
+    """Always."""
+    return True
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    counts = home_door.find().refs.statistics()
+    return {
+        "num_owner_rrefs": str(counts.owned),
+        "num_pending_futures": str(counts.pending_children + counts.unacknowledged),
+        "num_pending_users": str(counts.pending_users),
+        "num_forks": str(counts.forks),
+    }
+
+
+@api._require_initialized
+def _get_debug_info() -> dict[str, Any]:
+    return {
+        **_rref_context_get_debug_info(),
+        **_get_current_rpc_agent().get_debug_info(),
+        **dist_autograd._get_debug_info(),
+    }

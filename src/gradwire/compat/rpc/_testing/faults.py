@@ -1,0 +1,113 @@
+"""Links that lose and delay messages of chosen kinds, for programs that test themselves so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from gradwire.autograd.messages import Forget
+from gradwire.errors import GradwireError, PeerLost
+from gradwire.options import Limits
+from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
+from gradwire.transport.base import Channel
+from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import Kinds, kind_of
+
+_CALLS = Kinds([Call])
+_NAMES = {
+    kind_of(Fork): {"RREF_FORK_REQUEST"},
+    kind_of(Accept): {"RREF_CHILD_ACCEPT"},
+    kind_of(Drop): {"RREF_USER_DELETE"},
+    kind_of(Forget): {"CLEANUP_AUTOGRAD_CONTEXT_REQ"},
+    kind_of(Fetch): {"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"},
+}
+
+
+def names_of(frame: Frame) -> set[str]:
+    """What torch.distributed.rpc would call this message."""
+    if frame.flags & IS_ANSWER:
+        return set()
+    if frame.kind != kind_of(Call):
+        return _NAMES.get(frame.kind, set())
+    call = _CALLS.decode(frame.kind, frame.head)
+    assert isinstance(call, Call)
+    runs = "SCRIPT" if call.function.startswith("!aten::") else "PYTHON"
+    return {f"{runs}_CALL" if call.keep is None else f"{runs}_REMOTE_CALL"}
+
+
+@final
+class Faults:
+    """Which messages of one worker fail, how often, and which come late."""
+
+    def __init__(self, fail: Sequence[str], times: int, delay: Mapping[str, float]) -> None:
+        self._fail, self._times, self._delay = set(fail), times, dict(delay)
+        self._lock = threading.Lock()
+        self._failed: Counter[bytes] = Counter()
+
+    def wrap(self, channel: Channel) -> Channel:
+        """The same channel with these faults."""
+        return FaultyChannel(channel, self)
+
+    def fails(self, frame: Frame) -> bool:
+        """Whether this sending of a message fails; the same message fails only so often."""
+        if not names_of(frame) & self._fail:
+            return False
+        with self._lock:
+            self._failed[frame.head] += 1
+            return self._failed[frame.head] <= self._times
+
+    def seconds_late(self, frame: Frame) -> float:
+        """By how much a message is late."""
+        return max((self._delay.get(name, 0.0) for name in names_of(frame)), default=0.0)
+
+
+@final
+class FaultyChannel:
+    """A channel that does not always do what it is told."""
+
+    def __init__(self, inner: Channel, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the channel itself."""
+        return self._inner.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._inner.limits = limits
+
+    @property
+    def remote(self) -> str:
+        """The address of the other end."""
+        return self._inner.remote
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """Send it, now or later, or fail."""
+        if self._faults.fails(frame):
+            raise PeerLost("RPCErr:2:a fault was injected on purpose")
+        late = self._faults.seconds_late(frame)
+        if not late:
+            self._inner.send(frame, deadline)
+            return
+        copied = frame._replace(payload=[bytes(part) for part in frame.payload])
+        later = threading.Timer(late, self._send_late, [copied, late])
+        later.daemon = True
+        later.start()
+
+    def _send_late(self, frame: Frame, late: float) -> None:
+        try:
+            self._inner.send(frame, time.monotonic() + late)
+        except GradwireError:
+            return  # whoever waits for an answer has a deadline
+
+    def recv(self) -> Frame:
+        """The next frame."""
+        return self._inner.recv()
+
+    def close(self, reason: str = "close() was called") -> None:
+        """End the connection."""
+        self._inner.close(reason)

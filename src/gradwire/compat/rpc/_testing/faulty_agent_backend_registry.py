@@ -1,0 +1,67 @@
+"""What makes the backend FAULTY_TENSORPIPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from gradwire.compat.rpc import backend_registry, constants
+from gradwire.compat.rpc._testing.faults import Faults
+from gradwire.compat.rpc.agent import TensorPipeAgent, late_api
+from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
+from gradwire.rpc.manner import Manner
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Which messages fail and how often, and which come late, by how many seconds."""
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
+        )
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyTensorPipeAgent(TensorPipeAgent):
+    """An agent whose channels do not always do what they are told."""
+
+    def _manner(self, opts: TensorPipeRpcBackendOptions) -> Manner:
+        assert isinstance(opts, FaultyTensorPipeRpcBackendOptions)
+        faults = Faults(opts.messages_to_fail, opts.num_fail_sends, opts.messages_to_delay)
+        return replace(super()._manner(opts), channel=faults.wrap)
+
+
+def _options(rpc_timeout: float, init_method: str, **more: Any) -> object:  # noqa: ANN401
+    return FaultyTensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout, init_method=init_method, **more
+    )
+
+
+def _agent(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
+) -> FaultyTensorPipeAgent:
+    agent = FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
+    late_api()._init_rpc_states(agent)
+    return agent
+
+
+if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):
+    backend_registry.register_backend("FAULTY_TENSORPIPE", _options, _agent)

@@ -1,0 +1,1 @@
+"""Nothing: membership is the core's affair. Programs import the name."""

@@ -1,0 +1,222 @@
+"""The agent object of torch.distributed.rpc: a face of our worker.
+
+Programs replace some functions of `rpc.api`, so these are looked up there when they are called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from gradwire.agent.directory import WorkerInfo
+from gradwire.compat.rpc import constants
+from gradwire.compat.rpc.devices import DeviceFacts, agree_on_devices
+from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
+from gradwire.door import Door
+from gradwire.errors import UsageError
+from gradwire.rpc.joining import join, move_out, settle_here
+from gradwire.rpc.manner import Manner
+from gradwire.rpc.rref import home_door
+from gradwire.rpc.worker import Worker
+
+_CLOSE_SECONDS = 1.0
+_SHORTEST_SECONDS = 1e-6
+_agents: Door[RpcAgent] = Door("compat agent")
+
+
+def late_api() -> ModuleType:
+    """`rpc.api` as it is now, with what a program has put in the place of its functions."""
+    return importlib.import_module("gradwire.compat.rpc.api")
+
+
+def patience(timeout: float | None) -> float:
+    """The seconds that a timeout of theirs means: -1 is the default, 0 a long time."""
+    if timeout is None or timeout == constants.UNSET_RPC_TIMEOUT:
+        timeout = get_rpc_timeout()
+    return max(timeout, _SHORTEST_SECONDS) if timeout else constants.A_LONG_TIME_SECONDS
+
+
+class RpcAgent:
+    """What every backend's agent offers."""
+
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC
+
+    def get_worker_info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """The name and number of a worker; of this one without an argument."""
+        raise NotImplementedError
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Everyone."""
+        raise NotImplementedError
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until the others leave too."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Stop now."""
+        raise NotImplementedError
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counts, as text."""
+        raise NotImplementedError
+
+
+class TensorPipeAgent(RpcAgent):
+    """The agent of the TENSORPIPE backend. Made, it has joined."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        worker_id: int,
+        world_size: int | None,
+        opts: TensorPipeRpcBackendOptions,
+        reverse_device_maps: dict[str, DeviceMap] | None = None,
+        devices: list[torch.device] | None = None,
+    ) -> None:
+        mine = DeviceFacts.of(name, opts)
+        worker = join(
+            name,
+            worker_id,
+            world_size or None,
+            opts.for_worker(),
+            manner=self._manner(opts),
+            store=store,
+            note=mine.to_note(),
+        )
+        try:
+            self._devices = agree_on_devices(mine, worker.directory)
+        except ValueError:
+            worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
+            raise
+        self._take(worker, opts)
+
+    def _manner(self, opts: TensorPipeRpcBackendOptions) -> Manner:
+        from gradwire.compat.rpc.manner import TORCH  # it is made of what needs this module
+
+        return TORCH
+
+    def _take(self, worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
+        self.worker, self._options = worker, opts
+        self.rpc_timeout = opts.rpc_timeout
+        self._gil_profiling = False
+        worker.face = self
+
+    @classmethod
+    def over(cls, worker: Worker) -> TensorPipeAgent:
+        """The agent of a worker that joined by other means."""
+        if worker.face is None:
+            agent = cls.__new__(cls)
+            agent._take(worker, TensorPipeRpcBackendOptions())
+        return cast(TensorPipeAgent, worker.face)
+
+    @property
+    def store(self) -> Store | None:
+        """Where the workers met, until this one leaves."""
+        return self.worker.store
+
+    @property
+    def is_static_group(self) -> bool:
+        """Whether nobody joins or leaves."""
+        return not self.worker.directory.is_open
+
+    def get_worker_info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """The name and number of a worker; of this one without an argument."""
+        directory = self.worker.directory
+        return directory.me if to is None else directory.find(to)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Everyone, by number."""
+        return self.worker.directory.all()
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until nothing is in flight: anywhere, or in an open world here."""
+        limit = self.worker.agent.clock.now() + (timeout or constants.A_LONG_TIME_SECONDS)
+        let_go = (lambda: None) if self.is_static_group else self.worker.refs.abandon
+        self.worker.leave(limit, let_go)
+
+    def shutdown(self) -> None:
+        """Stop now; what still waits gets an error."""
+        self.worker.close(_CLOSE_SECONDS)
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counts, as text."""
+        agent = self.worker.agent
+        serving = agent.dispatch.user.active
+        threads = self._options.num_worker_threads
+        info = {
+            "agent.thread_pool_size": threads,
+            "agent.num_idle_threads": max(0, threads - serving),
+            "agent.client_active_calls": agent.in_flight,
+            "agent.server_active_calls": serving,
+            "agent.server_active_async_calls": 0,
+        }
+        if self._gil_profiling:  # nothing here waits for the lock in other code than Python's own
+            info["agent.gil_average_wait_time_us"] = 0
+        return {name: str(count) for name, count in info.items()}
+
+    get_metrics = get_debug_info
+
+    def enable_gil_profiling(self, flag: bool) -> None:
+        """Whether the debug info speaks of the interpreter's lock."""
+        self._gil_profiling = flag
+
+    def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
+        return self._options
+
+    def _get_device_map(self, dst: WorkerInfo) -> DeviceMap:
+        return self._options.device_maps.get(dst.name, {})
+
+
+def _worker_here() -> Worker | None:
+    try:
+        return cast(Worker, home_door.find())
+    except UsageError:
+        return None
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return _agents.maybe_default() is not None or _worker_here() is not None
+
+
+def _get_current_rpc_agent() -> RpcAgent:
+    worker, agent = _worker_here(), _agents.maybe_default()
+    if worker is not None:
+        return TensorPipeAgent.over(worker)
+    if agent is None:
+        raise RuntimeError("Current RPC agent is not set! RPC has not been initialized.")
+    return agent
+
+
+def _set_and_start_rpc_agent(agent: RpcAgent) -> None:
+    if isinstance(agent, TensorPipeAgent):
+        settle_here(agent.worker)
+    _agents.set_default(agent)
+
+
+def _reset_current_rpc_agent() -> None:
+    _agents.set_default(None)
+    worker = home_door.maybe_default()
+    if worker is not None:
+        move_out(cast(Worker, worker))
+
+
+def get_rpc_timeout() -> float:
+    """The seconds a call may take if it does not say otherwise."""
+    return _get_current_rpc_agent().rpc_timeout
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    _get_current_rpc_agent().rpc_timeout = float(seconds)
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Whether the debug info speaks of the interpreter's lock."""
+    agent = _get_current_rpc_agent()
+    if isinstance(agent, TensorPipeAgent):
+        agent.enable_gil_profiling(flag)

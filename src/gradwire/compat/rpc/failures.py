@@ -1,0 +1,50 @@
+"""Errors as programs written for torch.distributed.rpc expect them.
+
+A call raises ValueError and TypeError as such, everything else as RuntimeError; fetching a value
+raises the type that was raised. The text begins with where it happened, and ends with the remote
+traceback.
+"""
+
+from __future__ import annotations
+
+from gradwire.agent.directory import Directory
+from gradwire.errors import CallTimeout, RemoteError
+
+_KEPT = (ValueError, TypeError)
+
+
+def of_call(error: Exception, directory: Directory) -> Exception:
+    """What a failed call raises."""
+    if isinstance(error, CallTimeout):
+        return timed_out(error)
+    if not isinstance(error, RemoteError):
+        return error
+    kept = next((kind for kind in _KEPT if isinstance(error, kind)), None)
+    if kept is not None:
+        return kept(_story(error, directory))
+    return RuntimeError(f"{_plain(error.type_name)}: {_story(error, directory)}")
+
+
+def of_fetch(error: Exception, _: Directory) -> Exception:
+    """What fetching a value raises."""
+    return timed_out(error) if isinstance(error, CallTimeout) else error
+
+
+def timed_out(error: CallTimeout) -> CallTimeout:
+    """The same, in the words that programs look for."""
+    return CallTimeout(
+        "RPCErr:1:RPC ran for more than set timeout and will now be marked with an error: "
+        f"{error.message}",
+        hint=error.hint,
+    )
+
+
+def _story(error: RemoteError, directory: Directory) -> str:
+    known = {info.name: info for info in directory.all()}
+    where = known.get(error.worker, error.worker)
+    said = f"{_plain(error.type_name)}({error.message!r})"
+    return f"On {where}:\n{said}\n{error.remote_traceback}"
+
+
+def _plain(type_name: str) -> str:
+    return type_name.rpartition(":")[2]

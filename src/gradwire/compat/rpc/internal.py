@@ -1,0 +1,101 @@
+"""What travels: a function with its arguments, pickled, and how it is run where it arrives."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.rpc.asynchronous import result_of
+from gradwire.rpc.pickled import PickleCodec
+from gradwire.rpc.rref import home_door
+
+
+class RPCExecMode(Enum):
+    """The kinds of calls, as profiles name them."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function of the user's, with its arguments."""
+
+    func: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object] | None
+
+
+class RemoteException(NamedTuple):
+    """What a function raised, as data."""
+
+    msg: str
+    exception_type: type[BaseException]
+
+
+class _InternalRPCPickler:
+    """Pickles with tensors beside; programs derive their own picklers from it."""
+
+    def __init__(self) -> None:
+        self._class_reducer_dict: dict[type, Callable[[Any], Any]] = {}
+
+    def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
+        self._class_reducer_dict.setdefault(obj_class, reducer)
+
+    def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
+        """The value as bytes and tensors."""
+        return PickleCodec(self._class_reducer_dict).pack(obj)
+
+    def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
+        """The value that was serialized."""
+        return PickleCodec().unpack(binary_data, tensor_table)
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """The value as bytes and tensors."""
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
+    """The value that was serialized."""
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+
+
+def run_function(udf: PythonUDF) -> object:
+    """Run a function that a peer sent. What it raises is also printed here."""
+    try:
+        return result_of(udf.func, *udf.args, **(udf.kwargs or {}))
+    except Exception as error:
+        me = home_door.find().directory.me
+        print(f"On {me}:\n{error!r}\n{traceback.format_exc()}", file=sys.stderr)
+        raise
+
+
+def run_builtin(operator: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Run an operator of torch, as `aten::name`; its overload is chosen by the arguments."""
+    space, _, name = operator.partition("::")
+    return getattr(getattr(torch.ops, space), name)(*args, **kwargs)
+
+
+def run_serialized(binary_data: bytes, tensor_table: list[torch.Tensor]) -> object:
+    """Run a function that a pickler of the program's own has packed."""
+    from gradwire.compat.rpc import api  # the pickler in use is looked up when it is used
+
+    udf = api._default_pickler.deserialize(binary_data, tensor_table)
+    assert isinstance(udf, PythonUDF)
+    return run_function(udf)
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -1,0 +1,174 @@
+"""RRef with the names and texts of torch.distributed.rpc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from gradwire.agent.agent import Outcome
+from gradwire.agent.promise import Promise
+from gradwire.compat.rpc.agent import patience
+from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from gradwire.compat.rpc.failures import of_fetch
+from gradwire.errors import UsageError
+from gradwire.ids import WorkerId
+from gradwire.rpc import rref as native
+from gradwire.rpc.calls import Created
+from gradwire.rpc.rref import Home
+
+T = TypeVar("T")
+
+
+class PyRRef(native.RRef[T]):
+    """A reference to a value on its owner."""
+
+    def __init__(self, value: T, type_hint: object = None) -> None:
+        super().__init__(value)
+
+    _answer: Promise[Outcome] | None = None
+    _type: torch.futures.Future[type] | None = None
+    _profiling: torch.futures.Future[Any] | None = None
+
+    @classmethod
+    def made_by(cls, home: Home, created: Created) -> PyRRef[T]:
+        """The reference that `remote` returns; the call that makes its value may still fail."""
+        made = cls._of(home, created.hold)
+        assert isinstance(made, PyRRef)
+        made._answer = created.answer
+        return made
+
+    @classmethod
+    def never_made(cls, home: Home, owner: WorkerId, error: Exception) -> PyRRef[T]:
+        """What `remote` returns if its call did not leave: whoever uses it is told."""
+        made = cls.__new__(cls)
+        made._home, made.hold = home, home.refs.keep_elsewhere(owner)
+        home.refs.creation_undone(made.hold)
+        made._answer = Promise()
+        made._answer.settle(error)
+        return made
+
+    # -- the value
+
+    def to_here(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> T:
+        """The value: itself on its owner, a copy elsewhere."""
+        self._check_usable("to_here() on it")
+        return super().to_here(patience(timeout))
+
+    def local_value(self) -> T:
+        """The value itself, on its owner."""
+        if not self.is_owner():
+            here, owner = self._home.directory.me, self.owner()
+            raise RuntimeError(
+                f"For {self._spoken()}, can't call localValue() on user {here}. "
+                f"Call it on owner {owner}"
+            )
+        return super().local_value()
+
+    def _get_type(self, timeout: float | None = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:  # noqa: ANN401
+        from gradwire.compat.rpc import api
+
+        if self._type is None:
+            if self.is_owner():
+                self._type = torch.futures.Future()
+                self._type.set_result(type(self.local_value()))
+            else:
+                self._type = api.rpc_async(
+                    self.owner(),
+                    api._rref_typeof_on_owner,
+                    args=(self,),
+                    timeout=UNSET_RPC_TIMEOUT if timeout is None else timeout,
+                )
+        return self._type.wait() if blocking else self._type
+
+    # -- its making
+
+    def _get_future(self) -> torch.futures.Future[None]:
+        """Done when the owner has made the value."""
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def complete(outcome: Outcome) -> None:
+            if isinstance(outcome, Exception):
+                future.set_exception(self._spoken_error(outcome))  # type: ignore[arg-type]
+            else:
+                future.set_result(None)
+
+        if self._answer is None:
+            future.set_result(None)
+        else:
+            self._answer.on_settled(complete)
+        return future
+
+    def _spoken_error(self, error: Exception) -> Exception:
+        return of_fetch(error, self._home.directory)
+
+    def _check_usable(self, what: str) -> None:
+        answer = self._answer
+        if answer is not None and answer.settled and isinstance(answer.wait(), Exception):
+            raise RuntimeError(
+                "RRef creation via rpc.remote() timed out, and it is possible that the RRef on "
+                f"the owner node does not exist: {answer.wait()}"
+            )
+        if self._home.refs.abandoned and not self.is_owner():
+            raise RuntimeError(
+                f"{self._spoken()} has been deleted. Cannot call {what} after deletion."
+            )
+
+    def _pack(self) -> int:
+        self._check_usable("fork an UserRRef")
+        return super()._pack()
+
+    def _serialize(self) -> NoReturn:
+        self._check_usable("fork an UserRRef")
+        raise UsageError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+
+    # -- profiling
+
+    def _get_profiling_future(self) -> torch.futures.Future[Any]:
+        if self._profiling is None:
+            raise RuntimeError("Profiling future has not been set!")
+        return self._profiling
+
+    def _set_profiling_future(self, future: torch.futures.Future[Any]) -> None:
+        self._profiling = future
+
+    # -- its methods
+
+    def rpc_sync(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:  # noqa: ANN401
+        """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
+        return self._proxy("rpc_sync", timeout)
+
+    def rpc_async(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:  # noqa: ANN401
+        """`rref.rpc_async().method(…)` runs the method on the owner; a future of its result."""
+        return self._proxy("rpc_async", timeout)
+
+    def remote(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:  # noqa: ANN401
+        """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
+        return self._proxy("remote", timeout)
+
+    def _proxy(self, function: str, timeout: float | None) -> Any:  # noqa: ANN401
+        from gradwire.compat.rpc import api
+        from gradwire.compat.rpc.rref_proxy import RRefProxy
+
+        call: Callable[..., Any] = getattr(api, function)
+        return RRefProxy(self, call, UNSET_RPC_TIMEOUT if timeout is None else timeout)
+
+    # -- as an object
+
+    def _spoken(self) -> str:
+        return f"UserRRef(rref_id={_id(self.hold.ref)}, fork_id={_id(self.hold.fork)})"
+
+    def __str__(self) -> str:
+        if self.is_owner():
+            return f"OwnerRRef({_id(self.hold.ref)})"
+        return f"UserRRef(RRefId = {_id(self.hold.ref)}, ForkId = {_id(self.hold.fork)})"
+
+
+RRef = PyRRef
+
+
+def _id(id: Any) -> str:  # noqa: ANN401
+    return f"GloballyUniqueId(created_on={id.worker}, local_id={id.n})"

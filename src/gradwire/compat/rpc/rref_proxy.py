@@ -1,0 +1,50 @@
+"""The methods of a value that lives elsewhere, called through its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from gradwire.compat.rpc.references import PyRRef
+from gradwire.rpc.asynchronous import result_of
+from gradwire.rpc.futures import Future
+
+
+class RRefProxy:
+    """What `rref.rpc_sync()`, `rref.rpc_async()` and `rref.remote()` return."""
+
+    def __init__(
+        self, rref: PyRRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT
+    ) -> None:
+        self.rref, self.rpc_api, self.rpc_timeout = rref, rpc_api, timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(_invoke, self.rref, self.rpc_api, name, self.rpc_timeout)
+
+
+def _invoke(
+    rref: PyRRef[Any],
+    rpc_api: Callable[..., Any],
+    name: str,
+    timeout: float,
+    *args: object,
+    **kwargs: object,
+) -> Any:  # noqa: ANN401
+    """Call a method, once the type of the value is known to have it."""
+
+    def call(kind: Any) -> Any:  # noqa: ANN401
+        getattr(kind.value(), name)
+        return rpc_api(rref.owner(), call_method, (rref, name, args, kwargs), timeout=timeout)
+
+    known = rref._get_type(timeout=timeout, blocking=False)
+    if rpc_api.__name__ == "rpc_async" and isinstance(known, Future):
+        return known.follow(call)
+    known.wait()
+    return call(known)
+
+
+def call_method(rref: PyRRef[Any], name: str, args: Any, kwargs: Any) -> object:  # noqa: ANN401
+    """Runs on the owner."""
+    return result_of(getattr(rref.local_value(), name), *args, **kwargs)

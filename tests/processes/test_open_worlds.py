@@ -1,0 +1,135 @@
+"""Open worlds over processes: who comes, who goes, who is killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+import gradwire
+from gradwire import Options, PeerLost, UnknownWorker, UsageError
+from tests.processes import far
+from tests.processes.conftest import TIMEOUTS
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _come(name, rank, options, environment=()):
+    """An errand: join, and serve until the errand that leaves."""
+    os.environ.update(environment)
+    gradwire.init_rpc(name, rank, options=options, expose=[far])
+    return [info.name for info in gradwire.rpc.api._here().directory.all()]
+
+
+def _go(environment=()):
+    gradwire.shutdown()
+    for variable in dict(environment):
+        del os.environ[variable]
+
+
+def _names():
+    return [info.name for info in gradwire.rpc.api._here().directory.all()]
+
+
+@pytest.fixture(params=["env", "tcp", "file"])
+def place(request, tmp_path, monkeypatch):
+    port = _free_port()
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    url = {
+        "env": "env://",
+        "tcp": f"tcp://127.0.0.1:{port}",
+        "file": f"file://{tmp_path}/meeting",
+    }[request.param]
+    given = environment if request.param == "env" else {}
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    return Options(init_method=url, timeouts=TIMEOUTS), given
+
+
+@pytest.fixture
+def here():
+    yield
+    if gradwire.rpc.api.home_door.maybe_default() is not None:
+        gradwire.shutdown()
+
+
+def test_processes_come_and_go(hosts, place, here):
+    options, environment = place
+    one, two = hosts.take(2)
+    gradwire.init_rpc("first", 0, options=options, expose=[far])
+
+    for life in range(2):
+        one.begin(_come, "one-1", 1, options, environment)
+        assert one.finish() == ["first", "one-1"]
+        two.begin(_come, f"two:{life}", 2, options, environment)
+        assert two.finish() == ["first", "one-1", f"two:{life}"]
+
+        assert gradwire.rpc_sync("one-1", far.here) == "one-1"
+        assert gradwire.rpc_sync(2, far.here) == f"two:{life}"
+
+        one.begin(_go, environment)
+        one.finish()
+        assert _names() == ["first", f"two:{life}"]
+        with pytest.raises(UnknownWorker, match="could not find destination name one-1"):
+            gradwire.rpc_sync("one-1", far.here)
+        two.begin(_go, environment)
+        two.finish()
+        assert _names() == ["first"]
+
+
+def test_a_killed_member_is_lost_and_its_place_is_free(hosts, tmp_path, here):
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+    (host,) = hosts.take(1)
+    gradwire.init_rpc("first", 0, options=options, expose=[far])
+    host.begin(_come, "second", 1, options)
+    host.finish()
+    assert gradwire.rpc_sync("second", far.here) == "second"
+
+    host.kill()
+    with pytest.raises(PeerLost, match="second was lost"):
+        gradwire.rpc_sync("second", far.here)
+    (host,) = hosts.take(1)
+    host.begin(_come, "second", 1, options)
+    assert host.finish() == ["first", "second"]
+    assert gradwire.rpc_sync("second", far.here) == "second"
+    host.begin(_go)
+    host.finish()
+
+
+def test_a_process_is_many_workers_one_after_the_other(tmp_path):
+    for life in range(12):
+        open_world = life % 2 == 0
+        options = Options(init_method=f"file://{tmp_path}/{life}", timeouts=TIMEOUTS)
+        rank = life if open_world else 0
+        gradwire.init_rpc(f"life-{life}", rank, None if open_world else 1, options, expose=[far])
+        assert gradwire.rpc_sync(rank, far.here) == f"life-{life}"
+        assert gradwire.get_worker_info().id == rank
+        gradwire.shutdown()
+
+
+def test_a_variable_that_a_launcher_set_makes_a_world_closed_unless_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    options = Options(init_method=f"file://{tmp_path}/closed", timeouts=TIMEOUTS)
+    gradwire.init_rpc("a", options=options)
+    assert not gradwire.rpc.api._here().directory.is_open
+    gradwire.shutdown()
+
+    options = Options(init_method=f"file://{tmp_path}/open", timeouts=TIMEOUTS, is_open=True)
+    gradwire.init_rpc("a", options=options)
+    assert gradwire.rpc.api._here().directory.is_open
+    gradwire.shutdown()
+    with pytest.raises(UsageError, match="an open world has no world_size, but a was given 1"):
+        gradwire.init_rpc("a", 0, 1, options)
+
+
+def test_a_worker_without_a_rank_is_told_so(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+    with pytest.raises(UsageError, match=r"init_rpc\('a'\) does not know its rank"):
+        gradwire.init_rpc("a")

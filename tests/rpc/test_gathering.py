@@ -1,0 +1,90 @@
+"""Values of several workers, gathered on all of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gradwire.agent.clock import MonotonicClock
+from gradwire.errors import CallTimeout, UsageError
+from gradwire.rpc.gathering import Gatherings
+from gradwire.rpc.gathering_state import Rounds
+
+NAMES = ["a", "b", "c"]
+
+
+def test_rounds_of_one_set_are_numbered_whatever_its_order():
+    rounds = Rounds()
+
+    assert [rounds.entered(names) for names in (["b", "a"], {"a", "b"}, ["a"])] == [
+        "a,b#0",
+        "a,b#1",
+        "a#0",
+    ]
+
+
+def test_a_leader_hears_values_before_it_enters():
+    rounds = Rounds()
+    rounds.contributed("a,b#0", "b", 2, ["a", "b"])
+    assert rounds.missing("a,b#0", ["a", "b"]) == ["a"]
+    assert rounds.whole("a,b#0") is None
+    rounds.contributed(rounds.entered(["a", "b"]), "a", 1, ["a", "b"])
+
+    assert rounds.whole("a,b#0") == {"a": 1, "b": 2}
+
+
+def test_nobody_contributes_twice_or_uninvited():
+    rounds = Rounds()
+    rounds.contributed("a,b#0", "b", 2, ["a", "b"])
+
+    with pytest.raises(UsageError, match="b has contributed to gathering a,b#0 twice"):
+        rounds.contributed("a,b#0", "b", 2, ["a", "b"])
+    with pytest.raises(UsageError, match="c is not expected in the gathering of a, b"):
+        rounds.contributed("a,b#0", "c", 2, ["a", "b"])
+    rounds.concluded("a#0", {"a": 1})
+    with pytest.raises(UsageError, match="gathering a#0 has ended twice"):
+        rounds.concluded("a#0", {"a": 1})
+
+
+def test_what_comes_when_a_round_is_over_is_not_kept():
+    rounds = Rounds()
+    round = rounds.entered(["a", "b"])
+    rounds.over(round)
+    rounds.contributed(round, "b", 2, ["a", "b"])
+    rounds.concluded(round, {})
+
+    assert len(rounds) == 0
+
+
+def gather(everyone, me, value, seconds=20.0, refuse=()):
+    """As a program does that calls the others' methods."""
+
+    def contribute(leader, round):
+        everyone[leader].heard(round, me, value, NAMES)
+
+    def conclude(round, followers, values):
+        for name in set(followers) - set(refuse):
+            everyone[name].ended(round, values)
+
+    return everyone[me].gather(value, NAMES, seconds, contribute=contribute, conclude=conclude)
+
+
+@pytest.fixture
+def everyone():
+    return {name: Gatherings(name, MonotonicClock()) for name in NAMES}
+
+
+def test_all_receive_all_also_by_many_threads(everyone):
+    with ThreadPoolExecutor(12) as pool:
+        called = [pool.submit(gather, everyone, name, name * 2) for name in NAMES * 4]
+        heard = [future.result() for future in called]
+
+    assert heard == [{"a": "aa", "b": "bb", "c": "cc"}] * 12
+
+
+def test_who_is_missing_is_named(everyone):
+    with pytest.raises(
+        CallTimeout, match=r"a waited 0\.01 s in .* a, b, c and did not hear of b, c"
+    ):
+        gather(everyone, "a", 1, seconds=0.01)
