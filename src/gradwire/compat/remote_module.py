@@ -108,9 +108,9 @@ class _RemoteModule(native.RemoteModule):
             )
         place = parse_place(remote_device)
         info = api.get_worker_info(place.worker)
-        agent = api._get_current_rpc_agent()
+        device_map = getattr(api._get_current_rpc_agent(), "_get_device_map", _no_map)
         self.on, self.device = info.name, place.device
-        self.is_device_map_set = bool(agent._get_device_map(info))
+        self.is_device_map_set = bool(device_map(info))
         self.is_scriptable = interface is not None
         self.generated_methods = _METHODS
 
@@ -162,6 +162,11 @@ class RemoteModule(_RemoteModule):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _no_map(_info: object) -> dict[object, object]:
+    """Of a backend that the program has registered."""
+    return {}
 
 
 def _create_module(
