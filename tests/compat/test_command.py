@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,14 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 REPORTER = HERE / "reporter.py"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.skipif(
-        importlib.util.find_spec("gradwire.compat.rpc") is None,
-        reason="the modules that stand for torch's are not there yet",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 def run(*arguments: str, python_path: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

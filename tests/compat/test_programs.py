@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,11 +15,6 @@ PROGRAMS = sorted((ROOT / "examples" / "compat").glob("*.py"))
 SECONDS = 110
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(2 * SECONDS + 20)]
-
-ours_is_there = pytest.mark.skipif(
-    importlib.util.find_spec("gradwire.compat.rpc") is None,
-    reason="the modules that stand for torch's are not there yet",
-)
 
 
 def printed_by(*command: str) -> list[str]:
@@ -46,7 +40,6 @@ def test_a_program_prints_its_losses(program):
     assert all(" loss " in line for line in printed_with_torch(program))
 
 
-@ours_is_there
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_prints_the_same_losses_with_gradwire(program):
     assert printed_by("-m", "gradwire.compat", str(program)) == printed_with_torch(program)

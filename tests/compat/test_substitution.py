@@ -10,8 +10,8 @@ import torch.distributed.autograd
 import torch.distributed.rpc as stock_rpc
 
 from gradwire.compat.substitution import (
-    EXTENSIONS,
     MODULES,
+    PARTS,
     _import_binders,
     install,
     installed,
@@ -52,9 +52,10 @@ def modules(monkeypatch):
             "_is_current_rpc_agent_set": lambda: False,
         },
         "standin.rpc.api": {"RRef": RRef, "rpc_sync": lambda *_: "ours"},
+        "standin.futures": {"wait_all": lambda _: "ours"},
         "standin.autograd": {"DistAutogradContext": DistAutogradContext},
     }
-    names = {standing_in(ours) for ours in MODULES.values()}
+    names = {standing_in(ours) for ours in (MODULES | PARTS).values()}
     for name in sorted({"standin", *names}):
         module = made(name, **contents.get(name, {}))
         module.__path__ = []
@@ -69,7 +70,7 @@ def modules(monkeypatch):
 def put_standins() -> None:
     install(
         {theirs: standing_in(ours) for theirs, ours in MODULES.items()},
-        {theirs: standing_in(ours) for theirs, ours in EXTENSIONS.items()},
+        {theirs: standing_in(ours) for theirs, ours in PARTS.items()},
     )
 
 
@@ -127,6 +128,13 @@ def test_names_of_the_extension_are_ours_where_we_have_them(modules):
     assert torch._C._distributed_rpc.PyRRef is RRef
     assert torch._C._distributed_rpc.get_rpc_timeout is timeout
     assert torch._C._distributed_autograd.DistAutogradContext is DistAutogradContext
+
+
+def test_futures_are_waited_for_by_ours(modules):
+    put_standins()
+
+    assert torch.futures.wait_all([]) == "ours"
+    assert torch.futures.__name__ == "torch.futures"
 
 
 def test_uninstalling_puts_every_name_back(modules):

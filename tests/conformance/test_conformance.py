@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +23,6 @@ FAILED = Outcome(CASE, Verdict.FAIL, 1.25, "Traceback\n\nValueError: no\n", "")
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS + 10)
-@pytest.mark.skipif(
-    importlib.util.find_spec("gradwire.compat.rpc") is None,
-    reason="the modules that stand for torch's are not there yet",
-)
 @pytest.mark.parametrize("suite", ["DistAutogradTest", "DistOptimizerTest", "RemoteModuleTest"])
 def test_a_suite_of_torch_passes(suite):
     done = subprocess.run(

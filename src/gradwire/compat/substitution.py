@@ -42,14 +42,16 @@ MODULES: Final[Mapping[str, str]] = {
     _RPC: f"{_OURS}.rpc",
     **{f"{_RPC}.{name}": f"{_OURS}.rpc.{name}" for name in _RPC_MODULES},
     "torch.distributed.autograd": f"{_OURS}.autograd",
+    "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
 }
 """What stands for what; the same names are expected inside."""
 
-EXTENSIONS: Final[Mapping[str, str]] = {
+PARTS: Final[Mapping[str, str]] = {
     "torch._C._distributed_rpc": f"{_OURS}.rpc",
     "torch._C._distributed_autograd": f"{_OURS}.autograd",
+    "torch.futures": f"{_OURS}.futures",
 }
-"""Modules of torch's extension that stay; the names they share with ours are exchanged in them."""
+"""Modules that stay; what they define under a name that ours has too is exchanged in them."""
 
 # Read before anything is exchanged: they bind names of the modules above when they are imported.
 _BINDERS = ("torch.distributed.optim", "torch.distributed.nn")
@@ -63,7 +65,7 @@ class Substitution:
     """One exchange of modules, which can be undone."""
 
     modules: Mapping[str, str]
-    extensions: Mapping[str, str]
+    parts: Mapping[str, str]
     _aliases: Aliases = field(init=False)
     _before: list[tuple[dict[str, object], str, object]] = field(default_factory=list)
     _theirs: dict[int, object] = field(default_factory=dict)
@@ -72,19 +74,14 @@ class Substitution:
         """Exchange everything; what cannot be imported stops it before anything is changed."""
         _import_binders()
         known = {name: ours for name, ours in self.modules.items() if name in sys.modules}
-        pairs = [
-            (sys.modules[theirs], import_module(ours))
-            for theirs, ours in [*known.items(), *self.extensions.items()]
-        ]
-        replaced = {id(theirs): ours for theirs, ours in _objects(pairs)}
-        packages = {ours.__name__.split(".")[0] for _, ours in pairs}
-        self._theirs = {
-            id(ours): theirs for theirs, ours in _objects(pairs) if _home(ours) in packages
-        }
+        whole = [(sys.modules[name], import_module(ours)) for name, ours in known.items()]
+        parts = [(sys.modules[name], import_module(ours)) for name, ours in self.parts.items()]
+        objects = [*whole, *_defined(whole + parts)]
+        replaced = {id(theirs): ours for theirs, ours in objects}
+        packages = {_home(ours) for _, ours in whole}
+        self._theirs = {id(ours): theirs for theirs, ours in objects if _home(ours) in packages}
         for name in self.modules:
             self._exchange_module(name)
-        for name, ours in self.extensions.items():
-            self._exchange_names(sys.modules[name], import_module(ours))
         for module in _modules_of_torch(but={self.modules[name] for name in known}):
             self._rebind(module, replaced)
         self._aliases = Aliases(self.modules)
@@ -114,11 +111,6 @@ class Substitution:
         if package not in self.modules:
             self._set(vars(modules[package]), last, ours)
 
-    def _exchange_names(self, theirs: ModuleType, ours: ModuleType) -> None:
-        for name in set(vars(theirs)) & set(vars(ours)):
-            if not name.startswith("__"):
-                self._set(vars(theirs), name, getattr(ours, name))
-
     def _rebind(self, module: ModuleType, values: Mapping[int, object]) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in values:
@@ -137,9 +129,7 @@ def installed() -> bool:
     return bool(_current)
 
 
-def install(
-    modules: Mapping[str, str] = MODULES, extensions: Mapping[str, str] = EXTENSIONS
-) -> None:
+def install(modules: Mapping[str, str] = MODULES, parts: Mapping[str, str] = PARTS) -> None:
     """Put gradwire in torch's place, for this process and those it forks.
 
     A second time it does nothing. It is meant to come before the program imports what is replaced:
@@ -153,7 +143,7 @@ def install(
         hint="call gradwire.compat.install() before init_rpc(), or start the program with"
         " python -m gradwire.compat",
     )
-    substitution = Substitution(modules, extensions)
+    substitution = Substitution(modules, parts)
     substitution.put()
     _current.append(substitution)
 
@@ -182,14 +172,10 @@ def _import_binders() -> None:
             import_module(name)
 
 
-def _objects(pairs: list[tuple[ModuleType, ModuleType]]) -> Iterator[tuple[object, object]]:
-    """Every object replaced and what stands for it: modules, and the classes and functions
-    that torch defines in them.
-    """
+def _defined(pairs: list[tuple[ModuleType, ModuleType]]) -> Iterator[tuple[object, object]]:
+    """The classes and functions that torch defines in these modules, and what stands for each."""
     homes = {theirs.__name__ for theirs, _ in pairs}
     for theirs, ours in pairs:
-        if not theirs.__name__.startswith("torch._C."):
-            yield theirs, ours
         for name, value in vars(theirs).items():
             if getattr(value, "__module__", None) in homes and hasattr(ours, name):
                 yield value, getattr(ours, name)
