@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.agent.clock import MonotonicClock
-from gradwire.agent.rendezvous import check_name, meet, open_store
+from gradwire.agent.directory import check_name
+from gradwire.agent.rendezvous import meet, open_store
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options, Timeouts
 

@@ -229,6 +229,6 @@ class Connections:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # or close() could find a thread that cannot be joined yet
             self._threads.add(thread)
-        thread.start()
+            thread.start()

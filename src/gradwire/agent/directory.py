@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable
 from typing import final
@@ -9,8 +10,20 @@ from typing import final
 import msgspec
 
 from gradwire.agent.members_state import Member, Members
-from gradwire.errors import PeerLost, UnknownWorker
+from gradwire.errors import PeerLost, UnknownWorker, UsageError
 from gradwire.ids import WorkerId
+
+
+_NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
+
+
+def check_name(name: str) -> None:
+    """Refuse names that could not be spoken in an address or a trace."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and "
+            f"shorter than 128 chars, but got {name}"
+        )
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, order=True):
@@ -18,6 +31,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, order=True):
 
     name: str
     id: WorkerId
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -6,7 +6,6 @@ open until it leaves. Open worlds keep a roster in the store: see register.py.
 
 from __future__ import annotations
 
-import re
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +29,6 @@ MIXED = (
 _ROUNDS = "gradwire/rounds"
 _ROSTER = "gradwire/roster"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
-_NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -48,15 +46,6 @@ class Meeting:
     directory: Directory
     job: str
     store: Store
-
-
-def check_name(name: str) -> None:
-    """Refuse names that could not be spoken in an address or a trace."""
-    if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and "
-            f"shorter than 128 chars, but got {name}"
-        )
 
 
 def open_store(options: Options, rank: int | None, world_size: int | None) -> Store:

@@ -20,7 +20,7 @@ from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context
 from gradwire.errors import BadMessage
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.futures import Future, Landing
+from gradwire.rpc.futures import Future, Landing, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
@@ -65,6 +65,7 @@ class Calls:
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
+        self._around = Surroundings(agent.dispatch, self._depth_of, manner.of_callback)
         agent.kinds.add(Result)
         agent.on_late(Result, self._late)
 
@@ -79,7 +80,7 @@ class Calls:
         """Run it there; a future of what it returns."""
         with self._span("async", target, to):
             landed = self._launch(to, target, deadline)
-        return Future(landed, self._agent.dispatch, self._depth_of)
+        return Future(landed, self._around)
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         directory = self._agent.directory
@@ -89,7 +90,7 @@ class Calls:
         """The future of a call that did not leave."""
         landed: Promise[Landing[Any]] = Promise()
         landed.settle(Landing(error=error))
-        return Future(landed, self._agent.dispatch, self._depth_of)
+        return Future(landed, self._around)
 
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)

@@ -12,7 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, Generic, NamedTuple, TypeVar, cast, final
 
 import torch
 
@@ -73,16 +73,22 @@ class Landing(Generic[T]):
         return cast(T, self._came.value)
 
 
+class Surroundings(NamedTuple):
+    """What the futures of one worker need of it."""
+
+    pools: Dispatch
+    depth_of: Callable[[object], int]
+    of_callback: Callable[[Exception], Exception] = lambda error: error
+
+
 class Future(torch.futures.Future[T]):
     """A value on its way from another worker."""
 
-    def __init__(
-        self, promise: Promise[Landing[T]], pools: Dispatch, depth_of: Callable[[object], int]
-    ) -> None:
+    def __init__(self, promise: Promise[Landing[T]], around: Surroundings) -> None:
         super().__init__()
         self._promise = promise
-        self._pools = pools
-        self._depth_of = depth_of
+        self._around = around
+        pools = self._pools = around.pools
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
         # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
@@ -112,7 +118,7 @@ class Future(torch.futures.Future[T]):
         """A future of what `callback(this)` returns, called when this one is done."""
         _check_callable(callback)
         following: Promise[Landing[S]] = Promise()
-        future: Future[S] = Future(following, self._pools, self._depth_of)
+        future: Future[S] = Future(following, self._around)
 
         def run() -> None:
             landing: Landing[S] = Landing(lambda: self._in_scope(callback))
@@ -126,7 +132,7 @@ class Future(torch.futures.Future[T]):
         """Like `then` for a callback that returns a future: a future of what that one brings."""
         _check_callable(callback)
         following: Promise[Landing[S]] = Promise()
-        future: Future[S] = Future(following, self._pools, self._depth_of)
+        future: Future[S] = Future(following, self._around)
 
         def pass_on(landing: Landing[S]) -> None:
             following.settle(landing)
@@ -169,10 +175,13 @@ class Future(torch.futures.Future[T]):
         def run() -> Unpacked:
             with inside(current_context()):
                 value = callback(self)
-                return Unpacked(value, self._depth_of(value))
+                return Unpacked(value, self._around.depth_of(value))
 
         with torch.set_grad_enabled(self._grad_enabled):
-            return self._scope.copy().run(run)
+            try:
+                return self._scope.copy().run(run)
+            except Exception as error:
+                raise self._around.of_callback(error) from error.__cause__
 
     def _complete(self, landing: Landing[T]) -> None:
         """Let C++ know, off the thread that reads: torch runs its own callbacks in here."""

@@ -12,9 +12,9 @@ from contextlib import suppress
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.clock import MonotonicClock
-from gradwire.agent.directory import Directory
+from gradwire.agent.directory import Directory, check_name
 from gradwire.agent.register import Register
-from gradwire.agent.rendezvous import check_name, meet, open_store
+from gradwire.agent.rendezvous import meet, open_store
 from gradwire.autograd import api as autograd_api
 from gradwire.errors import UsageError
 from gradwire.ids import LAST_WORKER

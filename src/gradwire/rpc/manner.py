@@ -34,6 +34,8 @@ class Manner:
     """the tensors of one message cross together, by one edge, instead of each by its own"""
     leaves_outside_contexts: bool = False
     """a tensor that wants a gradient still does so after a crossing that nothing records"""
+    counts_before_use: bool = False
+    """a message with references is unpacked once their owners have counted them"""
     answers_when_made: bool = False
     """`remote` is answered when the value is made, not when its making has begun"""
     reference: type[Any] | None = None
@@ -42,6 +44,8 @@ class Manner:
     """the error that a failed call raises"""
     of_fetch: Translated = as_it_is
     """the error that fetching a value raises"""
+    of_callback: Callable[[Exception], Exception] = lambda error: error
+    """what waits for a callback of a future gets instead of what it raised"""
     channel: Callable[[Channel], Channel] = just_so
     """what stands between this worker and each of its channels"""
 

@@ -204,6 +204,12 @@ class Refs:
                 owner = self._agent.directory.name(hold.owner)
                 raise CallTimeout(f"{owner} did not count {fork} of {hold.ref} in time")
 
+    def wait_until_all_counted(self, references: Sequence[Reference], deadline: float) -> None:
+        """Of references that came with one message."""
+        for came in references:
+            if came.owner != self._agent.directory.me.id:
+                self.wait_until_counted(Hold(came.ref, came.owner, came.fork), deadline)
+
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
         me = self._agent.directory.me.id

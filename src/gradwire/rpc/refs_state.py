@@ -129,6 +129,8 @@ class RefStatistics:
 
     owned: int
     """values that live here"""
+    shared: int
+    """of those, the ones that others hold"""
     forks: int
     """forks of them that others hold"""
     tombstones: int
@@ -394,6 +396,7 @@ class RefTable:
         values, held = self._values.values(), self._held.values()
         return RefStatistics(
             owned=len(values),
+            shared=sum(bool(value.forks) for value in values),
             forks=sum(len(value.forks) for value in values),
             tombstones=sum(len(value.asked - value.forks.keys()) for value in values),
             held=len(held),

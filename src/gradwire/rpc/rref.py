@@ -19,7 +19,7 @@ from gradwire.rpc.calls import Calls, Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.refs import Refs, Value
 from gradwire.rpc.refs_state import Hold
-from gradwire.rpc.serving import checked_root
+from gradwire.rpc.serving import checked_tensor
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class RRef(Generic[T]):
         On its owner, without an id: a plain local backward, into `.grad`.
         """
         if self.is_owner():
-            root = checked_root(self.local_value())
+            root = checked_tensor(self.local_value())
             if dist_autograd_ctx_id == -1:
                 torch.autograd.backward(root, retain_graph=retain_graph)
             else:

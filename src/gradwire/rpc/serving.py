@@ -107,6 +107,8 @@ class Serving:
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context
             )
+            if self._manner.counts_before_use:
+                self._refs.wait_until_all_counted(call.parcel.references, deadline)
             ready = self._function(call.function, unpacked.value, deadline)
             with function_span(call.function):
                 value = result_of(ready.function, *ready.args, **ready.kwargs)
@@ -190,20 +192,20 @@ class Serving:
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + message.seconds
         hold = Hold(message.ref, self._agent.directory.me.id, None)
-        root = checked_root(self._refs.value_here(hold, deadline))
+        root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
         with self._inside(message.context, deadline):
             context = self._engine.contexts.find(message.context)
             self._engine.root.backward(context, [root], retain_graph=message.retain_graph)
         self._agent.answer(source, Done(), deadline=deadline)
 
 
-def checked_root(value: object) -> torch.Tensor:
-    """The value of a reference as a root of backward."""
+def checked_tensor(value: object) -> torch.Tensor:
+    """The value of a reference, if backward can begin there at all."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(
             f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
         )
-    return check_root(value)
+    return value
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def is_available() -> bool:
 def _rref_context_get_debug_info() -> dict[str, str]:
     counts = home_door.find().refs.statistics()
     return {
-        "num_owner_rrefs": str(counts.owned),
+        "num_owner_rrefs": str(counts.shared),
         "num_pending_futures": str(counts.pending_children + counts.unacknowledged),
         "num_pending_users": str(counts.pending_users),
         "num_forks": str(counts.forks),

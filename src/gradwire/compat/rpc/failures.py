@@ -22,12 +22,22 @@ def of_call(error: Exception, directory: Directory) -> Exception:
     kept = next((kind for kind in _KEPT if isinstance(error, kind)), None)
     if kept is not None:
         return kept(_story(error, directory))
-    return RuntimeError(f"{_plain(error.type_name)}: {_story(error, directory)}")
+    return RuntimeError(
+        f"{_plain(error.type_name)}: {_story(error, directory)}\n"
+        f"Original exception on remote side was {error.type_name}"
+    )
 
 
 def of_fetch(error: Exception, _: Directory) -> Exception:
     """What fetching a value raises."""
     return timed_out(error) if isinstance(error, CallTimeout) else error
+
+
+def of_callback(error: Exception) -> Exception:
+    """What waits for the callback of a future gets if it raises."""
+    return RuntimeError(
+        f"Got the following error when running the callback: {type(error).__name__}: {error}"
+    )
 
 
 def timed_out(error: CallTimeout) -> CallTimeout:
@@ -42,7 +52,7 @@ def timed_out(error: CallTimeout) -> CallTimeout:
 def _story(error: RemoteError, directory: Directory) -> str:
     known = {info.name: info for info in directory.all()}
     where = known.get(error.worker, error.worker)
-    said = f"{_plain(error.type_name)}({error.message!r})"
+    said = f"{_plain(error.type_name)}('{error.message}')"
     return f"On {where}:\n{said}\n{error.remote_traceback}"
 
 

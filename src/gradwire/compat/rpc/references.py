@@ -9,10 +9,9 @@ import torch
 
 from gradwire.agent.agent import Outcome
 from gradwire.agent.promise import Promise
-from gradwire.compat.rpc.agent import patience
+from gradwire.compat.rpc.agent import _is_current_rpc_agent_set, patience
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_fetch
-from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc import rref as native
 from gradwire.rpc.calls import Created
@@ -25,6 +24,11 @@ class PyRRef(native.RRef[T]):
     """A reference to a value on its owner."""
 
     def __init__(self, value: T, type_hint: object = None) -> None:
+        if not _is_current_rpc_agent_set():
+            raise RuntimeError(
+                "Current RPC agent is not set! Did you initialize the RPC framework "
+                "(e.g. by calling `rpc.init_rpc`)?"
+            )
         super().__init__(value)
 
     _answer: Promise[Outcome] | None = None
@@ -120,10 +124,11 @@ class PyRRef(native.RRef[T]):
         return super()._pack()
 
     def _serialize(self) -> NoReturn:
+        return self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
         self._check_usable("fork an UserRRef")
-        raise UsageError(
-            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
-        )
+        super().__reduce__()
 
     # -- profiling
 
