@@ -6,10 +6,12 @@ import os
 import socket
 
 import pytest
+import torch
 
 import gradwire
 from gradwire.compat.rpc import world
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
+from gradwire.rpc.joining import forget_meeting_place
 from tests.compat.stand_in import api
 from tests.processes import far
 
@@ -115,7 +117,7 @@ def _leak(rank, url, ignore):
     before = api._ignore_rref_leak, api._delete_all_user_and_unforked_owner_rrefs
     api._ignore_rref_leak = ignore
     api._delete_all_user_and_unforked_owner_rrefs = lambda: None
-    kept = api.remote(f"worker-{(rank + 1) % WORLD}", max, args=(1, 2))
+    kept = api.remote(f"worker-{(rank + 1) % WORLD}", torch.add, args=(torch.ones(2), 1))
     try:
         kept.to_here()
         world.shutdown()
@@ -134,6 +136,14 @@ def test_leaks_are_errors_if_a_program_says_so(hosts, tmp_path, ignore, outcome)
 
     heard = [_leak(0, url, ignore), *(host.finish() for host in hosts.take(WORLD - 1))]
     assert [text[: len(outcome)] for text in heard] == [outcome] * WORLD
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    yield
+    if api._is_current_rpc_agent_set():
+        world.shutdown(graceful=False)
+    forget_meeting_place()
 
 
 def _come(rank, url):

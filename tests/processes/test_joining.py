@@ -10,6 +10,7 @@ import pytest
 
 import gradwire
 from gradwire import JoinTimeout, Options, Timeouts, UsageError
+from gradwire.rpc.joining import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -71,13 +72,16 @@ def test_a_process_joins_again_under_another_number(hosts, tmp_path):
         assert heard[mine] == f"test{life}"
 
 
-def test_workers_meet_again_at_the_same_place(hosts, tmp_path):
+@pytest.mark.parametrize("meeting", ["tcp", "file"])
+def test_workers_meet_again_at_the_same_place(hosts, tmp_path, meeting):
     (host,) = hosts.take(1)
-    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+    places = {"tcp": f"tcp://127.0.0.1:{_free_port()}", "file": f"file://{tmp_path}/meeting"}
+    options = Options(init_method=places[meeting], timeouts=TIMEOUTS)
 
-    for _ in range(3):
+    for _ in range(6):
         host.begin(_greet, {}, "b", 1, options)
         assert _greet({}, "a", 0, options) == host.finish() == ["a", "b"]
+    forget_meeting_place()
 
 
 def test_two_workers_of_one_name_are_refused_by_both(hosts, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 import gradwire
 from gradwire import Options, PeerLost, UnknownWorker, UsageError
+from gradwire.rpc.joining import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -56,6 +57,7 @@ def here():
     yield
     if gradwire.rpc.api.home_door.maybe_default() is not None:
         gradwire.shutdown()
+    forget_meeting_place()
 
 
 def test_processes_come_and_go(hosts, place, here):

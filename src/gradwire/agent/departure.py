@@ -8,7 +8,7 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
-from gradwire.agent.leaving_state import OVER, QUIET, Departure
+from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure
 from gradwire.agent.messages import Leaving
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
@@ -28,9 +28,13 @@ class Leaver:
         agent.on_peer_lost(self._peer_lost)
 
     def leave(
-        self, deadline: float, let_go: Callable[[], None], busy: Callable[[], bool]
+        self,
+        deadline: float,
+        let_go: Callable[[], None],
+        busy: Callable[[], bool],
+        look: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Wait until all are over, let go of what we hold, wait until all are quiet.
+        """Wait until all are over, let go of what we hold, wait until all are quiet, look around.
 
         Ends at the deadline in any case; the names of those that were given up.
         """
@@ -42,6 +46,9 @@ class Leaver:
                 self._changed.wait(_LOOK_AGAIN_SECONDS)
         self._say(QUIET, deadline)
         late = self._wait_for(QUIET, deadline) or late
+        look()
+        self._say(READY, deadline)
+        late = self._wait_for(READY, deadline) or late
         with self._changed:
             gone = self._departure.abandoned()
         return [self._agent.directory.name(worker) for worker in sorted({*late, *gone})]

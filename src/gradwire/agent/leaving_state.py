@@ -1,8 +1,9 @@
 """Leaving together: who has finished, who is gone, when this worker may close.
 
-Two rounds. *Over* (phase 1): a worker's program has ended, it still serves. *Quiet* (phase 2): all
-are over, and nothing of its own is in flight. When all are quiet nobody will be asked anything
-again. Pure: the driver counts what is in flight and says so.
+Three rounds. *Over* (phase 1): a worker's program has ended, it still serves. *Quiet* (phase 2):
+all are over, and nothing of its own is in flight. When all are quiet nobody will be asked anything
+again. *Ready* (phase 3): it has looked at what the others left behind with it, and does not mind if
+they go. Pure: the driver counts what is in flight and says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import final
 
 from gradwire.ids import WorkerId
 
-OVER, QUIET = 1, 2
+OVER, QUIET, READY = 1, 2, 3
 
 
 @final

@@ -49,7 +49,11 @@ class Membership:
         self._register.settle(self._me, dead, deadline)
 
     def leave(
-        self, deadline: float, let_go: Callable[[], None], busy: Callable[[], bool]
+        self,
+        deadline: float,
+        let_go: Callable[[], None],
+        busy: Callable[[], bool],
+        look: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Wait for what is in flight here, let go of what we hold, and tell the others.
 
@@ -58,6 +62,7 @@ class Membership:
         self._wait_while(busy, deadline)
         let_go()
         self._wait_while(busy, deadline)
+        look()
         self.give_back_seat(deadline)
         deaf: list[str] = []
         told: set[int] = set()

@@ -44,7 +44,8 @@ class Done(Message, frozen=True, tag=0x03):
 class Leaving(Message, frozen=True, tag=0x04):
     """A worker on its way out.
 
-    Phase 1: its program is over. Phase 2: nothing of its own is in flight.
+    Phase 1: its program is over. Phase 2: nothing of its own is in flight. Phase 3: the others may
+    go.
     """
 
     phase: int

@@ -16,6 +16,7 @@ from gradwire.agent.directory import Directory, check_name
 from gradwire.agent.register import Register
 from gradwire.agent.rendezvous import meet, open_store
 from gradwire.autograd import api as autograd_api
+from gradwire.door import Door
 from gradwire.errors import UsageError
 from gradwire.ids import LAST_WORKER
 from gradwire.options import Options
@@ -27,6 +28,7 @@ from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
 _UNDO_SECONDS = 2.0
+_last_place: Door[Store] = Door("the store where this process met others last")
 
 
 def join(
@@ -50,7 +52,7 @@ def join(
         raise UsageError(f"rank {rank} is not one of {world_size} workers")
     if not 0 <= rank <= LAST_WORKER:
         raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
-    store = store if store is not None else open_store(options, rank, world_size)
+    store = store if store is not None else meeting_place(options, rank, world_size)
     transports = transports_for(options)
     listener = listen(transports, options)
     joining = _Joining(name, rank, options, expose, manner, store, transports, listener, note)
@@ -59,6 +61,22 @@ def join(
     except BaseException:
         listener.close()
         raise
+
+
+def meeting_place(options: Options, rank: int | None, world_size: int | None) -> Store:
+    """The store that `options.init_method` names.
+
+    Note [The last meeting place]: others may be on their way to meet us again where we met last, so
+    that the process which hosted it keeps it until it has opened the next.
+    """
+    if rank != 0:
+        _last_place.set_default(None)  # whoever hosts the next may want its port
+    return open_store(options, rank, world_size)
+
+
+def forget_meeting_place() -> None:
+    """Close the store that is still open here: nobody will meet there again."""
+    _last_place.set_default(None)
 
 
 class _Joining:
@@ -136,6 +154,7 @@ def settle_here(worker: Worker) -> None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     atexit.register(worker.close, 0.1)  # a program that ends without shutdown() leaves no socket
     home_door.set_default(worker)
+    _last_place.set_default(worker.store)  # see Note [The last meeting place]
     autograd_api.door.set_default(worker.engine)
 
 

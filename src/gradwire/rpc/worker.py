@@ -73,6 +73,8 @@ class Worker:
         registry = Registry(expose)
         self.events = Events(self.name)
         self.gatherings = Gatherings(self.name, clock)
+        self.leaks: list[str] = []
+        """what others still held of ours when all had let go"""
         self.face: object = None
         """what another face of this library keeps with its worker"""
         timeouts, wrap = options.timeouts, manner.channel
@@ -135,18 +137,16 @@ class Worker:
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
         limit = self.agent.clock.now() + seconds
         gave_up: list[str] = []
-        leaks: list[str] = []
         try:
             if graceful:
                 gave_up = self.leave(limit, self.refs.abandon)
-                leaks = self.refs.leaks()
         finally:  # also if we were interrupted: what is left would be left for ever
             left = limit - self.agent.clock.now()
             self.close(max(_CLOSE_SECONDS, left) if graceful else _CLOSE_SECONDS)
-        if leaks:
+        if self.leaks:
             warnings.warn(
                 f"{self.name} shut down while references to its values were still counted: "
-                f"{', '.join(leaks)}",
+                f"{', '.join(self.leaks)}",
                 RefLeakWarning,
                 stacklevel=3,
             )
@@ -154,7 +154,7 @@ class Worker:
 
     def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
-        return self._leaver.leave(deadline, let_go, self._is_busy)
+        return self._leaver.leave(deadline, let_go, self._is_busy, self._look)
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. What waits for a peer gets an error; idempotent."""
@@ -184,6 +184,9 @@ class Worker:
             return Leaver(self.agent)
         assert self.store is not None, "an open world has a roster, which is kept in a store"
         return Membership(self.agent, Register(self.store, transports, self.agent.clock))
+
+    def _look(self) -> None:
+        self.leaks = self.refs.leaks()
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)

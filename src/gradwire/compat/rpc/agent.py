@@ -104,7 +104,7 @@ class TensorPipeAgent(RpcAgent):
     def _take(self, worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
         self.worker, self._options = worker, opts
         self.rpc_timeout = opts.rpc_timeout
-        self._gil_profiling = False
+        self._gil_profiling = self._has_left = False
         worker.face = self
 
     @classmethod
@@ -139,6 +139,11 @@ class TensorPipeAgent(RpcAgent):
         limit = self.worker.agent.clock.now() + (timeout or constants.A_LONG_TIME_SECONDS)
         let_go = (lambda: None) if self.is_static_group else self.worker.refs.abandon
         self.worker.leave(limit, let_go)
+        self._has_left = True
+
+    def leaks(self) -> list[str]:
+        """Which of our values others hold: now, or when all had let go."""
+        return self.worker.leaks if self._has_left else self.worker.refs.leaks()
 
     def shutdown(self) -> None:
         """Stop now; what still waits gets an error."""

@@ -17,7 +17,6 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.directory import WorkerInfo
-from gradwire.agent.rendezvous import open_store
 from gradwire.compat.rpc import backend_registry, constants
 from gradwire.compat.rpc.agent import (
     RpcAgent,
@@ -36,6 +35,7 @@ from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.options import RpcBackendOptions
 from gradwire.errors import UsageError
 from gradwire.options import place_from_environment
+from gradwire.rpc.joining import meeting_place
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -137,7 +137,7 @@ def _rank(rank: int, init_method: str) -> int:
 def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:
     try:
         place = RpcBackendOptions(init_method=options.init_method).for_worker()
-        return open_store(place, None if rank == -1 else rank, world_size or None)
+        return meeting_place(place, None if rank == -1 else rank, world_size or None)
     except UsageError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None
@@ -320,7 +320,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
 
 
 def _finalize_shutdown(agent: RpcAgent) -> None:
-    leaks = agent.worker.refs.leaks() if isinstance(agent, TensorPipeAgent) else []
+    leaks = agent.leaks() if isinstance(agent, TensorPipeAgent) else []
     try:
         if leaks and not late_api()._ignore_rref_leak:
             raise RuntimeError(f"Leaking RRef {', Leaking RRef '.join(leaks)}")
