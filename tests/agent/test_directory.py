@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.agent.directory import Directory, WorkerInfo
-from gradwire.errors import UnknownWorker, UsageError
+from gradwire.errors import PeerLost, UnknownWorker, UsageError
 
 MEMBERS = [(WorkerInfo("ps", 0), "x"), (WorkerInfo("trainer", 1), "y")]
 
@@ -31,3 +31,15 @@ def test_two_workers_may_not_share_a_name():
 
 def test_an_info_prints_as_in_torch():
     assert repr(WorkerInfo("ps", 0)) == "WorkerInfo(id=0, name=ps)"
+
+
+def test_one_that_left_is_not_found_and_still_has_a_name():
+    directory = Directory(0, MEMBERS, is_open=True)
+
+    assert directory.left(1, 0)
+    assert not directory.left(1, 0)
+    with pytest.raises(UnknownWorker, match="ps could not find destination name trainer"):
+        directory.find("trainer")
+    with pytest.raises(PeerLost, match="trainer has left, or never joined"):
+        directory.address(1)
+    assert (directory.name(1), directory.name(7)) == ("trainer", "worker 7")

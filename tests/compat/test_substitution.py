@@ -41,6 +41,10 @@ class DistAutogradContext:
     pass
 
 
+class DistributedOptimizer:
+    pass
+
+
 @pytest.fixture
 def modules(monkeypatch):
     """Empty modules in the place of ours but for a few names, each reached from its package."""
@@ -52,6 +56,7 @@ def modules(monkeypatch):
             "_is_current_rpc_agent_set": lambda: False,
         },
         "standin.rpc.api": {"RRef": RRef, "rpc_sync": lambda *_: "ours"},
+        "standin.optim": {"DistributedOptimizer": DistributedOptimizer},
         "standin.futures": {"wait_all": lambda _: "ours"},
         "standin.autograd": {"DistAutogradContext": DistAutogradContext},
     }
@@ -117,7 +122,8 @@ def test_names_that_torch_has_bound_already_are_ours(modules):
 
     assert torch._jit_internal.RRef is RRef
     assert torch.nn.parallel.distributed.RRef is RRef
-    assert sys.modules["torch.distributed.optim.optimizer"].rpc is modules["standin.rpc"]
+    assert torch.distributed.optim.DistributedOptimizer is DistributedOptimizer
+    assert torch.distributed.optim.optimizer is modules["standin.optim"]
 
 
 def test_names_of_the_extension_are_ours_where_we_have_them(modules):

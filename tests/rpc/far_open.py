@@ -28,3 +28,7 @@ def through(names):
     if not names:
         return here()
     return gradwire.rpc_sync(names[0], through, args=(names[1:],))
+
+
+def life():
+    return gradwire.rpc.api._here().directory.myself.life

@@ -242,3 +242,21 @@ def test_nor_the_other_way_round(world):
 def test_a_rank_that_no_context_could_name_is_refused(world):
     with pytest.raises(UsageError, match="rank 40000 of a is not between 0 and 32767"):
         world("a", 40000)
+
+
+def test_an_earlier_life_that_goes_on_is_not_heard_any_more(world):
+    a, b = world("a", 0), world("b", 1)
+    assert ask(a, "b", far.here) == ask(b, "b", far.here) == "b"
+    b._leaver.give_back_seat(b.agent.clock.now() + 5)  # as if all thought that it was dead
+    with b.scope():
+        kept = gradwire.remote("a", far.here)
+        assert kept.to_here() == "a"
+
+    again = world("b", 1)
+
+    assert ask(a, "b", far.life) == again.directory.myself.life
+    assert eventually(lambda: a.refs.statistics().owned == 0)
+    with pytest.raises(PeerLost, match="a was lost before"):
+        ask(b, "a", far.here)
+    assert ask(again, "a", far.here) == "a"
+    del kept

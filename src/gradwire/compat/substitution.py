@@ -42,6 +42,7 @@ MODULES: Final[Mapping[str, str]] = {
     _RPC: f"{_OURS}.rpc",
     **{f"{_RPC}.{name}": f"{_OURS}.rpc.{name}" for name in _RPC_MODULES},
     "torch.distributed.autograd": f"{_OURS}.autograd",
+    "torch.distributed.optim.optimizer": f"{_OURS}.optim",
     "torch.distributed.nn.api.remote_module": f"{_OURS}.remote_module",
 }
 """What stands for what; the same names are expected inside."""
