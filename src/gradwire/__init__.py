@@ -17,10 +17,13 @@ from gradwire.errors import (
     PeerLost,
     RefLeakWarning,
     RemoteError,
+    StepFailed,
     UnknownWorker,
     UsageError,
 )
 from gradwire.launch.run import run
+from gradwire.optim.clipping import clip_grad_norm_
+from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
 from gradwire.rpc.futures import Future
@@ -51,6 +54,9 @@ __all__ = [  # in the order one learns them
     "context",
     "backward",
     "get_gradients",
+    # learn from it
+    "DistributedOptimizer",
+    "clip_grad_norm_",
     # what can go wrong
     "GradwireError",
     "UsageError",
@@ -65,6 +71,7 @@ __all__ = [  # in the order one learns them
     "CallTimeout",
     "BackwardTimeout",
     "JoinTimeout",
+    "StepFailed",
     "RemoteError",
     "GraphCutWarning",
     "RefLeakWarning",

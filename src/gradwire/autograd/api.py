@@ -36,7 +36,7 @@ def context() -> Iterator[ContextId]:
         )
     opened = engine.open()
     try:
-        with inside(opened.id):
+        with inside(opened.id, engine.saving):
             yield opened.id
     finally:
         engine.close(opened.id)
@@ -61,7 +61,7 @@ def backward(
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
     checked = [check_root(root) for root in roots]
-    with inside(context_id):
+    with inside(context_id, engine.saving):
         engine.root.backward(found, checked, retain_graph=retain_graph)
 
 

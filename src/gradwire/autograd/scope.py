@@ -6,8 +6,8 @@ start empty; `contextvars.copy_context().run` carries it into one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -17,6 +17,10 @@ from gradwire.ids import ContextId
 
 _current: ContextVar[ContextId | None] = ContextVar("gradwire context", default=None)
 
+Saving = Callable[[], AbstractContextManager[object]]
+"""What to enter around code that makes graphs: how these keep the tensors they need."""
+_saving: ContextVar[Saving | None] = ContextVar("gradwire saving", default=None)
+
 
 def current_context() -> ContextId | None:
     """The context of the running code, if it is in one."""
@@ -24,20 +28,23 @@ def current_context() -> ContextId | None:
 
 
 @contextmanager
-def inside(context: ContextId | None) -> Iterator[None]:
-    """Run the block in this context.
+def inside(context: ContextId | None, saving: Saving | None = None) -> Iterator[None]:
+    """Run the block in this context, saving tensors as said, or else as the code around it does.
 
     Engine runs inside a context use the calling thread only: with a queue per device, a Send that
     waits on the CPU's thread can hide work that a node on another device is about to make ready
     there.
     """
-    token = _current.set(context)
+    saving = saving or _saving.get()
+    token, outer = _current.set(context), _saving.set(saving)
     try:
         if context is None:
             yield
         else:
             make_room()  # See Note [The order of waiting], graph.py
-            with torch.autograd.set_multithreading_enabled(False):
+            how = nullcontext() if saving is None else saving()
+            with torch.autograd.set_multithreading_enabled(False), how:
                 yield
     finally:
+        _saving.reset(outer)
         _current.reset(token)

@@ -6,11 +6,12 @@ Any number of them live in one process. Nothing below knows of this file.
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, final
+from typing import Any, TypeVar, cast, final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.clock import Clock, MonotonicClock
@@ -39,6 +40,7 @@ _CLOSE_SECONDS = 1.0
 """What running functions get to end before their threads are left to themselves."""
 _log = logging.getLogger("gradwire")
 
+T = TypeVar("T")
 Exposed = Iterable[ModuleType | Any]
 
 
@@ -62,6 +64,8 @@ class Worker:
         self.directory = directory
         self.name = directory.me.name
         self._options = options
+        self._lock = threading.Lock()
+        self._parts: dict[object, object] = {}
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
@@ -98,9 +102,20 @@ class Worker:
         """The moment a backward pass that begins now is given up."""
         return deadline_from(None, self._options.timeouts.backward, self.agent.clock.now())
 
+    def step_deadline(self) -> float:
+        """The moment a step of an optimizer that begins now is given up."""
+        return deadline_from(None, self._options.timeouts.step, self.agent.clock.now())
+
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
+
+    def part(self, kind: Callable[[Worker], T]) -> T:
+        """What a layer above keeps for each worker: made when it is first asked for."""
+        with self._lock:
+            if kind not in self._parts:
+                self._parts[kind] = kind(self)
+            return cast(T, self._parts[kind])
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -148,12 +163,12 @@ class Worker:
 
     @contextmanager
     def _inside_context(self, context: ContextId) -> Iterator[None]:
-        with self.scope(), inside_context(context):
+        with self.scope(), inside_context(context, self.engine.saving):
             yield
 
     @contextmanager
     def _serving(self, context: ContextId | None, deadline: float) -> Iterator[None]:
-        with self.scope(), inside_context(context), due(deadline):
+        with self.scope(), inside_context(context, self.engine.saving), due(deadline):
             yield
 
 
