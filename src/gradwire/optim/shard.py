@@ -122,9 +122,7 @@ class Shard:
                 f"some parameters on {self._here.worker.name} appear in more than one place",
                 hint="give each parameter once, by one reference",
             )
-        stand_ins = [
-            torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in parameters
-        ]
+        stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
         self._stand_ins |= zip(parameters, stand_ins, strict=True)
         self._groups.append(Group(number, indices, parameters))
         return {**options, "params": stand_ins}
