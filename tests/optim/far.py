@@ -32,9 +32,9 @@ class Part(nn.Module):
     def grads(self):
         return [parameter.grad for parameter in self.parameters()]
 
-    def slope(self):
+    def slope(self, by=1.0):
         for parameter in self.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.full_like(parameter, by)
 
     def mapped(self, context):
         found = gradwire.get_gradients(context)
@@ -123,3 +123,16 @@ def step_many(parts, steps):
         part.rpc_sync().slope()
     for _ in range(steps):
         optimizer.step()
+
+
+class Moody(torch.optim.SGD):
+    """Does not like to go up."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+        super().step()
+        if any(p.grad is not None and (p.grad < 0).any() for p in group["params"]):
+            raise ValueError("not up there")

@@ -11,9 +11,11 @@ from tests.leftovers import assert_nothing_left
 from tests.optim import far
 
 STEPS = 200
+SECONDS = 250.0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("trainers", [2, 4])
 def test_no_step_raises_and_every_gradient_is_exact(trainers):
     with cluster(trainers + 1, expose=[far]) as workers:
@@ -24,7 +26,9 @@ def test_no_step_raises_and_every_gradient_is_exact(trainers):
 def train_together(trainers):
     server = gradwire.RRef(far.Server())
     running = [
-        gradwire.rpc_async(f"w{n + 1}", far.train, args=(server, torch.optim.SGD, STEPS, n))
+        gradwire.rpc_async(
+            f"w{n + 1}", far.train, args=(server, torch.optim.SGD, STEPS, n), timeout=SECONDS
+        )
         for n in range(trainers)
     ]
 

@@ -12,6 +12,7 @@ import weakref
 import torch
 
 import gradwire
+from gradwire.rpc.rref import home_door
 
 # What a process keeps between calls; `forget` empties it.
 _kept: dict[str, object] = {}
@@ -33,6 +34,12 @@ class Layer(torch.nn.Module):
 
     def gradient(self):
         return self.weight.grad
+
+    def reference(self):
+        return gradwire.RRef(self.weight)
+
+    def value(self):
+        return self.weight.item()
 
     def mapped_gradient(self, context):
         return gradwire.get_gradients(context)[self.weight]
@@ -213,3 +220,19 @@ def close_output(error):
     if error:
         raise Refused(error)
     return "returned"
+
+
+def die_prepared(layer):
+    """A trainer that is gone between prepare and commit."""
+    optimizer = gradwire.DistributedOptimizer(
+        torch.optim.SGD, [layer.rpc_sync().reference()], lr=0.5
+    )
+
+    def die(event):
+        if event.what == "prepared":
+            kill_itself()
+
+    with gradwire.context() as context:
+        gradwire.backward(context, [layer.rpc_sync().forward(torch.ones(()).double())])
+        with home_door.find().events.subscribe(die):
+            optimizer.step(context)

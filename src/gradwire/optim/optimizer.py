@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._agreement = Agreement(self._here, self._shards)
         self._learn(self._ask_all("options").values())
         self.defaults = self._ask_one("defaults")
-        self.state = cast(Any, _State(self))
+        self.state = cast(Any, _State(self._shards, self._agreement, self.param_groups))
         self._is_made = True
 
     # -- a step
@@ -168,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {n: _without_params(group) for n, group in enumerate(self.param_groups)}
 
     def _refs(self) -> list[Ref]:
-        return [ref for group in self.param_groups for ref in group["params"]]
+        return _refs_in(self.param_groups)
 
     # -- state
 
@@ -211,17 +211,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 class _State(Mapping[Ref, dict[str, Any]]):
     """The state of each parameter, by its reference; fetched when it is asked for."""
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        shards: dict[WorkerId, RRef[Shard]],
+        agreement: Agreement,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        self._shards, self._agreement, self._groups = shards, agreement, groups
 
     def __getitem__(self, ref: Ref) -> dict[str, Any]:
-        n = self._optimizer._refs().index(ref)
-        shard = self._optimizer._shards[ref.owner().id]
+        n = _refs_in(self._groups).index(ref)
+        shard = self._shards[ref.owner().id]
         return cast(dict[str, Any], shard.rpc_sync().state([n]).get(n, {}))
 
     def __iter__(self) -> Iterator[Ref]:
-        known = {n for part in self._optimizer._ask_all("state").values() for n in part}
-        return iter([ref for n, ref in enumerate(self._optimizer._refs()) if n in known])
+        answers = _checked(self._agreement.ask("known", lambda _: ()))
+        known = {n for part in answers.values() for n in part}
+        return iter([ref for n, ref in enumerate(_refs_in(self._groups)) if n in known])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -246,6 +252,10 @@ def _as_list(params: object) -> list[Ref]:
     if isinstance(params, set | frozenset):
         raise UsageError("the order of a set is not the same in each run", hint="pass a list")
     return list(cast(Iterable[Ref], params))
+
+
+def _refs_in(groups: list[dict[str, Any]]) -> list[Ref]:
+    return [ref for group in groups for ref in group["params"]]
 
 
 def _without_params(group: dict[str, Any]) -> Options:

@@ -265,6 +265,10 @@ class Shard:
         wanted = {i: s for i, s in self._numbered() if indices is None or i in indices}
         return {i: dict(state[s]) for i, s in wanted.items() if s in state}
 
+    def known(self) -> list[int]:
+        """The numbers of those that have a state."""
+        return [i for i, s in self._numbered() if s in self._optimizer.state]
+
     def load(self, state: State, options: dict[int, Options]) -> None:
         """Go on from this state; torch casts it to the parameters' types."""
         numbered = self._numbered()
