@@ -5,7 +5,7 @@ Counted while the slow one takes its steps: the steps of the fast one, and those
 
     python benchmarks/two_trainers.py
 """
-# ruff: noqa: ANN, D1  (read as a page, from top to bottom)
+# ruff: noqa: ANN001, ANN201, ANN204, D102, D103
 
 import threading
 import time

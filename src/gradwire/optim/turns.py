@@ -1,8 +1,8 @@
 """Whose turn it is to step which parameters: from prepare until commit or abort.
 
 A turn is taken for all parameters of a step at once, or not at all, so two steps on one worker
-never wait for each other (over several workers: Note [Turns on many workers], optimizer.py). A turn
-whose worker is lost or whose time is over is taken back.
+never wait for each other; over several workers see Note [Turns on many workers], optimizer.py. A
+turn whose worker is lost or whose time is over is taken back.
 """
 
 from __future__ import annotations

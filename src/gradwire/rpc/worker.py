@@ -6,12 +6,11 @@ Any number of them live in one process. Nothing below knows of this file.
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.clock import Clock, MonotonicClock
@@ -28,6 +27,7 @@ from gradwire.options import Options
 from gradwire.rpc.calls import Calls
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
+from gradwire.rpc.parts import Parts
 from gradwire.rpc.payload import Codec
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.registry import Registry, exception_name
@@ -61,11 +61,8 @@ class Worker:
         manner: Manner = NATIVE,
     ) -> None:
         self._store = store  # held, as we may be the one who hosts it
-        self.directory = directory
-        self.name = directory.me.name
-        self._options = options
-        self._lock = threading.Lock()
-        self._parts: dict[object, object] = {}
+        self.directory, self.name = directory, directory.me.name
+        self._options, self._parts = options, Parts[Worker]()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
@@ -112,10 +109,7 @@ class Worker:
 
     def part(self, kind: Callable[[Worker], T]) -> T:
         """What a layer above keeps for each worker: made when it is first asked for."""
-        with self._lock:
-            if kind not in self._parts:
-                self._parts[kind] = kind(self)
-            return cast(T, self._parts[kind])
+        return self._parts.of(self, kind)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
