@@ -90,6 +90,7 @@ def assert_same(spread, here):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True], ids=["context", "grad"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_fifty_steps_with_schedule_clipping_and_resumption(workers, name, plain):

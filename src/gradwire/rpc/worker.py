@@ -61,8 +61,10 @@ class Worker:
         manner: Manner = NATIVE,
     ) -> None:
         self._store = store  # held, as we may be the one who hosts it
-        self.directory, self.name = directory, directory.me.name
-        self._options, self._parts = options, Parts[Worker]()
+        self.directory = directory
+        self.name = directory.me.name
+        self._options = options
+        self._parts: Parts[Worker] = Parts()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
