@@ -1,13 +1,10 @@
 """A parameter server: two trainers share one model, which lives on a third worker.
 
-Each trainer has its own contexts. `gradwire.backward(context, [loss])` keeps the gradients in the
-context rather than in `.grad`, so the two never mix. A step does not write into the weights, which
-the other trainer's graph may still need: it makes new ones. So every gradient is exact for the
-weights it was computed with, however the two interleave.
+Each trainer has its own contexts and its own optimizer. `gradwire.backward(context, [loss])` keeps
+the gradients in the context rather than in `.grad`, so the two never mix. A step does not write to
+the weights, which the other trainer's graph may still need: it gives them new storage. So every
+gradient is exact for the weights it was computed with, however the two interleave.
 """
-
-import copy
-import threading
 
 import torch
 from torch import nn
@@ -23,26 +20,30 @@ class Server:
     def __init__(self):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.used = {}  # the model of each context
-        self.turn = threading.Lock()
-        self.steps = 0
 
-    def forward(self, context, x):
-        self.used[context] = self.model
-        return self.used[context](x)
+    def parameters(self):
+        return [gradwire.RRef(parameter) for parameter in self.model.parameters()]
 
-    def step(self, context):
-        """Apply a context's gradients to the newest weights; what was used, and the gradients."""
-        used = self.used.pop(context)
+    def forward(self, x):
+        """The output, and the weights that each layer has used."""
+        used = []
+        for layer in self.model:
+            x, weights = self.through(layer, x)
+            used += weights
+        return x, used
+
+    def through(self, layer, x):
+        """One layer, again if the other trainer has stepped in the middle of it."""
+        while True:
+            weights = [weight.detach() for weight in layer.parameters()]
+            y = layer(x)
+            now = [weight.detach() for weight in layer.parameters()]
+            if all(torch.equal(a, b) for a, b in zip(weights, now, strict=True)):
+                return y, weights
+
+    def gradients(self, context):
         by_leaf = gradwire.get_gradients(context)
-        gradients = [by_leaf[weight] for weight in used.parameters()]
-        with self.turn, torch.no_grad():
-            newest = copy.deepcopy(self.model)
-            for weight, gradient in zip(newest.parameters(), gradients, strict=True):
-                weight -= RATE * gradient
-            self.model = newest
-            self.steps += 1
-        return used.state_dict(), gradients
+        return [by_leaf[weight] for weight in self.model.parameters()]
 
     def held_out_loss(self):
         """The loss on numbers that no trainer has seen."""
@@ -59,13 +60,16 @@ def product(x):
 def train(server, seed):
     """Runs on a trainer. The number of steps whose gradients it checked."""
     torch.manual_seed(seed)
+    parameters = server.rpc_sync().parameters()
+    optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, parameters, lr=RATE)
     for _ in range(STEPS):
         x = torch.randn(64, 2)
         y = product(x)
         with gradwire.context() as context:
-            loss = nn.functional.mse_loss(server.rpc_sync().forward(context, x), y)
-            gradwire.backward(context, [loss])
-            used, gradients = server.rpc_sync().step(context)
+            output, used = server.rpc_sync().forward(x)
+            gradwire.backward(context, [nn.functional.mse_loss(output, y)])
+            gradients = server.rpc_sync().gradients(context)
+            optimizer.step(context)
         check(used, gradients, x, y)
     return STEPS
 
@@ -73,7 +77,9 @@ def train(server, seed):
 def check(used, gradients, x, y):
     """The gradients are those of the very weights that were used, computed here again."""
     local = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
-    local.load_state_dict(used)
+    with torch.no_grad():
+        for weight, value in zip(local.parameters(), used, strict=True):
+            weight.copy_(value)
     nn.functional.mse_loss(local(x), y).backward()
     for weight, gradient in zip(local.parameters(), gradients, strict=True):
         torch.testing.assert_close(gradient, weight.grad)
@@ -88,7 +94,7 @@ def main():
     checked = sum(trainer.wait() for trainer in trainers)
     after = server.local_value().held_out_loss()
     print(f"{checked} steps, every gradient checked; loss {before:.3f} before, {after:.3f} after")
-    assert checked == server.local_value().steps == 2 * STEPS
+    assert checked == 2 * STEPS
     assert after < before / 2
 
 

@@ -17,12 +17,15 @@ from gradwire.errors import (
     PeerLost,
     RefLeakWarning,
     RemoteError,
+    StepFailed,
     UnknownWorker,
     UsageError,
     WrongType,
 )
 from gradwire.launch.run import run
 from gradwire.nn.remote_module import RemoteModule
+from gradwire.optim.clipping import clip_grad_norm_
+from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
 from gradwire.rpc.asynchronous import async_execution
@@ -56,6 +59,9 @@ __all__ = [  # in the order one learns them
     "context",
     "backward",
     "get_gradients",
+    # learn from it
+    "DistributedOptimizer",
+    "clip_grad_norm_",
     # what can go wrong
     "GradwireError",
     "UsageError",
@@ -71,6 +77,7 @@ __all__ = [  # in the order one learns them
     "CallTimeout",
     "BackwardTimeout",
     "JoinTimeout",
+    "StepFailed",
     "RemoteError",
     "GraphCutWarning",
     "RefLeakWarning",

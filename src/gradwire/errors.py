@@ -14,6 +14,7 @@ GradwireError              a RuntimeError, so that older programs still catch it
 │   ├── CallTimeout        nobody answered a call before its deadline
 │   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
 │   └── JoinTimeout        not every worker arrived
+├── StepFailed             an optimizer's step failed on some worker; says who has stepped
 └── RemoteError            your function raised on another worker; also of the original type
 
 GraphCutWarning            a tensor that requires grad crossed where no context records it
@@ -97,6 +98,25 @@ class BackwardTimeout(DeadlinePassed):
 
 class JoinTimeout(DeadlinePassed):
     """Not every worker arrived at the rendezvous."""
+
+
+class StepFailed(GradwireError):
+    """A step of an optimizer failed on some worker; it is all or nothing where that can be.
+
+    `stepped` names the workers whose parameters have changed, `unknown` those that did not say.
+    Both are empty unless a worker failed at the very end, after all had said that they can step.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        stepped: tuple[str, ...] = (),
+        unknown: tuple[str, ...] = (),
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.stepped, self.unknown = stepped, unknown
 
 
 class RemoteError(GradwireError):

@@ -26,6 +26,8 @@ class Timeouts:
     """until a call is answered, unless the call says otherwise"""
     backward: float = 300.0
     """until a whole backward pass is over"""
+    step: float = 60.0
+    """until every owner of an optimizer's parameters has taken one step"""
     shutdown: float = 60.0
     """until the others have finished too"""
     stall: float = 15.0

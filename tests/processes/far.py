@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradwire
 from gradwire.compat import autograd as dist_autograd
+from gradwire.rpc.rref import home_door
 
 # What a process keeps between calls; `forget` empties it.
 _kept: dict[str, object] = {}
@@ -36,6 +37,12 @@ class Layer(torch.nn.Module):
 
     def gradient(self):
         return self.weight.grad
+
+    def reference(self):
+        return gradwire.RRef(self.weight)
+
+    def value(self):
+        return self.weight.item()
 
     def mapped_gradient(self, context):
         return gradwire.get_gradients(context)[self.weight]
@@ -250,3 +257,19 @@ def profiled() -> list[str]:
     kept = _kept.pop("profile")
     kept.stop()
     return [event.name for event in kept.events()]
+
+
+def die_prepared(layer):
+    """A trainer that is gone between prepare and commit."""
+    optimizer = gradwire.DistributedOptimizer(
+        torch.optim.SGD, [layer.rpc_sync().reference()], lr=0.5
+    )
+
+    def die(event):
+        if event.what == "prepared":
+            kill_itself()
+
+    with gradwire.context() as context:
+        gradwire.backward(context, [layer.rpc_sync().forward(torch.ones(()).double())])
+        with home_door.find().events.subscribe(die):
+            optimizer.step(context)

@@ -13,7 +13,6 @@ from gradwire.agent.members_state import Member, Members
 from gradwire.errors import PeerLost, UnknownWorker, UsageError
 from gradwire.ids import WorkerId
 
-
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
 

@@ -47,7 +47,7 @@ def new_context() -> Context:
             hint=f"contexts do not nest; {spoken_context(outer)} already records this code",
         )
     opened = engine.open()
-    enter(opened.id)
+    enter(opened.id, engine.saving)
     return opened
 
 
@@ -74,7 +74,7 @@ def backward(
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
     checked = [check_root(root) for root in roots]
-    with inside(context_id):
+    with inside(context_id, engine.saving):
         engine.root.backward(found, checked, retain_graph=retain_graph)
 
 

@@ -27,6 +27,7 @@ from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.root import Root
 from gradwire.autograd.running import Running, Settlement
+from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost, UsageError
@@ -54,6 +55,7 @@ class Engine:
         self._me = me.id
         self._waiting = agent.dispatch.user.waiting
         self.contexts = Contexts(me.id, me.name, first=first_of(agent.directory.myself.life))
+        self.saving: Saving | None = None  # as torch does, unless an optimizer is about
         self.passes = Passes(me.id, me.name, timeouts.backward, agent.clock, agent.timer)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)

@@ -9,8 +9,8 @@ on the CPU's thread can hide work that a node on another device is about to make
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -19,11 +19,15 @@ import torch
 from gradwire.autograd.graph import make_room
 from gradwire.ids import ContextId
 
+Saving = Callable[[], AbstractContextManager[object]]
+"""What to enter around code that makes graphs: how these keep the tensors they need."""
+
 
 class _Stay(NamedTuple):
     context: ContextId
-    one_thread: torch.autograd.set_multithreading_enabled
-    """knows what was there before"""
+    saving: Saving | None
+    around: ExitStack
+    """what ends with it"""
 
 
 _current: ContextVar[_Stay | None] = ContextVar("gradwire context", default=None)
@@ -35,26 +39,36 @@ def current_context() -> ContextId | None:
     return None if stay is None else stay.context
 
 
-def enter(context: ContextId) -> None:
+def enter(context: ContextId, saving: Saving | None = None) -> None:
     """From now on this code runs in a context, until it leaves it."""
     make_room()  # See Note [The order of waiting], graph.py
-    _current.set(_Stay(context, torch.autograd.set_multithreading_enabled(False)))
+    around = ExitStack()
+    around.enter_context(torch.autograd.set_multithreading_enabled(False))
+    if saving is not None:
+        around.enter_context(saving())
+    _current.set(_Stay(context, saving, around))
 
 
 def leave(context: ContextId) -> None:
     """This code runs in that context no more, if it did."""
     stay = _current.get()
     if stay is not None and stay.context == context:
-        stay.one_thread.__exit__(None, None, None)
+        stay.around.close()
         _current.set(None)
 
 
 @contextmanager
-def inside(context: ContextId | None) -> Iterator[None]:
-    """Run the block in this context, or in none."""
+def inside(context: ContextId | None, saving: Saving | None = None) -> Iterator[None]:
+    """Run the block in this context, or in none.
+
+    Graphs keep tensors as said, or else as in the code around the block.
+    """
+    outer = _current.get()
+    if saving is None and outer is not None:
+        saving = outer.saving
     token = _current.set(None)
     if context is not None:
-        enter(context)
+        enter(context, saving)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ _NEEDED = (
     "torch.autograd.forward_ad._current_level",
     "torch.autograd._profiler_enabled",
     "torch.autograd.profiler._is_profiler_enabled",
+    "torch.Tensor._use_count",
 )
 
 
@@ -124,6 +125,14 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a derivative of forward-mode differentiation."""
     dual = cast(Any, forward_ad)
     return dual._current_level >= 0 and dual.unpack_dual(tensor).tangent is not None
+
+
+def is_kept_by_graphs(leaf: torch.Tensor) -> bool:
+    """Whether a graph, or an operator that runs now, holds the very tensor.
+
+    Besides its Python object one holds it who does no harm: the node that adds to its gradient.
+    """
+    return cast(Any, leaf)._use_count() > 2  # type: ignore[no-any-return]
 
 
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:

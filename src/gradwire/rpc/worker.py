@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -32,6 +32,7 @@ from gradwire.rpc.calls import Calls
 from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
+from gradwire.rpc.parts import Parts
 from gradwire.rpc.payload import Codec
 from gradwire.rpc.pickled import PickleCodec, sent_exception
 from gradwire.rpc.refs import Refs
@@ -46,6 +47,7 @@ _CLOSE_SECONDS = 1.0
 """What running functions get to end before their threads are left to themselves."""
 _log = logging.getLogger("gradwire")
 
+T = TypeVar("T")
 Exposed = Iterable[ModuleType | Any]
 
 
@@ -69,6 +71,7 @@ class Worker:
         self.directory, self.name = directory, directory.me.name
         self.manner = manner
         self._options = options
+        self._parts: Parts[Worker] = Parts()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
@@ -117,9 +120,17 @@ class Worker:
         """The moment a backward pass that begins now is given up."""
         return deadline_from(None, self._options.timeouts.backward, self.agent.clock.now())
 
+    def step_deadline(self) -> float:
+        """The moment a step of an optimizer that begins now is given up."""
+        return deadline_from(None, self._options.timeouts.step, self.agent.clock.now())
+
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
+
+    def part(self, kind: Callable[[Worker], T]) -> T:
+        """What a layer above keeps for each worker: made when it is first asked for."""
+        return self._parts.of(self, kind)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -193,12 +204,12 @@ class Worker:
 
     @contextmanager
     def _inside_context(self, context: ContextId) -> Iterator[None]:
-        with self.scope(), inside_context(context):
+        with self.scope(), inside_context(context, self.engine.saving):
             yield
 
     @contextmanager
     def _serving(self, context: ContextId | None, deadline: float) -> Iterator[None]:
-        with self.scope(), inside_context(context), due(deadline):
+        with self.scope(), inside_context(context, self.engine.saving), due(deadline):
             yield
 
 

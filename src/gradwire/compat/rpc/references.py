@@ -124,7 +124,7 @@ class PyRRef(native.RRef[T]):
         return super()._pack()
 
     def _serialize(self) -> NoReturn:
-        return self.__reduce__()
+        self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
         self._check_usable("fork an UserRRef")

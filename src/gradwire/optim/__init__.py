@@ -1,0 +1,1 @@
+"""Steps over parameters that live on many workers."""

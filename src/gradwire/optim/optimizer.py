@@ -1,0 +1,270 @@
+"""DistributedOptimizer: a torch optimizer over parameters that live on many workers.
+
+One shard on each owner does the arithmetic (shard.py); here is what they share: which parameter is
+where, the parameter groups, and the agreement that all of them step or none.
+
+    prepare   all owners at once: compute the step aside
+    commit    one message to each, once all are prepared; abort, if one is not
+
+Note [Turns on many workers]: a prepared step holds its parameters on each owner until it is ended.
+Two steps over the same owners could each hold what the other waits for. So the owners are first
+asked all at once, and none waits. If one is busy, all are let go, and then asked again one by one
+in the order of their numbers, and those wait. Whoever waits holds only what comes before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+from gradwire.errors import GradwireError, UsageError
+from gradwire.ids import ContextId, WorkerId
+from gradwire.optim.agreement import Agreement
+from gradwire.optim.clipping import by_owner, check_references, clip_grad_norm_
+from gradwire.optim.shard import Options, Shard, State, stepped_here
+from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
+from gradwire.rpc.api import remote
+from gradwire.rpc.rref import RRef
+
+Ref = RRef[torch.Tensor]
+StateDict = dict[str, Any]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Steps parameters that live on any workers with one `torch.optim` class.
+
+    `DistributedOptimizer(cls, params_rref, *args, **kwargs)` takes references to parameters, or
+    parameter groups of them, and the arguments of the class. `step(context_id)` uses the gradients
+    of `backward(context_id, …)`, `step()` those in `.grad`. A step is all or nothing (StepFailed).
+
+    It is a `torch.optim.Optimizer`: schedulers take it, and `param_groups` may be changed at any
+    time. What is in it counts at the next step, on all workers.
+
+    >>> optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, refs, lr=1e-3)
+    >>> with gradwire.context() as context_id:
+    ...     gradwire.backward(context_id, [loss_of(batch)])
+    ...     optimizer.step(context_id)
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params_rref: Iterable[Ref] | Iterable[dict[str, Any]],
+        *args: object,
+        **kwargs: object,
+    ) -> None:
+        _check_class(optimizer_class)
+        self._here = stepped_here()
+        self._cls, self._args, self._kwargs = optimizer_class, args, dict(kwargs)
+        self._shards: dict[WorkerId, RRef[Shard]] = {}
+        self._is_made = False
+        super().__init__(cast(Any, params_rref), {})
+        owners = sorted({ref.owner().id for ref in self._refs()})
+        self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
+        self._agreement = Agreement(self._here, self._shards)
+        self._learn(self._ask_all("options").values())
+        self.defaults = self._ask_one("defaults")
+        self.state = cast(Any, _State(self._shards, self._agreement, self.param_groups))
+        self._is_made = True
+
+    # -- a step
+
+    def step(  # type: ignore[override]
+        self, context_id: ContextId | None = None, closure: Callable[[], object] | None = None
+    ) -> None:
+        """Step all parameters that have a gradient in the context, or in `.grad`; or none of them.
+
+        In a context the gradients stay as they are, and so does `.grad`.
+        """
+        if closure is not None or callable(context_id):
+            raise UsageError(
+                "DistributedOptimizer.step() takes no closure",
+                hint="compute the loss and its gradients first, then call step(context_id)",
+            )
+        if context_id is not None:
+            self._here.worker.engine.contexts.find(context_id)
+        self._agreement.step(context_id, self._options())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what is in `.grad`, on all workers. The gradients of a context end with it."""
+        self._ask_all("zero_grad", set_to_none)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        context_id: ContextId | None = None,
+    ) -> torch.Tensor:
+        """Clip the gradients of all parameters together; see `gradwire.clip_grad_norm_`."""
+        return clip_grad_norm_(
+            self._refs(), max_norm, norm_type, error_if_nonfinite, context_id=context_id
+        )
+
+    # -- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more group of references; new owners are taken on."""
+        group = dict(param_group)
+        refs = group["params"] = _as_list(group["params"])
+        check_references(refs)
+        if set(refs) & set(self._refs()) or len(set(refs)) < len(refs):
+            raise UsageError("a reference appears in more than one place", hint="give it once")
+        self.param_groups.append(group)
+        if self._is_made:
+            try:
+                self._learn(self._extend(group).values())
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _extend(self, group: dict[str, Any]) -> dict[WorkerId, dict[int, Options]]:
+        """Tell the owners of the last group; what each of them makes of it."""
+        number = len(self.param_groups) - 1
+        owners = by_owner(group["params"])
+        old = [owner for owner in owners if owner in self._shards]
+        new = {o: self._new_shard(o, [group], number) for o in owners if o not in self._shards}
+        try:
+            fresh = {owner: shard.rpc_sync().options() for owner, shard in new.items()}
+            learned = self._agreement.ask(
+                "add_group", lambda owner: self._share(owner, group, number), old
+            )
+            _checked(learned)
+        except GradwireError:
+            self._agreement.ask("drop_group", lambda _: (number,), old)
+            raise
+        self._shards.update(new)
+        return learned | fresh
+
+    def _new_shard(
+        self, owner: WorkerId, groups: list[dict[str, Any]], first: int = 0
+    ) -> RRef[Shard]:
+        shares = [self._share(owner, group, first + n) for n, group in enumerate(groups)]
+        mine = [share for share in shares if share[1]]
+        with torch.no_grad():
+            return remote(owner, Shard, args=(self._cls, mine, self._args, self._kwargs))
+
+    def _share(
+        self, owner: WorkerId, group: dict[str, Any], number: int
+    ) -> tuple[int, tuple[int, ...], list[Ref], Options]:
+        """One owner's part of a group, with the numbers its parameters have among all."""
+        before = sum(len(each["params"]) for each in self.param_groups[:number])
+        places = by_owner(group["params"]).get(owner, [])
+        indices = tuple(before + n for n in places)
+        return number, indices, [group["params"][n] for n in places], _without_params(group)
+
+    def _learn(self, answers: Iterable[dict[int, Options]]) -> None:
+        """Complete the groups by what the class has added to them on their owners."""
+        for options in answers:
+            for number, learned in options.items():
+                for key, value in learned.items():
+                    self.param_groups[number].setdefault(key, value)
+
+    def _options(self) -> dict[int, Options]:
+        return {n: _without_params(group) for n, group in enumerate(self.param_groups)}
+
+    def _refs(self) -> list[Ref]:
+        return _refs_in(self.param_groups)
+
+    # -- state
+
+    def state_dict(self, *, sharded_by_owner: bool = False) -> StateDict:
+        """What to save, in the form of torch's own: parameters by their number over all workers.
+
+        With `sharded_by_owner` the state stays apart, by the name of its owner.
+        """
+        parts = self._ask_all("state")
+        groups = packed_groups(self.param_groups)
+        if sharded_by_owner:
+            directory = self._here.worker.directory
+            return sharded({directory.name(o): part for o, part in parts.items()}, groups)
+        return gathered(parts.values(), groups)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Go on from a saved state of either form, also if parameters have moved since."""
+        state, options = unpacked(state_dict, self.param_groups)
+        for group, saved in zip(self.param_groups, options, strict=True):
+            refs = group["params"]
+            group.clear()
+            group.update(saved, params=refs)
+        by_number = self._options()
+
+        def share(owner: WorkerId) -> tuple[State, dict[int, Options]]:
+            mine = {n for n, ref in enumerate(self._refs()) if ref.owner().id == owner}
+            return {n: state[n] for n in mine & state.keys()}, by_number
+
+        _checked(self._agreement.ask("load", share))
+
+    # -- asking owners
+
+    def _ask_all(self, method: str, *args: object) -> dict[WorkerId, Any]:
+        return _checked(self._agreement.ask(method, lambda _: args))
+
+    def _ask_one(self, method: str) -> Any:  # noqa: ANN401
+        return getattr(next(iter(self._shards.values())).rpc_sync(), method)()
+
+
+class _State(Mapping[Ref, dict[str, Any]]):
+    """The state of each parameter, by its reference; fetched when it is asked for."""
+
+    def __init__(
+        self,
+        shards: dict[WorkerId, RRef[Shard]],
+        agreement: Agreement,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        self._shards, self._agreement, self._groups = shards, agreement, groups
+
+    def __getitem__(self, ref: Ref) -> dict[str, Any]:
+        n = _refs_in(self._groups).index(ref)
+        shard = self._shards[ref.owner().id]
+        return cast(dict[str, Any], shard.rpc_sync().state([n]).get(n, {}))
+
+    def __iter__(self) -> Iterator[Ref]:
+        answers = _checked(self._agreement.ask("known", lambda _: ()))
+        known = {n for part in answers.values() for n in part}
+        return iter([ref for n, ref in enumerate(_refs_in(self._groups)) if n in known])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _check_class(cls: type[torch.optim.Optimizer]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UsageError(
+            f"{cls!r} is no optimizer class", hint="pass a class such as torch.optim.Adam"
+        )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{cls.__name__} needs a closure, which cannot be called from many workers",
+            hint="use a class whose step() needs gradients only",
+        )
+
+
+def _as_list(params: object) -> list[Ref]:
+    if isinstance(params, RRef):
+        return [params]
+    if isinstance(params, set | frozenset):
+        raise UsageError("the order of a set is not the same in each run", hint="pass a list")
+    return list(cast(Iterable[Ref], params))
+
+
+def _refs_in(groups: list[dict[str, Any]]) -> list[Ref]:
+    return [ref for group in groups for ref in group["params"]]
+
+
+def _without_params(group: dict[str, Any]) -> Options:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _checked(answers: dict[WorkerId, Any]) -> dict[WorkerId, Any]:
+    """The answers, if none is an error; else the first one is raised."""
+    for answer in answers.values():
+        if isinstance(answer, GradwireError):
+            raise answer
+    return answers

@@ -1,0 +1,251 @@
+"""Parameters whose old values outlive a step, for the graphs that still need them.
+
+A graph keeps what its backward needs. Of a leaf torch keeps the very tensor, and compares versions
+when the backward comes, so that one trainer's step in place fails every other trainer's backward.
+Here a step writes nothing: it gives the parameter new storage. Around all code in a context stand
+hooks that make a graph keep the storage it has used rather than the parameter:
+
+    a parameter, or a view of one   its storage of that moment, and which generation that was
+    anything else                   itself, and its version
+
+Hooks switch torch's own check off, so ours is made when a graph asks for a tensor back: whoever
+writes into what a backward needs is told, as ever. A graph that was made without the hooks, outside
+of any context, still keeps the parameter itself: if there is one, a step moves the parameter's
+version, and that graph fails rather than be wrong.
+
+Note [Between keeping and computing]: an operator keeps its inputs first and reads them afterwards,
+without the interpreter's lock. A step in between would have it keep the old weights and use the new
+ones. So a thread that has kept a parameter is noted, with the instruction it is at; a step waits
+until it has gone on. It waits for an operator, never for user code. Nor may the version move while
+an operator's inputs are being kept: torch would take it for a write of the hook's. It moves only
+for a parameter that something besides operators holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, final
+
+import torch
+
+from gradwire.autograd.torch_private import is_kept_by_graphs
+
+_POLL_SECONDS = 0.0002
+_OPERATOR_SECONDS = 5.0
+"""An operator that takes longer has read its inputs long ago."""
+_POLLS_OF_GRAPHS = 5000
+"""What holds a parameter each time we look is no operator but a graph."""
+_FRAMES_OF_A_HOOK = 2  # _pack, and its lock
+
+
+@final
+class _Generation:
+    """One storage of a parameter. `last`: the version at which it was left; None while in use."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+
+
+@final
+class _Entry:
+    """A parameter that is stepped here. `before` keeps the storage that the last step has left:
+
+    an operator that saves nothing may still read it.
+    """
+
+    __slots__ = ("before", "generation", "parameter")
+
+    def __init__(self, parameter: weakref.ref[torch.Tensor]) -> None:
+        self.parameter = parameter
+        self.generation = _Generation()
+        self.before: torch.Tensor | None = None
+
+
+class _Saved(NamedTuple):
+    """What a graph keeps in the place of a tensor."""
+
+    tensor: torch.Tensor
+    version: int
+    generation: _Generation | None
+
+
+class _Spot(NamedTuple):
+    """Where a thread was when it kept parameters: a frame and the instruction in it.
+
+    The frame by its id, as it holds tensors; its code tells it from a later one of the same id.
+    """
+
+    code: CodeType
+    frame: int
+    instruction: int
+    parameters: frozenset[int] = frozenset()
+
+    @property
+    def place(self) -> tuple[CodeType, int, int]:
+        """All but the parameters."""
+        return self[:3]
+
+
+@final
+class Storages:
+    """The parameters of one worker that optimizers step."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._entries: dict[int, _Entry] = {}
+        self._spots: dict[int, _Spot] = {}
+        self._under_hooks: Counter[int] = Counter()
+
+    def register(self, parameters: Iterable[torch.Tensor]) -> None:
+        """From now on graphs keep these by their storage."""
+        with self._changed:
+            for parameter in parameters:
+                entry = self._entries.get(id(parameter))
+                if entry is None or entry.parameter() is not parameter:
+                    self._entries[id(parameter)] = _Entry(self._watch(parameter))
+
+    def _watch(self, parameter: torch.Tensor) -> weakref.ref[torch.Tensor]:
+        key, entries = id(parameter), self._entries
+
+        def gone(dead: weakref.ref[torch.Tensor]) -> None:
+            if (entry := entries.get(key)) is not None and entry.parameter is dead:
+                del entries[key]
+
+        return weakref.ref(parameter, gone)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The hooks, around code that makes graphs."""
+        if not self._entries:
+            yield
+            return
+        thread = threading.get_ident()
+        with self._changed:
+            self._under_hooks[thread] += 1
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            with self._changed:
+                self._under_hooks[thread] -= 1
+                self._under_hooks += Counter()  # drops the zeros
+
+    def replace(self, updates: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give each parameter its new values.
+
+        One that shares its storage with something else is written in place, as others look there.
+        """
+        updates = list(updates)
+        with self._changed:
+            kept = self._wait_for_operators([parameter for parameter, _ in updates])
+            for parameter, new in updates:
+                entry = self._entries[id(parameter)]
+                if not _has_storage_of_its_own(parameter):
+                    parameter.copy_(new)
+                    continue
+                entry.generation.last = parameter._version
+                entry.generation = _Generation()
+                entry.before = parameter.data
+                parameter.data = new
+                if parameter in kept:
+                    torch.autograd.graph.increment_version(parameter)
+
+    def _is_alone(self) -> bool:
+        return not self._under_hooks.keys() - {threading.get_ident()}
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        """Called for every tensor a graph keeps; hot."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            with self._changed:
+                entry = self._maybe_entry(base)
+                if entry is not None:
+                    if base is tensor:  # a view has the storage it will read already
+                        self._note(sys._getframe(1), id(tensor))
+                    return _Saved(tensor.detach(), tensor._version, entry.generation)
+        # The output of a node would hold that node, which holds us.
+        kept = tensor if tensor.is_leaf else tensor.detach()
+        return _Saved(kept, tensor._version, None)
+
+    def _maybe_entry(self, leaf: torch.Tensor) -> _Entry | None:
+        """The parameter that a leaf is, or stands for: what a graph gets back is not the same."""
+        entry = self._entries.get(id(leaf))
+        if entry is not None and entry.parameter() is leaf:
+            return entry
+        node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+        variable: torch.Tensor = node.variable
+        entry = self._entries.get(id(variable))
+        if entry is None or entry.parameter() is not variable:
+            return None
+        return entry if variable.data_ptr() == leaf.data_ptr() else None
+
+    def _note(self, frame: FrameType, parameter: int) -> None:
+        thread = threading.get_ident()
+        now, before = _spot_of(frame), self._spots.get(thread)
+        more = before.parameters if before is not None and before.place == now.place else ()
+        self._spots[thread] = now._replace(parameters=frozenset({parameter, *more}))
+
+    def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
+        """See Note [Between keeping and computing]. Those that graphs without hooks may keep."""
+        names = frozenset(map(id, parameters))
+        kept = set(parameters)
+        for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
+            self._forget_those_who_went_on()
+            is_read = any(spot.parameters & names for spot in self._spots.values())
+            kept = set(filter(is_kept_by_graphs, kept))
+            look_again = kept and polled < _POLLS_OF_GRAPHS and not self._is_alone()
+            if not is_read and not look_again:
+                break
+            self._changed.wait(_POLL_SECONDS)
+        return kept
+
+    def _forget_those_who_went_on(self) -> None:
+        frames = sys._current_frames() if self._spots else {}
+        for thread, spot in list(self._spots.items()):
+            if not _is_there(frames.get(thread), spot):
+                del self._spots[thread]
+
+
+def _spot_of(frame: FrameType) -> _Spot:
+    return _Spot(frame.f_code, id(frame), frame.f_lasti)
+
+
+def _is_there(frame: FrameType | None, spot: _Spot) -> bool:
+    """Whether a thread is still at that instruction, perhaps in our own hook above it."""
+    for _ in range(_FRAMES_OF_A_HOOK + 1):
+        if frame is None:
+            return False
+        if _spot_of(frame).place == spot.place:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    now = saved.tensor._version  # first: a step on another thread says `last` before it moves this
+    last = None if saved.generation is None else saved.generation.last
+    now = now if last is None else last
+    if now != saved.version:
+        kind = f"{saved.tensor.type()} {list(saved.tensor.shape)}"
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{kind}] is at version {now}; expected version {saved.version} instead."
+        )
+    # What was left has no version in common with the parameter any more.
+    return saved.tensor if last is None else saved.tensor.data
+
+
+def _has_storage_of_its_own(parameter: torch.Tensor) -> bool:
+    if parameter.layout != torch.strided:
+        return True
+    storage = parameter.untyped_storage()
+    own = parameter.numel() * parameter.element_size()
+    return storage.nbytes() == own and not storage.is_shared()

@@ -1,0 +1,321 @@
+"""One owner's part of an optimizer: its parameters, and a torch optimizer that steps them.
+
+A step has two halves. `prepare` computes the stepped values and the new state aside, and may fail.
+`commit` puts them in place and cannot; `abort` drops them. So whoever steps many shards does so
+when all of them can.
+
+The torch optimizer works on stand-ins, one for each parameter, that share its storage between
+steps. It never sees the parameter itself: neither its `.grad` nor its values change before commit.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast, final
+
+import torch
+
+from gradwire.errors import ContextClosed, PeerLost, UsageError
+from gradwire.ids import ContextId, WorkerId
+from gradwire.optim.saving import Storages
+from gradwire.optim.turns import StepId, Turns
+from gradwire.rpc.registry import expose
+from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.worker import Worker
+
+Options = dict[str, Any]
+State = dict[int, Any]
+Gradients = Mapping[torch.Tensor, torch.Tensor]
+
+
+@final
+class Stepped:
+    """What one worker keeps for all optimizers that step parameters of its own."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.storages = Storages()
+        self.turns = Turns(worker.agent.clock)
+        self._steps = itertools.count()
+        worker.engine.saving = self.storages.saving
+        self.lost: dict[WorkerId, PeerLost] = {}
+        worker.agent.on_peer_lost(self._peer_lost)
+
+    def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
+        self.lost[worker] = error
+        self.worker.agent.dispatch.service.submit(lambda: self.turns.worker_lost(worker))
+
+    def gradients(self, context: ContextId | None, parameters: Sequence[torch.Tensor]) -> Gradients:
+        """The gradients these have, in a context or in `.grad`."""
+        if context is None:
+            return {p: p.grad for p in parameters if p.grad is not None}
+        try:
+            gradients = self.worker.engine.contexts.find(context).gradients
+        except ContextClosed:
+            raise
+        except UsageError:  # whoever asks knows it; it has never come here
+            return {}
+        return {p: gradients[p] for p in parameters if p in gradients}
+
+    def next_step(self) -> StepId:
+        """A number for a step that this worker asks for."""
+        return StepId(self.worker.directory.me.id, next(self._steps))
+
+
+def stepped_here() -> Stepped:
+    """That of the worker whose code this is."""
+    return cast(Worker, home_door.find()).part(Stepped)
+
+
+class Group(NamedTuple):
+    """One owner's part of a parameter group: its number, its parameters, and their numbers."""
+
+    number: int
+    indices: tuple[int, ...]
+    parameters: list[torch.Tensor]
+
+
+@final
+class _Prepared(NamedTuple):
+    """What abort needs to take back, and commit to put in place."""
+
+    stand_ins: list[tuple[torch.Tensor, torch.Tensor]]
+    state: dict[torch.Tensor, Any]
+
+
+@expose
+@final
+class Shard:
+    """See the top of this file. Lives on the owner of its parameters."""
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        groups: list[tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]],
+        args: tuple[object, ...],
+        kwargs: Options,
+    ) -> None:
+        self._here = stepped_here()
+        self._groups: list[Group] = []
+        self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+        self._prepared: dict[StepId, _Prepared] = {}
+        made = [self._made(*group) for group in groups]
+        self._optimizer = cast(Any, cls)(made, *args, **kwargs)
+        self._here.storages.register(self._stand_ins)
+
+    # -- groups
+
+    def _made(
+        self,
+        number: int,
+        indices: tuple[int, ...],
+        refs: list[RRef[torch.Tensor]],
+        options: Options,
+    ) -> dict[str, Any]:
+        parameters = [parameter_of(ref) for ref in refs]
+        twice = [i for i, p in zip(indices, parameters, strict=True) if p in self._stand_ins]
+        if twice or len(set(parameters)) < len(parameters):
+            raise UsageError(
+                f"some parameters on {self._here.worker.name} appear in more than one place",
+                hint="give each parameter once, by one reference",
+            )
+        stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
+        self._stand_ins |= zip(parameters, stand_ins, strict=True)
+        self._groups.append(Group(number, indices, parameters))
+        return {**options, "params": stand_ins}
+
+    def add_group(
+        self,
+        number: int,
+        indices: tuple[int, ...],
+        refs: list[RRef[torch.Tensor]],
+        options: Options,
+    ) -> dict[int, Options]:
+        """One more group; the options of all."""
+        try:
+            with self._turn_of_its_own():
+                self._optimizer.add_param_group(self._made(number, indices, refs, options))
+        except BaseException:
+            self.drop_group(number)
+            raise
+        self._here.storages.register(self._stand_ins)
+        return self.options()
+
+    def drop_group(self, number: int) -> None:
+        """Take back a group that could not be added elsewhere."""
+        dropped = [group for group in self._groups if group.number == number]
+        self._groups = [group for group in self._groups if group.number != number]
+        del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
+        for parameter in (p for group in dropped for p in group.parameters):
+            self._optimizer.state.pop(self._stand_ins.pop(parameter), None)
+
+    def defaults(self) -> Options:
+        """What a group has unless it says otherwise."""
+        return dict(self._optimizer.defaults)
+
+    def options(self) -> dict[int, Options]:
+        """All of each group but its parameters, by the group's number."""
+        groups = self._optimizer.param_groups
+        return {
+            mine.number: {key: group[key] for key in group if key != "params"}
+            for mine, group in zip(self._groups, groups, strict=True)
+        }
+
+    def _set(self, options: dict[int, Options]) -> None:
+        for mine, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(options[mine.number], params=params)
+
+    # -- a step
+
+    def prepare(
+        self,
+        step: tuple[int, int],
+        context: ContextId | None,
+        options: dict[int, Options],
+        seconds: float,
+        wait: bool,
+    ) -> bool:
+        """Compute the step aside. False if another one has a parameter and we are not to wait."""
+        name, turns = StepId(*step), self._here.turns
+        deadline = self._here.worker.agent.clock.now() + seconds
+        turn = turns.take(name, map(id, self._stand_ins), deadline, wait=wait)
+        if turn is None:
+            return False
+        try:
+            with _plainly():
+                self._compute(name, context, options)
+        except BaseException:
+            turns.release(turn)
+            raise
+        if not turns.ready(turn, lambda: self._undo(name)):
+            self._undo(name)
+            turns.release(turn)
+        return True
+
+    def _compute(
+        self, step: StepId, context: ContextId | None, options: dict[int, Options]
+    ) -> None:
+        gradients = self._here.gradients(context, list(self._stand_ins))
+        pairs = [(p, self._stand_ins[p]) for p in gradients]
+        state = self._optimizer.state
+        prepared = _Prepared(pairs, {s: copy.deepcopy(state[s]) for _, s in pairs if s in state})
+        try:
+            self._set(options)
+            for parameter, stand_in in pairs:
+                stand_in.data = parameter.data.clone()
+                stand_in.grad = gradients[parameter]
+            self._optimizer.step()
+        except BaseException:
+            self._put_back(prepared)
+            raise
+        finally:
+            for _, stand_in in pairs:
+                stand_in.grad = None
+        self._prepared[step] = prepared
+
+    def commit(self, step: tuple[int, int]) -> bool:
+        """Put in place what was prepared. False if it was given up before."""
+        name = StepId(*step)
+        turn = self._here.turns.claim(name)
+        if turn is None:
+            return False
+        prepared = self._prepared.pop(name)
+        try:
+            with _plainly():
+                self._here.storages.replace((p, s.data) for p, s in prepared.stand_ins)
+                for parameter, stand_in in prepared.stand_ins:
+                    stand_in.data = parameter.data
+        finally:
+            self._here.turns.release(turn)
+        return True
+
+    def abort(self, step: tuple[int, int]) -> None:
+        """Drop what was prepared, if anything was."""
+        self._here.turns.give_up(StepId(*step))
+
+    def _undo(self, step: StepId) -> None:
+        with _plainly():
+            self._put_back(self._prepared.pop(step))
+
+    def _put_back(self, prepared: _Prepared) -> None:
+        for parameter, stand_in in prepared.stand_ins:
+            stand_in.data = parameter.data
+            self._optimizer.state.pop(stand_in, None)
+            if stand_in in prepared.state:
+                self._optimizer.state[stand_in] = prepared.state[stand_in]
+
+    # -- what it knows
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As torch's, for the parameters here."""
+        for parameter in self._stand_ins:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def state(self, indices: list[int] | None = None) -> State:
+        """The state of its parameters, or of some, by number; those without any are left out."""
+        state = self._optimizer.state
+        wanted = {i: s for i, s in self._numbered() if indices is None or i in indices}
+        return {i: dict(state[s]) for i, s in wanted.items() if s in state}
+
+    def known(self) -> list[int]:
+        """The numbers of those that have a state."""
+        return [i for i, s in self._numbered() if s in self._optimizer.state]
+
+    def load(self, state: State, options: dict[int, Options]) -> None:
+        """Go on from this state; torch casts it to the parameters' types."""
+        numbered = self._numbered()
+        place = {i: n for n, (i, _) in enumerate(numbered)}
+        groups = [
+            {**options[group.number], "params": [place[i] for i in group.indices]}
+            for group in self._groups
+        ]
+        mine = {place[i]: state[i] for i, _ in numbered if i in state}
+        with self._turn_of_its_own():
+            self._optimizer.load_state_dict({"state": mine, "param_groups": groups})
+
+    def _numbered(self) -> list[tuple[int, torch.Tensor]]:
+        return [
+            (i, self._stand_ins[p])
+            for group in self._groups
+            for i, p in zip(group.indices, group.parameters, strict=True)
+        ]
+
+    @contextmanager
+    def _turn_of_its_own(self) -> Iterator[None]:
+        """No step is under way on these parameters inside the block."""
+        here = self._here
+        step, deadline = here.next_step(), here.worker.deadline(None)
+        turn = here.turns.take(step, map(id, self._stand_ins), deadline, wait=True)
+        assert turn is not None
+        try:
+            yield
+        finally:
+            here.turns.release(turn)
+
+
+def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
+    """The parameter behind a reference, on its owner."""
+    value = ref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"{ref} holds a {type(value).__name__}, not a parameter",
+            hint="refer to parameters, as in [RRef(p) for p in module.parameters()]",
+        )
+    if not value.is_leaf:
+        raise UsageError(f"{ref} holds a tensor of shape {tuple(value.shape)} that is not a leaf")
+    return value
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Neither the caller's grad mode nor its inference mode reaches the parameters."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,108 @@
+"""An optimizer over real processes: all of them step, or the error says who has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import PeerLost, StepFailed
+from gradwire.optim.shard import stepped_here
+from gradwire.rpc.rref import home_door
+from tests.leftovers import eventually
+from tests.processes import far
+
+
+def _layers(*owners):
+    layers = [gradwire.remote(owner, far.Layer, args=(2.0,)) for owner in owners]
+    refs = [layer.rpc_sync().reference() for layer in layers]
+    return layers, gradwire.DistributedOptimizer(torch.optim.SGD, refs, lr=0.5)
+
+
+def _loss(layers):
+    x = torch.ones((), dtype=torch.float64)
+    for layer in layers:
+        x = layer.rpc_sync().forward(x)
+    return x
+
+
+def _when(what, act):
+    def listen(event):
+        if event.what == what:
+            act()
+
+    return home_door.maybe_default().events.subscribe(listen)
+
+
+def test_it_steps_parameters_of_three_processes(linked):
+    layers, optimizer = _layers("w0", *linked)
+
+    with gradwire.context() as context:
+        gradwire.backward(context, [_loss(layers)])
+        optimizer.step(context)
+
+    assert [layer.rpc_sync().value() for layer in layers] == [0, 0, 0]
+
+
+def test_a_worker_killed_between_prepare_and_commit_leaves_all_others_as_they_were(workers):
+    layers, optimizer = _layers("w0", "w1", "w2")
+
+    def kill():
+        workers["w1"].kill()
+        assert eventually(lambda: 1 in stepped_here().lost, 30)
+
+    with gradwire.context() as context:
+        gradwire.backward(context, [_loss(layers)])
+        with (
+            _when("prepared", kill),
+            pytest.raises(StepFailed, match=r"no worker has stepped. w1: w1 .*") as failed,
+        ):
+            optimizer.step(context)
+
+    assert failed.value.stepped == failed.value.unknown == ()
+    assert [layers[n].rpc_sync().value() for n in (0, 2)] == [2, 2]
+
+
+def test_a_worker_killed_after_others_have_committed_is_told_from_them(workers):
+    layers, optimizer = _layers("w1", "w2")
+
+    def kill_when_w1_has_stepped():
+        if eventually(lambda: layers[0].rpc_sync().value() == 1, 30):
+            workers["w2"].kill()
+
+    killer = threading.Thread(target=kill_when_w1_has_stepped)
+
+    def freeze():
+        os.kill(workers["w2"].pid, signal.SIGSTOP)
+        killer.start()
+
+    with gradwire.context() as context:
+        gradwire.backward(context, [_loss(layers)])
+        with (
+            _when("prepared", freeze),
+            pytest.raises(StepFailed, match="w1 have stepped; w2 were lost, with") as failed,
+        ):
+            optimizer.step(context)
+    killer.join(30)
+
+    assert failed.value.stepped == ("w1",)
+    assert failed.value.unknown == ()
+    assert layers[0].rpc_sync().value() == 1
+
+
+def test_what_a_dead_trainer_has_prepared_is_dropped_and_others_go_on(workers):
+    (layer,), optimizer = _layers("w2")
+
+    with pytest.raises(PeerLost, match="w1"):
+        gradwire.rpc_sync("w1", far.die_prepared, args=(layer,))
+    workers["w1"].kill()  # so that nobody waits for it in the end
+
+    assert layer.rpc_sync().value() == 2
+    with gradwire.context() as context:
+        gradwire.backward(context, [_loss([layer])])
+        optimizer.step(context)
+    assert layer.rpc_sync().value() == 1.5
