@@ -83,7 +83,8 @@ class Turns:
                 f"{other.step} of another optimizer had the same parameters all the time",
                 hint="a longer Timeouts(step=…) waits longer",
             )
-        self._changed.wait(max(_POLL_SECONDS, min(deadline, other.deadline) - now))
+        seconds = max(_POLL_SECONDS, min(deadline, other.deadline) - now)
+        self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
 
     def ready(self, turn: Turn, undo: Callable[[], None]) -> bool:
         """The step is prepared; False if it was given up meanwhile, and is to be undone."""

@@ -127,7 +127,7 @@ def remote(
     info = worker.directory.find(to)
     target = _target(func, args, kwargs)
     created = worker.calls.remote(info.id, target, worker.deadline(timeout))
-    return RRef._of(worker, created.hold)
+    return cast(RRef[T], worker.refs.make(created.hold))
 
 
 def _target(

@@ -136,7 +136,8 @@ class RRef(Generic[T]):
         """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
 
         def call(to: int, target: Target, deadline: float) -> RRef[Any]:
-            return RRef._of(self._home, self._home.calls.remote(to, target, deadline).hold)
+            created = self._home.calls.remote(to, target, deadline)
+            return cast(RRef[Any], self._home.refs.make(created.hold))
 
         return Proxy(self, call, timeout)
 

@@ -91,6 +91,7 @@ class TensorPipeAgent(RpcAgent):
         )
         try:
             self._devices = agree_on_devices(mine, worker.directory)
+            _greet_leader(worker, opts)
         except ValueError:
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
@@ -176,6 +177,14 @@ class TensorPipeAgent(RpcAgent):
 
     def _get_device_map(self, dst: WorkerInfo) -> DeviceMap:
         return self._options.device_maps.get(dst.name, {})
+
+
+def _greet_leader(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
+    """Whoever gathers has a connection from the start, as with torch: a call may be impatient."""
+    leader = min(worker.directory.all())
+    if not worker.directory.is_open and leader != worker.directory.me:
+        seconds = opts.for_worker().timeouts.connect
+        worker.agent.reach(leader.id, worker.agent.clock.now() + seconds)
 
 
 def _worker_here() -> Worker | None:

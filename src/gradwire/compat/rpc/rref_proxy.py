@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,8 +40,9 @@ def _invoke(
         return rpc_api(rref.owner(), call_method, (rref, name, args, kwargs), timeout=timeout)
 
     known = rref._get_type(timeout=timeout, blocking=False)
-    if rpc_api.__name__ == "rpc_async" and isinstance(known, Future):
-        return known.follow(call)
+    if rpc_api.__name__ == "rpc_async" and isinstance(known, Future) and not known.done():
+        here = contextvars.copy_context()  # not where the type was first asked for
+        return known.follow(lambda kind: here.run(call, kind))
     known.wait()
     return call(known)
 
