@@ -29,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -41,7 +41,6 @@ _OPERATOR_SECONDS = 5.0
 """An operator that takes longer has read its inputs long ago."""
 _POLLS_OF_GRAPHS = 5000
 """What holds a parameter each time we look is no operator but a graph."""
-_FRAMES_OF_A_HOOK = 2  # _pack, and its lock
 
 
 @final
@@ -78,20 +77,19 @@ class _Saved(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """Where a thread was when it kept parameters: a frame and the instruction in it.
+    """Where a thread was when it kept parameters. Held until it leaves the hooks, at most.
 
-    The frame by its id, as it holds tensors; its code tells it from a later one of the same id.
+    Not asked of `sys._current_frames`: two threads that do so can block each other for good.
     """
 
-    code: CodeType
-    frame: int
+    frame: FrameType
     instruction: int
-    parameters: frozenset[int] = frozenset()
+    parameters: frozenset[int]
 
     @property
-    def place(self) -> tuple[CodeType, int, int]:
-        """All but the parameters."""
-        return self[:3]
+    def is_left(self) -> bool:
+        """Whether the thread has gone on."""
+        return self.frame.f_lasti != self.instruction
 
 
 @final
@@ -135,6 +133,7 @@ class Storages:
                 yield
         finally:
             with self._changed:
+                self._spots.pop(thread, None)
                 self._under_hooks[thread] -= 1
                 self._under_hooks += Counter()  # drops the zeros
 
@@ -189,9 +188,10 @@ class Storages:
 
     def _note(self, frame: FrameType, parameter: int) -> None:
         thread = threading.get_ident()
-        now, before = _spot_of(frame), self._spots.get(thread)
-        more = before.parameters if before is not None and before.place == now.place else ()
-        self._spots[thread] = now._replace(parameters=frozenset({parameter, *more}))
+        spot = self._spots.get(thread)
+        is_same = spot is not None and spot.frame is frame and not spot.is_left
+        more = spot.parameters if spot is not None and is_same else frozenset()
+        self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
         """See Note [Between keeping and computing]. Those that graphs without hooks may keep."""
@@ -208,25 +208,9 @@ class Storages:
         return kept
 
     def _forget_those_who_went_on(self) -> None:
-        frames = sys._current_frames() if self._spots else {}
         for thread, spot in list(self._spots.items()):
-            if not _is_there(frames.get(thread), spot):
+            if spot.is_left:
                 del self._spots[thread]
-
-
-def _spot_of(frame: FrameType) -> _Spot:
-    return _Spot(frame.f_code, id(frame), frame.f_lasti)
-
-
-def _is_there(frame: FrameType | None, spot: _Spot) -> bool:
-    """Whether a thread is still at that instruction, perhaps in our own hook above it."""
-    for _ in range(_FRAMES_OF_A_HOOK + 1):
-        if frame is None:
-            return False
-        if _spot_of(frame).place == spot.place:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
