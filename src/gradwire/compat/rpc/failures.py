@@ -10,6 +10,7 @@ from __future__ import annotations
 from gradwire.agent.directory import Directory
 from gradwire.errors import CallTimeout, RemoteError
 
+_TIMED_OUT = "RPCErr:1:RPC ran for more than set timeout and will now be marked with an error"
 _KEPT = (ValueError, TypeError)
 
 
@@ -42,11 +43,9 @@ def of_callback(error: Exception) -> Exception:
 
 def timed_out(error: CallTimeout) -> CallTimeout:
     """The same, in the words that programs look for."""
-    return CallTimeout(
-        "RPCErr:1:RPC ran for more than set timeout and will now be marked with an error: "
-        f"{error.message}",
-        hint=error.hint,
-    )
+    if error.message.startswith(_TIMED_OUT):
+        return error
+    return CallTimeout(f"{_TIMED_OUT}: {error.message}", hint=error.hint)
 
 
 def _story(error: RemoteError, directory: Directory) -> str:

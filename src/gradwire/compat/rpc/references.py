@@ -11,7 +11,8 @@ from gradwire.agent.agent import Outcome
 from gradwire.agent.promise import Promise
 from gradwire.compat.rpc.agent import _is_current_rpc_agent_set, patience
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from gradwire.compat.rpc.failures import of_fetch
+from gradwire.compat.rpc.failures import of_fetch, timed_out
+from gradwire.errors import CallTimeout
 from gradwire.ids import WorkerId
 from gradwire.rpc import rref as native
 from gradwire.rpc.calls import Created
@@ -58,7 +59,10 @@ class PyRRef(native.RRef[T]):
     def to_here(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> T:
         """The value: itself on its owner, a copy elsewhere."""
         self._check_usable("to_here() on it")
-        return super().to_here(patience(timeout))
+        try:
+            return super().to_here(patience(timeout))
+        except CallTimeout as error:
+            raise timed_out(error) from None
 
     def local_value(self) -> T:
         """The value itself, on its owner."""
