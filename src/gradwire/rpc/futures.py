@@ -12,7 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar, cast, final
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast, final
 
 import torch
 
@@ -152,6 +152,17 @@ class Future(torch.futures.Future[T]):
         """Call `callback(this)` when it is done."""
         _check_callable(callback)
         self.then(callback)
+
+    def set_result(self, result: T) -> NoReturn:
+        """It is the call that completes it."""
+        raise UsageError(
+            "Future can only be marked completed once",
+            hint="a torch.futures.Future() of your own may be completed by hand",
+        )
+
+    def set_exception(self, result: T) -> NoReturn:
+        """It is the call that completes it."""
+        self.set_result(result)
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

@@ -39,6 +39,7 @@ from gradwire.rpc.refs_state import (
 from gradwire.wire.message import Message
 
 _JOIN_SECONDS = 5.0
+_LOOK_AGAIN_SECONDS = 0.01
 
 
 class Value(NamedTuple):
@@ -279,6 +280,15 @@ class Refs:
         with self._lock:
             return hold.fork is None or self._table.is_confirmed(hold.fork)
 
+    def wait_until_settled(self, deadline: float) -> bool:
+        """Until no fork of ours is still to be counted, nor one made here to be accepted."""
+        with self._counted:
+            while self._table.unsettled():
+                if self._agent.clock.now() >= deadline:
+                    return False
+                self._counted.wait(_LOOK_AGAIN_SECONDS)
+        return True
+
     def abandon(self) -> None:
         """End every hold on values of others: this worker leaves."""
         self.abandoned = True
@@ -387,6 +397,7 @@ class Refs:
                     self._table.drop_acknowledged(sending.fork)
                 case _:
                     pass  # no answer to a Fork: it stays owed
+            self._counted.notify_all()  # also of a fork that was let go of meanwhile
         self._perform(actions)
 
     def _owed(self) -> list[Action]:

@@ -391,6 +391,11 @@ class RefTable:
             for fork, holder in value.forks.items()
         ]
 
+    def unsettled(self) -> bool:
+        """Whether a fork held here is not counted yet, or one made here not accepted."""
+        waiting = any(fork.stage in _WAITING for fork in self._held.values())
+        return waiting or bool(self._children)
+
     def statistics(self) -> RefStatistics:
         """How much is remembered."""
         values, held = self._values.values(), self._held.values()

@@ -6,6 +6,7 @@ Programs replace some functions of `rpc.api`, so these are looked up there when 
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from types import ModuleType
 from typing import cast
 
@@ -17,7 +18,7 @@ from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.devices import DeviceFacts, agree_on_devices
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.door import Door
-from gradwire.errors import UsageError
+from gradwire.errors import GradwireError, UsageError
 from gradwire.rpc.joining import join, move_out, settle_here
 from gradwire.rpc.manner import Manner
 from gradwire.rpc.rref import home_door
@@ -91,7 +92,7 @@ class TensorPipeAgent(RpcAgent):
         )
         try:
             self._devices = agree_on_devices(mine, worker.directory)
-            _greet_leader(worker, opts)
+            _greet(worker, opts)
         except ValueError:
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
@@ -179,12 +180,15 @@ class TensorPipeAgent(RpcAgent):
         return self._options.device_maps.get(dst.name, {})
 
 
-def _greet_leader(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
-    """Whoever gathers has a connection from the start, as with torch: a call may be impatient."""
-    leader = min(worker.directory.all())
-    if not worker.directory.is_open and leader != worker.directory.me:
-        seconds = opts.for_worker().timeouts.connect
-        worker.agent.reach(leader.id, worker.agent.clock.now() + seconds)
+def _greet(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
+    """Who leads gatherings is connected from the start, as with torch: a call may be impatient."""
+    directory, seconds = worker.directory, opts.for_worker().timeouts.connect
+    leader = min(directory.all())
+    if directory.is_open:
+        return
+    for info in directory.others() if directory.me == leader else [leader]:
+        with suppress(GradwireError):  # it may have left again, without waiting for us
+            worker.agent.reach(info.id, worker.agent.clock.now() + seconds)
 
 
 def _worker_here() -> Worker | None:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -300,8 +301,12 @@ def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> No
 # -- end
 
 
-def _delete_all_user_and_unforked_owner_rrefs(timeout: object = None) -> None:
-    _ours().worker.refs.abandon()
+def _delete_all_user_and_unforked_owner_rrefs(
+    timeout: timedelta = timedelta(seconds=100),  # a constant
+) -> None:
+    worker = _ours().worker
+    worker.refs.wait_until_settled(worker.agent.clock.now() + timeout.total_seconds())
+    worker.refs.abandon()
 
 
 @_require_initialized
