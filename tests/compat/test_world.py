@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.compat.rpc import backend_registry, world
+from gradwire.compat.rpc import api, backend_registry, world
 from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.constants import A_LONG_TIME_SECONDS
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from tests.compat.stand_in import api
 
 
 class Foreign(RpcBackendOptions):

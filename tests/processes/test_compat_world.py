@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.compat.rpc import world
+from gradwire.compat.rpc import api, world
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.rpc.joining import forget_meeting_place
-from tests.compat.stand_in import api
 from tests.processes import far
 
 WORLD = 3
