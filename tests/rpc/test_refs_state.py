@@ -30,6 +30,7 @@ from gradwire.rpc.refs_state import (
 A, B, C, D = range(4)
 EMPTY = RefStatistics(
     owned=0,
+    shared=0,
     forks=0,
     tombstones=0,
     held=0,
@@ -578,7 +579,7 @@ def test_a_table_prints_what_it_remembers():
     a, b = RefTable(A), RefTable(B)
     created(a, b)
 
-    assert repr(b).startswith("<RefTable of w1: RefStatistics(owned=1, forks=1, ")
+    assert repr(b).startswith("<RefTable of w1: RefStatistics(owned=1, shared=1, forks=1, ")
 
 
 # In any order: four workers, a network that repeats, loses and reorders, workers that die.
