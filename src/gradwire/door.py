@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Generic, TypeVar, final
 
 from gradwire.errors import UsageError
@@ -50,12 +50,20 @@ class Door(Generic[T]):
         self._default = value
         self._process = os.getpid()
 
+    def enter(self, value: T) -> Token[T]:
+        """From now on this code belongs to that one, until `leave`."""
+        self._process = os.getpid()
+        return self._here.set(value)
+
+    def leave(self, token: Token[T]) -> None:
+        """As it was before."""
+        self._here.reset(token)
+
     @contextmanager
     def opened(self, value: T) -> Iterator[None]:
         """The block belongs to this one."""
-        self._process = os.getpid()
-        token = self._here.set(value)
+        token = self.enter(value)
         try:
             yield
         finally:
-            self._here.reset(token)
+            self.leave(token)

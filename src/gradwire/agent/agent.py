@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, final
 
@@ -87,9 +87,15 @@ class Agent:
         """Begin to accept and serve; every handler is registered by now."""
         self._connections.start(self._frame_came, self._channel_ended)
 
-    def handle(self, message_type: type[M], handler: Handler[M], lane: Lane) -> None:
+    def handle(
+        self,
+        message_type: type[M],
+        handler: Handler[M],
+        lane: Lane,
+        what: Callable[[M], Hashable] = type,
+    ) -> None:
         """Serve a kind of message. A handler that raises answers its request with a Failure."""
-        self.dispatch.handle(message_type, handler, lane)
+        self.dispatch.handle(message_type, handler, lane, what)
 
     def on_peer_lost(self, listener: OnLost) -> None:
         """Be told when the last connection to a worker ended. Must not block."""
@@ -132,15 +138,14 @@ class Agent:
         self.timer.need(deadline)
         try:
             frame = self._frame(message, payload, request=n)
-            with self._naming(to, what):
-                channel = self._connections.to(to, deadline)
-                with self._lock:
-                    self._calls.left(n, channel)
-                channel.send(frame, deadline)
-        except BaseException:
+            channel = self._connections.to(to, deadline)
+            with self._lock:
+                self._calls.left(n, channel)
+            channel.send(frame, deadline)
+        except BaseException as error:
             with self._lock:
                 self._calls.answered(n)
-            raise
+            raise self._named(error, to, what) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
     def reach(self, to: WorkerId, deadline: float) -> None:
@@ -159,17 +164,20 @@ class Agent:
     @contextmanager
     def _naming(self, to: WorkerId, what: str) -> Iterator[None]:
         """What keeps a message from leaving says for whom it was."""
-        name = self.directory.name(to)
         try:
             yield
-        except PeerLost as error:
-            if not self.directory.has(to):  # no connection will end to tell of it
+        except (PeerLost, DeadlinePassed) as error:
+            raise self._named(error, to, what) from error
+
+    def _named(self, error: BaseException, to: WorkerId, what: str) -> BaseException:
+        name = self.directory.name(to)
+        if isinstance(error, PeerLost):
+            if not self.directory.has(to):
                 self._lost(to, error)
-            raise PeerLost(f"{name} was lost before {what} reached it: {error.message}") from error
-        except DeadlinePassed as error:
-            raise CallTimeout(
-                f"{what} did not leave for {name} in time: {error.message}"
-            ) from error
+            return PeerLost(f"{name} was lost before {what} reached it: {error.message}")
+        if isinstance(error, DeadlinePassed):
+            return CallTimeout(f"{what} did not leave for {name} in time: {error.message}")
+        return error
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -232,11 +240,24 @@ class Agent:
         self.timer.close()
         return stuck
 
-    def _frame_came(self, worker: WorkerId, channel: Channel, frame: Frame) -> None:
+    def _frame_came(
+        self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
+    ) -> Job | None:
         if frame.flags & IS_ANSWER:
             self._answer_came(frame)
-        else:
-            self.dispatch.serve(Source(worker, channel, frame.request), frame, self.guarded)
+            return None
+        source = Source(worker, channel, frame.request)
+        return self.dispatch.serve(source, frame, self.guarded, may_run)
+
+    def wait(self, peer: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
+        """Until `done` by what this peer sends, or by the end of it; `block` waits for that.
+
+        Not counted as running, if it is a function of a peer's that waits.
+        """
+        if done():
+            return
+        with self.dispatch.user.waiting():
+            self._connections.wait(peer, done, block)
 
     def _answer_came(self, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)

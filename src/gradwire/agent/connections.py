@@ -1,4 +1,4 @@
-"""Channels to peers: made when first needed, read by a thread each, until they end.
+"""Channels to peers: made when first needed, until they end. Who reads them is in lines.py.
 
 Between two workers there may be two channels, when both dialled at once; either carries anything.
 What a frame means is not known here: it is handed to `on_frame` together with whence it came.
@@ -15,9 +15,11 @@ from typing import final
 from gradwire.agent import handshake
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
+from gradwire.agent.lines import Line, Lines, OnFrame
 from gradwire.agent.members_state import Member
 from gradwire.agent.messages import Hello
-from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
+from gradwire.agent.pool import Job
+from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.options import Timeouts
 from gradwire.transport.address import Transports
@@ -28,7 +30,6 @@ from gradwire.wire.message import Kinds, encode, kind_of
 
 _log = logging.getLogger("gradwire")
 
-OnFrame = Callable[[WorkerId, Channel, Frame], None]
 OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 """Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
 
@@ -68,6 +69,7 @@ class Connections:
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
         self._on_frame, self._on_end = on_frame, on_end
+        self.lines = Lines(self._spawn, self._take, self._ended)
         self._spawn("accept", self._accept_loop)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
@@ -87,6 +89,14 @@ class Connections:
         finally:
             dialling.release()
 
+    def wait(self, worker: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
+        """Until `done`, by what comes from this worker; see `Lines.wait`."""
+        channels = self._channels.get(worker)
+        if channels:
+            self.lines.wait(channels[0], done, block)
+        else:
+            block()
+
     def close(self, reason: str) -> None:
         """End every channel and join their threads; idempotent."""
         with self._lock:
@@ -97,6 +107,7 @@ class Connections:
         self._listener.close()
         for channel in channels:
             channel.close(reason)
+        self.lines.close()
         for thread in threads:
             thread.join(_JOIN_SECONDS)
 
@@ -179,8 +190,7 @@ class Connections:
             raise PeerLost(f"{self._directory.me.name} has left")
         if not known:
             self.on_joined(worker)
-        name = self._directory.name(worker)
-        self._spawn(f"read {name}", partial(self._read_loop, worker, channel))
+        self.lines.open(worker, channel, self._directory.name(worker))
         return channel
 
     def _accept_loop(self) -> None:
@@ -191,22 +201,13 @@ class Connections:
                 return
             self._spawn("greet", partial(self._welcome, channel))
 
-    def _read_loop(self, worker: WorkerId, channel: Channel) -> None:
-        try:
-            while True:
-                frame = channel.recv()
-                if channel not in self._channels.get(worker, ()):
-                    raise PeerLost("what is late of an earlier life is not read")
-                self._on_frame(worker, channel, frame)
-        except PeerLost as error:
-            self._ended(worker, channel, error)
-        except BadMessage as error:
-            self._ended(worker, channel, error)
-        except Exception as error:  # a mistake of ours: no channel may be left without a reader
-            _log.exception("%s: reading from a peer failed", self._directory.me.name)
-            self._ended(worker, channel, PeerLost(f"reading failed: {error!r}"))
+    def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
+        if channel not in self._channels.get(worker, ()):
+            raise PeerLost("what is late of an earlier life is not read")
+        return self._on_frame(worker, channel, frame, may_run)
 
-    def _ended(self, worker: WorkerId, channel: Channel, error: GradwireError) -> None:
+    def _ended(self, line: Line, error: GradwireError) -> None:
+        worker, channel = line.worker, line.channel
         with self._lock:
             known = self._channels.get(worker, [])
             left = [other for other in known if other is not channel]

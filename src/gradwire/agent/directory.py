@@ -51,6 +51,7 @@ class Directory:
     ) -> None:
         self._lock = threading.Lock()
         self._members = Members(me, map(_member, members), is_open=is_open)
+        self._infos: dict[Member, WorkerInfo] = {}
         self.is_open = is_open
         """whether workers come and go"""
         self.myself = self._members.me
@@ -113,7 +114,10 @@ class Directory:
                 f"{self.me.name} could not find destination {kind} {to}",
                 hint=f"the workers are: {known}",
             )
-        return _info(found)
+        info = self._infos.get(found)
+        if info is None:
+            info = self._infos[found] = _info(found)
+        return info
 
 
 def _member(member: tuple[WorkerInfo, str] | Member) -> Member:

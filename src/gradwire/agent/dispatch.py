@@ -8,11 +8,12 @@ user      on the elastic pool
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
+from gradwire.agent.pace import Pace
 from gradwire.agent.pool import ElasticPool, Job
 from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
@@ -46,6 +47,7 @@ Handler = Callable[[M, Payload, Source], None]
 class _Served(NamedTuple):
     handler: Callable[[Message, Payload, Source], None]
     lane: Lane
+    what: Callable[[Message], Hashable]
 
 
 def payload_of(frame: Frame) -> Payload:
@@ -64,28 +66,49 @@ class Dispatch:
     def __init__(self, kinds: Kinds, name: str, threads: int) -> None:
         self._kinds = kinds
         self._served: dict[int, _Served] = {}
+        self._pace = Pace()
         self.user = ElasticPool(f"gradwire {name} user", threads)
         self.service = ElasticPool(f"gradwire {name} service")
 
-    def handle(self, message_type: type[M], handler: Handler[M], lane: Lane) -> None:
-        """Serve this kind of message."""
+    def handle(
+        self,
+        message_type: type[M],
+        handler: Handler[M],
+        lane: Lane,
+        what: Callable[[M], Hashable] = type,
+    ) -> None:
+        """Serve this kind of message; `what` it asks for tells how long it will take."""
         self._kinds.add(message_type)
-        self._served[kind_of(message_type)] = _Served(handler, lane)  # type: ignore[arg-type]
+        served = _Served(handler, lane, what)  # type: ignore[arg-type]
+        self._served[kind_of(message_type)] = served
 
-    def serve(self, source: Source, frame: Frame, guard: Callable[[Source, Job], None]) -> None:
-        """Run the frame's handler in its lane, inside `guard`, which sees to its exceptions."""
+    def serve(
+        self, source: Source, frame: Frame, guard: Callable[[Source, Job], None], may_run: bool
+    ) -> Job | None:
+        """Run the frame's handler in its lane, inside `guard`, which sees to its exceptions.
+
+        If it is short and the thread that read it may, it is given back to be run there.
+        """
         served = self._served.get(frame.kind)
         if served is None:
             raise BadMessage(f"a message of kind {frame.kind:#06x} that nobody serves")
         message = self._kinds.decode(frame.kind, frame.head)
         job = partial(guard, source, partial(served.handler, message, payload_of(frame), source))
-        match served.lane:
-            case Lane.CONTROL:
-                job()
-            case Lane.SERVICE:
-                self.service.submit(job)
-            case Lane.USER:
-                self.user.submit(job)
+        if served.lane is Lane.CONTROL:
+            job()
+            return None
+        what = served.what(message)
+        measured = partial(self._measured, what, job)
+        pool = self.user if served.lane is Lane.USER else self.service
+        if may_run and self._pace.is_short(what) and pool.has_room():
+            return partial(pool.run_here, measured)
+        pool.submit(measured)
+        return None
+
+    def _measured(self, what: Hashable, job: Job) -> None:
+        began = time.monotonic()
+        job()
+        self._pace.took(what, time.monotonic() - began)
 
     @property
     def active(self) -> int:

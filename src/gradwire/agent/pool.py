@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 _log = logging.getLogger("gradwire")
 
 Job = Callable[[], object]
 
+_COUNTED_NOWHERE: AbstractContextManager[None] = nullcontext()
 _IDLE_KEPT = 4
 _IDLE_SECONDS = 5.0
 
@@ -34,7 +35,7 @@ class ElasticPool:
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        self._busy = 0
+        self._busy = self._guests = 0
         self._closed = False
         self._mine = threading.local()
 
@@ -42,7 +43,7 @@ class ElasticPool:
     def active(self) -> int:
         """Jobs running, waiting or queued."""
         with self._changed:
-            return len(self._threads) - self._idle + len(self._jobs)
+            return len(self._threads) - self._idle + len(self._jobs) + self._guests
 
     def submit(self, job: Job) -> bool:
         """Run it soon; False, and not run, once the pool is closed."""
@@ -58,17 +59,43 @@ class ElasticPool:
         if not self.submit(job):
             job()
 
+    def has_room(self) -> bool:
+        """Whether one more may begin at once."""
+        return (
+            not self._closed
+            and not self._jobs
+            and (self._limit is None or self._busy < self._limit)
+        )
+
+    def run_here(self, job: Job) -> None:
+        """Run it on the calling thread, which counts as one of ours meanwhile."""
+        with self._changed:
+            self._busy += 1
+            self._guests += 1
+        self._mine.running = True
+        try:
+            job()
+        except BaseException:  # as in _loop
+            _log.exception("%s: a job failed", self._name)
+        finally:
+            self._mine.running = False
+            with self._changed:
+                self._busy -= 1
+                self._guests -= 1
+                if self._jobs:
+                    self._start_one_if_needed()
+
     @property
     def runs_this_thread(self) -> bool:
         """Whether the calling thread is one of ours, in a job."""
         return getattr(self._mine, "running", False)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Inside the block this thread does not count, if it is one of ours."""
-        if not self.runs_this_thread:
-            yield
-            return
+        return self._not_counted() if self.runs_this_thread else _COUNTED_NOWHERE
+
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
         with self._changed:
             self._busy -= 1
             self._start_one_if_needed()

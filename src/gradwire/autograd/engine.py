@@ -126,8 +126,8 @@ class Engine:
     ) -> list[torch.Tensor | None]:
         """Called by a Send: wait for its gradients."""
         running = self._running(context, edge)
-        with self._waiting():
-            settlement = running.collect(edge)
+        self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
+        settlement = running.collect(edge)
         gradients = list(settlement.gradients)
         present = [gradient for gradient in gradients if gradient is not None]
         self.attach_recv(context, peer, settlement.crossings, present)

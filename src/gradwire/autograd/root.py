@@ -132,8 +132,12 @@ class Root:
     def finish(self, running: Running) -> None:
         """The engine is through here: wait for the others, then let them keep what they have."""
         try:
-            with self._waiting():
-                running.wait_for_workers()
+            unfinished = running.unfinished()
+            if unfinished:
+                self._agent.wait(
+                    unfinished[0], lambda: not running.unfinished(), running.await_workers
+                )
+            running.check_failed()
             running.check_collected()
         except BaseException as error:  # also an interrupt: the others must not wait for us
             self.give_up(running, error if isinstance(error, Exception) else None)

@@ -73,12 +73,21 @@ class Running:
                 self._inbox[edge] = settlement
             self._changed.notify_all()
 
-    def collect(self, edge: EdgeId) -> Settlement:
-        """Wait for an edge's gradients, or raise what ended the pass."""
+    def has_come(self, edge: EdgeId) -> bool:
+        """Whether an edge is settled, or never will be."""
+        with self._changed:
+            return self._error is not None or self._state.is_settled(edge)
+
+    def await_edge(self, edge: EdgeId) -> None:
+        """Block until it has come."""
         with self._changed:
             self._awaited.add(edge)
-            self._changed.wait_for(lambda: self._error is not None or self._state.is_settled(edge))
+            self._changed.wait_for(lambda: self.has_come(edge))
             self._awaited.discard(edge)
+
+    def collect(self, edge: EdgeId) -> Settlement:
+        """The gradients of an edge that has come, or raise what ended the pass."""
+        with self._changed:
             if self._error is not None:
                 raise fresh(self._error)
             self._state.edge_collected(edge)
@@ -113,12 +122,20 @@ class Running:
         with self._changed:
             return self._changed.wait_for(lambda: self._run_over or self.ledger is None, seconds)
 
-    def wait_for_workers(self) -> None:
-        """At the root: wait until everyone is done, or raise what ended the pass."""
+    def unfinished(self) -> list[WorkerId]:
+        """At the root: those that are not done; none if the pass has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not self._state.unfinished())
-            if self._error is not None:
-                raise fresh(self._error)
+            return [] if self._error is not None else self._state.unfinished()
+
+    def await_workers(self) -> None:
+        """At the root: block until everyone is done, or the pass has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.unfinished())
+
+    def check_failed(self) -> None:
+        """Raise what ended the pass, if something did."""
+        if self._error is not None:
+            raise fresh(self._error)
 
     def check_collected(self) -> None:
         """After a run: whatever was settled here was also used here."""

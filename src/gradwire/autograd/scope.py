@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,16 @@ def leave(context: ContextId) -> None:
     if stay is not None and stay.context == context:
         stay.around.close()
         _current.set(None)
+
+
+def leave_outer() -> Token[_Stay | None]:
+    """For now this code is in no context, until `back_to_outer`."""
+    return _current.set(None)
+
+
+def back_to_outer(token: Token[_Stay | None]) -> None:
+    """As it was before."""
+    _current.reset(token)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Calls:
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
-        self._around = Surroundings(agent.dispatch, self._depth_of, manner.of_callback)
+        self._around = Surroundings(agent, self._depth_of, manner.of_callback)
         agent.kinds.add(Result)
         agent.on_late(Result, self._late)
 
@@ -74,13 +74,15 @@ class Calls:
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """Run it there and return what it returned, or raise what it raised."""
         with self._span("sync", target, to):
-            return self._wait_for(self._launch(to, target, deadline))
+            context = self._engine.calling(current_context(), to)
+            promise = self._send_call(to, target, context, deadline)
+            return self._answer(to, promise, context, target)
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
         with self._span("async", target, to):
             landed = self._launch(to, target, deadline)
-        return Future(landed, self._around)
+        return Future(landed, self._around, to)
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         directory = self._agent.directory
@@ -130,7 +132,7 @@ class Calls:
         _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
         self._engine.called(context, hold.owner)
         landed = self._landed(promise, hold.owner, context, what, self._manner.of_fetch)
-        return self._wait_for(landed)
+        return self._wait_for(hold.owner, landed)
 
     def backward_from(
         self, hold: Hold, context: ContextId, *, retain_graph: bool, deadline: float
@@ -141,10 +143,31 @@ class Calls:
         message = BackwardFrom(hold.ref, context, retain_graph, deadline - self._agent.clock.now())
         what = f"backward from {hold.ref}"
         _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
-        with self._agent.dispatch.user.waiting():
-            outcome = promise.wait()
+        self._agent.wait(hold.owner, lambda: promise.settled, promise.wait)
+        outcome = promise.wait()
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
+
+    def _answer(
+        self, peer: WorkerId, promise: Promise[Outcome], context: ContextId | None, target: Target
+    ) -> Any:  # noqa: ANN401
+        """Wait for it on this thread, which goes on with it: no future is needed."""
+        differentiable = torch.is_grad_enabled()
+        try:
+            self._agent.wait(peer, lambda: promise.settled, promise.wait)
+            outcome = promise.wait()
+        except BaseException:  # interrupted: what comes must still be let go of
+            late = self._landed(promise, peer, context, target.spoken, self._manner.of_call)
+            late.on_settled(self._let_go)
+            raise
+        if isinstance(outcome, Exception):
+            raise fresh(self._manner.of_call(outcome, self._agent.directory))
+        parcel, payload = _parcel_of(outcome)
+        came = self._parcels.unpack(parcel, payload, source=peer, context=context)
+        lift_this_thread(came.depth)
+        if came.cut and differentiable:
+            warn_of_cut(came.cut, f"the result of {target.spoken}")
+        return came.value
 
     def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
         context = self._engine.calling(current_context(), to)
@@ -223,10 +246,10 @@ class Calls:
         promise.on_settled(settle)
         return landed
 
-    def _wait_for(self, landed: Promise[Landing[Any]]) -> Any:  # noqa: ANN401
+    def _wait_for(self, peer: WorkerId, landed: Promise[Landing[Any]]) -> Any:  # noqa: ANN401
         try:
-            with self._agent.dispatch.user.waiting():
-                landing = landed.wait()
+            self._agent.wait(peer, lambda: landed.settled, landed.wait)
+            landing = landed.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             landed.on_settled(self._let_go)
             raise

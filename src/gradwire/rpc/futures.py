@@ -16,12 +16,13 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast, final
 
 import torch
 
-from gradwire.agent.dispatch import Dispatch
+from gradwire.agent.agent import Agent
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context, inside
 from gradwire.errors import UsageError
+from gradwire.ids import WorkerId
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
 
@@ -76,7 +77,7 @@ class Landing(Generic[T]):
 class Surroundings(NamedTuple):
     """What the futures of one worker need of it."""
 
-    pools: Dispatch
+    agent: Agent
     depth_of: Callable[[object], int]
     of_callback: Callable[[Exception], Exception] = lambda error: error
 
@@ -84,11 +85,17 @@ class Surroundings(NamedTuple):
 class Future(torch.futures.Future[T]):
     """A value on its way from another worker."""
 
-    def __init__(self, promise: Promise[Landing[T]], around: Surroundings) -> None:
+    def __init__(
+        self,
+        promise: Promise[Landing[T]],
+        around: Surroundings,
+        source: WorkerId | None = None,
+    ) -> None:
         super().__init__()
         self._promise = promise
         self._around = around
-        pools = self._pools = around.pools
+        self._source = around.agent.directory.me.id if source is None else source
+        pools = self._pools = around.agent.dispatch
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
         # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
@@ -100,9 +107,9 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
-        with self._pools.user.waiting():
-            landing = self._promise.wait()
-        return landing.value()
+        promise = self._promise
+        self._around.agent.wait(self._source, lambda: promise.settled, promise.wait)
+        return promise.wait().value()
 
     def value(self) -> T:
         """The value of a future that is done."""

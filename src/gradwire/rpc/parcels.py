@@ -67,6 +67,8 @@ class Parcels:
         """Make a value ready to leave for `to`; raises CannotTravel."""
         with self._refs.packing(to, deadline) as references:
             packed = self._codec.pack(value, place)
+            if not packed.tensors:
+                return Packed(Parcel(packed.data, [], [], references), (), context)
             if any(map(has_tangent, packed.tensors)):
                 raise CannotTravel(
                     "a tensor with a forward-mode tangent, which does not cross workers",
@@ -93,6 +95,8 @@ class Parcels:
         context: ContextId | None,
     ) -> Unpacked:
         """The value, its references held and its graph attached."""
+        if not parcel.references and not parcel.tensors:
+            return Unpacked(self._codec.unpack(parcel.data, ()))
         crossings: Sequence[Crossing] = parcel.crossings
         with self._refs.unpacking(parcel.references):
             tensors = decode_tensors(parcel.tensors, payload)

@@ -167,24 +167,14 @@ class Refs:
 
     # -- references on their way
 
-    @contextmanager
-    def packing(self, to: WorkerId, deadline: float) -> Iterator[list[Reference]]:
+    def packing(self, to: WorkerId, deadline: float) -> _Packing:
         """Inside the block `pack` adds to this list; if it raises, all of them are taken back."""
-        packed: list[Reference] = []
-        # A finalizer that makes a call of its own may interrupt us: it must find us as we were.
-        outer = getattr(self._local, "packing", None)
-        self._local.packing = to, packed, deadline
-        try:
-            yield packed
-        except BaseException:
-            self.pack_undone(packed)
-            raise
-        finally:
-            self._local.packing = outer
+        return _Packing(self, to, deadline)
 
     def pack(self, hold: Hold) -> int:
         """A reference is part of the value being packed; its place in the list."""
-        to, packed, deadline = self._local.packing
+        packing: _Packing = self._local.packing
+        to, packed, deadline = packing.to, packing.packed, packing.deadline
         self._wait_while(self._table.is_asking, hold, deadline)
         with self._lock:
             fork = self._table.pack(hold, to)
@@ -403,3 +393,29 @@ class Refs:
     def _owed(self) -> list[Action]:
         with self._lock:
             return self._table.unacknowledged()
+
+
+@final
+class _Packing:
+    """The references of one message in the making.
+
+    hot: around every argument list and result
+    """
+
+    __slots__ = ("_outer", "_refs", "deadline", "packed", "to")
+
+    def __init__(self, refs: Refs, to: WorkerId, deadline: float) -> None:
+        self._refs, self.to, self.deadline = refs, to, deadline
+        self.packed: list[Reference] = []
+
+    def __enter__(self) -> list[Reference]:
+        # A finalizer that makes a call of its own may interrupt us: it must find us as we were.
+        local = self._refs._local
+        self._outer = getattr(local, "packing", None)
+        local.packing = self
+        return self.packed
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._refs._local.packing = self._outer
+        if kind is not None:
+            self._refs.pack_undone(self.packed)

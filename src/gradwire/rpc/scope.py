@@ -6,23 +6,21 @@ The deadline: a nested call never outlives the call it is made in.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 
 from gradwire.errors import CallTimeout, UsageError
 
 _deadline: ContextVar[float] = ContextVar("gradwire deadline", default=math.inf)
 
 
-@contextmanager
-def due(deadline: float) -> Iterator[None]:
-    """The block must be over by then."""
-    token = _deadline.set(min(deadline, _deadline.get()))
-    try:
-        yield
-    finally:
-        _deadline.reset(token)
+def is_due(deadline: float) -> Token[float]:
+    """This code must be over by then, until `was_due`."""
+    return _deadline.set(min(deadline, _deadline.get()))
+
+
+def was_due(token: Token[float]) -> None:
+    """As it was before."""
+    _deadline.reset(token)
 
 
 def deadline_from(timeout: float | None, default: float, now: float) -> float:

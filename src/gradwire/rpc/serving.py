@@ -8,7 +8,7 @@ _keep    keeps it here instead, for those who hold a reference to it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -60,7 +60,7 @@ class Serving:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._registry, self._inside = parcels, registry, inside
         self._manner = manner
-        agent.handle(Call, self._serve, Lane.USER)
+        agent.handle(Call, self._serve, Lane.USER, lambda call: call.function)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
 
@@ -103,7 +103,7 @@ class Serving:
         """What the function returned; None if it will be handed to `later`."""
         if call.context is not None:
             self._engine.contexts.heard_of(call.context)
-        with self._inside(call.context, deadline), _modes(call.grad_enabled, call.inference):
+        with self._inside(call.context, deadline), _modes(call):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context
             )
@@ -208,8 +208,18 @@ def checked_tensor(value: object) -> torch.Tensor:
     return value
 
 
+def _modes(call: Call) -> AbstractContextManager[None]:
+    """The caller's modes: no_grad there is no_grad here. Mostly they are ours already."""
+    grad, inference = call.grad_enabled, call.inference
+    if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
+        return _AS_THEY_ARE
+    return _set_modes(grad, inference)
+
+
+_AS_THEY_ARE: AbstractContextManager[None] = nullcontext()
+
+
 @contextmanager
-def _modes(grad_enabled: bool, inference: bool) -> Iterator[None]:
-    """The caller's modes: no_grad there is no_grad here."""
+def _set_modes(grad_enabled: bool, inference: bool) -> Iterator[None]:
     with torch.inference_mode(inference), torch.set_grad_enabled(grad_enabled):
         yield

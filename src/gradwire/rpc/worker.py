@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar, final
 
@@ -23,6 +23,7 @@ from gradwire.agent.membership import Membership
 from gradwire.agent.register import Register
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
 from gradwire.autograd.scope import inside as inside_context
 from gradwire.errors import RefLeakWarning, UsageError
 from gradwire.events import Events
@@ -38,7 +39,7 @@ from gradwire.rpc.pickled import PickleCodec, sent_exception
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.registry import Registry, exception_name
 from gradwire.rpc.rref import RRef, home_door
-from gradwire.rpc.scope import deadline_from, due
+from gradwire.rpc.scope import deadline_from, is_due, was_due
 from gradwire.rpc.serving import Serving
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
@@ -207,10 +208,41 @@ class Worker:
         with self.scope(), inside_context(context, self.engine.saving):
             yield
 
-    @contextmanager
-    def _serving(self, context: ContextId | None, deadline: float) -> Iterator[None]:
-        with self.scope(), inside_context(context, self.engine.saving), due(deadline):
-            yield
+    def _serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+        return _Serving(self, context, deadline)
+
+
+@final
+class _Serving:
+    """The scope of a served function: its worker, its context, its deadline.
+
+    hot: around each call served, so not one `with` inside the other
+    """
+
+    __slots__ = ("_context", "_deadline", "_tokens", "_worker")
+
+    def __init__(self, worker: Worker, context: ContextId | None, deadline: float) -> None:
+        self._worker, self._context, self._deadline = worker, context, deadline
+
+    def __enter__(self) -> None:
+        worker = self._worker
+        self._tokens = (
+            home_door.enter(worker),
+            autograd_api.door.enter(worker.engine),
+            is_due(self._deadline),
+            leave_outer(),
+        )
+        if self._context is not None:
+            enter(self._context, worker.engine.saving)
+
+    def __exit__(self, *_: object) -> None:
+        home, engine, deadline, context = self._tokens
+        if self._context is not None:
+            leave(self._context)
+        back_to_outer(context)
+        was_due(deadline)
+        autograd_api.door.leave(engine)
+        home_door.leave(home)
 
 
 _RREF_TAG = 64

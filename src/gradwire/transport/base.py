@@ -66,6 +66,9 @@ class Channel(Protocol):
         the channel.
         """
 
+    def maybe_recv(self, until: float) -> Frame | None:
+        """Like `recv`, but None if no frame has begun to come by then; in the past: only look."""
+
     def close(self, reason: str = "close() was called") -> None:
         """End the connection, from any thread, any number of times; wakes a blocked send and recv.
 

@@ -7,6 +7,7 @@ do not see each other's names.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -75,9 +76,13 @@ class _Pipe:
         finally:
             self._waiting -= 1
 
-    def get(self) -> _Parcel | None:
-        """The next parcel, or None after the last."""
-        parcel = self._parcels.get()
+    def get(self, until: float) -> _Parcel | None:
+        """The next parcel, or None after the last; Empty if there is none by then."""
+        if until == math.inf:
+            parcel = self._parcels.get()
+        else:
+            left = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+            parcel = self._parcels.get(block=left > 0, timeout=left or None)
         if parcel is None:
             self._parcels.put(None)
             return None
@@ -136,8 +141,18 @@ class MemoryChannel:
 
     def recv(self) -> Frame:
         """Block for the next frame; see `Channel.recv`."""
+        frame = self.maybe_recv(math.inf)
+        assert frame is not None, "without a limit it waits until one comes"
+        return frame
+
+    def maybe_recv(self, until: float) -> Frame | None:
+        """Wait so long for the next frame; see `Channel.maybe_recv`."""
         self._check_open()
-        parcel = self._incoming.get()
+        try:
+            parcel = self._incoming.get(until)
+        except Empty:
+            self._check_open()
+            return None
         self._check_open()
         if parcel is None:
             self._end(CLOSED_BY_PEER)

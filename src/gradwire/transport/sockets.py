@@ -11,6 +11,7 @@ This file must not know addresses, nor what a frame means.
 from __future__ import annotations
 
 import errno
+import math
 import select
 import socket
 import struct
@@ -29,6 +30,7 @@ from gradwire.transport.base import (
     unread_by_deadline,
 )
 from gradwire.transport.blocks import BlockPool
+from gradwire.transport.spinning import Spin
 from gradwire.wire.frame import PREFIX, Buffer, Frame, decode_prefix, encode_prefix
 
 _READ_AHEAD: Final = 1 << 16
@@ -98,6 +100,7 @@ class SocketChannel:
         self._guard = _Guard(sock, self._sending, self._receiving)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
+        self._spin = Spin()
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_timeval(stall))
@@ -125,7 +128,13 @@ class SocketChannel:
                 self._guard.settle()
 
     def recv(self) -> Frame:
-        """Block for the next frame; see `Channel.recv`.
+        """Block for the next frame; see `Channel.recv`."""
+        frame = self.maybe_recv(math.inf)
+        assert frame is not None, "without a limit it waits until one comes"
+        return frame
+
+    def maybe_recv(self, until: float) -> Frame | None:
+        """Wait so long for the next frame; see `Channel.maybe_recv`.
 
         hot: benchmarks of round trips and of bandwidth
         """
@@ -133,8 +142,8 @@ class SocketChannel:
             with self._receiving:
                 if self._guard.story is not None:
                     raise PeerLost(self._guard.story)
-                if self._start == self._end:
-                    self._await_frame()
+                if self._start == self._end and not self._await_frame(until):
+                    return None
                 return self._read_frame()
         finally:
             if self._guard.story is not None:
@@ -202,26 +211,43 @@ class SocketChannel:
 
     # --- receiving, under the lock ---
 
-    def _await_frame(self) -> None:
-        """Read ahead the first bytes of a frame, however long the peer has none for us."""
+    def _await_frame(self, until: float) -> bool:
+        """Read ahead the first bytes of a frame; False if the peer has none for us by then."""
         self._start = self._end = 0
         came: list[int] = []
+        looks = until > 0 and self._spin.begin()
         while not came:
+            flags = socket.MSG_DONTWAIT if looks or until < math.inf else 0
             try:
                 # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
                 # this list empty, leaves the channel in order.
-                came.extend(map(self._sock.recv_into, (self._ahead,)))
+                came.extend(map(self._sock.recv_into, (self._ahead,), (0,), (flags,)))
                 self._end = came[0]
             except BlockingIOError:
-                continue
+                if looks:
+                    looks = self._spin.goes_on()
+                elif flags and not self._wait_for_bytes(until):
+                    return False
             except OSError as error:
                 self._lose(_story_of(error), error)
             except BaseException:
                 if came:
                     self._guard.end(_INTERRUPTED)
                 raise
+        if looks:
+            self._spin.found()
         if self._end == 0:
             self._lose(CLOSED_BY_PEER)
+        return True
+
+    def _wait_for_bytes(self, until: float) -> bool:
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.poll(1 + int(1000 * min(left, _LONGEST_POLL)))
+        return True
 
     def _read_frame(self) -> Frame:
         try:

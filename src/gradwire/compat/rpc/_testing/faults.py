@@ -108,6 +108,10 @@ class FaultyChannel:
         """The next frame."""
         return self._inner.recv()
 
+    def maybe_recv(self, until: float) -> Frame | None:
+        """The next frame, if it comes by then."""
+        return self._inner.maybe_recv(until)
+
     def close(self, reason: str = "close() was called") -> None:
         """End the connection."""
         self._inner.close(reason)

@@ -1,0 +1,251 @@
+"""Who reads a channel: a reader of its own, or whoever waits for what comes by it.
+
+Waking a thread costs more than all the rest of a small call. So hand-overs are avoided:
+
+    a thread that waits for an answer reads the channel itself, if nobody else does, for a while
+    a reader that gets a request which is known to be short runs it itself
+
+The right to read a line is its *role*. While a function runs on the thread that read it, or between
+two calls, the role is free: nobody reads. The keeper sees to that. It looks every 2 ms at the lines
+that were in use lately, takes what has come, and gives the line a reader. So what nobody waits for
+is read at most that late, however long a function runs. When nothing happens every line has a
+reader that sleeps, and the keeper sleeps too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import final
+
+from gradwire.agent.pool import Job
+from gradwire.errors import BadMessage, GradwireError, PeerLost
+from gradwire.ids import WorkerId
+from gradwire.transport.base import Channel
+from gradwire.wire.frame import IS_ANSWER, Frame
+
+_log = logging.getLogger("gradwire")
+
+_TICK_SECONDS = 0.002
+_TICKS_UNTIL_IDLE = 5
+_READS_FOR_ITSELF_SECONDS = 0.02
+"""Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
+
+Done = Callable[[], bool]
+OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
+"""Takes a frame; what it asks for, if the thread that read it may and should run that itself."""
+OnEnd = Callable[["Line", GradwireError], None]
+
+
+@final
+class Line:
+    """One channel, and who reads it."""
+
+    def __init__(self, worker: WorkerId, channel: Channel) -> None:
+        self.worker, self.channel = worker, channel
+        self.role = threading.Lock()
+        self.waiting: list[Done] = []
+        """what threads wait for that comes by this line"""
+        self.reads = self.seen = self.idle_ticks = 0
+        self.is_parked = self.is_running = self.has_ended = False
+        self.parking = threading.Lock()
+        self.wake = threading.Event()
+
+    def is_wanted(self) -> bool:
+        """Whether somebody still waits for something."""
+        return any(not done() for done in tuple(self.waiting))
+
+
+@final
+class Lines:
+    """The lines of one worker."""
+
+    def __init__(
+        self, spawn: Callable[[str, Callable[[], None]], None], on_frame: OnFrame, on_end: OnEnd
+    ) -> None:
+        self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
+        self._mine = threading.local()
+        self._lines: dict[Channel, Line] = {}
+        self._in_use: set[Line] = set()
+        self._look = threading.Event()
+        self._has_keeper = self._is_looking = self._closed = False
+        self._keeping = threading.Lock()
+
+    def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
+        """Read this channel from now on."""
+        line = self._lines[channel] = Line(worker, channel)
+        self._spawn(f"read {name}", lambda: self._read(line, name))
+
+    def close(self) -> None:
+        """Their channels are closed: let every thread see it."""
+        self._closed = True
+        for line in tuple(self._lines.values()):
+            line.has_ended = True
+            line.wake.set()
+        self._look.set()
+
+    def wait(self, channel: Channel, done: Done, block: Callable[[], object]) -> None:
+        """Until `done`: read the channel for a while if nobody does, else `block`.
+
+        What another thread brings about is noticed late while this one reads.
+        """
+        line = self._lines.get(channel)
+        if line is None:
+            block()
+            return
+        own: Line | None = getattr(self._mine, "line", None)
+        if own is not None and own is not line:
+            self._attend(own)
+        line.waiting.append(done)
+        try:
+            if line.role.acquire(blocking=False):
+                self._read_for(line, done)
+            if not done():
+                block()
+        finally:
+            line.waiting.remove(done)
+
+    def _read_for(self, line: Line, done: Done) -> None:
+        """With the role held."""
+        until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
+        attend = True
+        try:
+            while not done():
+                frame = line.channel.maybe_recv(until)
+                if frame is None:
+                    break
+                self._handle(line, frame, may_run=False)
+            else:
+                attend = False
+        except Exception:
+            _log.debug("its reader finds the same, and says so", exc_info=True)
+        finally:
+            line.role.release()
+            if attend or line.is_wanted():
+                self._attend(line)
+            self._keep(line)
+
+    def _handle(self, line: Line, frame: Frame, *, may_run: bool) -> Job | None:
+        line.reads += 1
+        try:
+            return self._on_frame(line.worker, line.channel, frame, may_run)
+        except Exception as error:  # whoever reads next finds the end
+            line.channel.close(str(error))
+            raise
+
+    # -- readers
+
+    def _read(self, line: Line, name: str) -> None:
+        while not line.has_ended:
+            if not line.role.acquire(blocking=False):
+                if not self._park(line):
+                    return
+                continue
+            try:
+                frame = line.channel.recv()
+                job = self._handle(line, frame, may_run=True)
+            except (PeerLost, BadMessage) as error:
+                self._end(line, error)
+                return
+            except Exception as error:  # a mistake of ours: no channel may be left without a reader
+                _log.exception("reading from %s failed", name)
+                self._end(line, PeerLost(f"reading failed: {error!r}"))
+                return
+            line.role.release()
+            if job is not None:
+                self._run(line, job)
+            elif frame.flags & IS_ANSWER and not line.is_wanted():
+                self._keep(line)
+                if not self._park(line):
+                    return
+
+    def _run(self, line: Line, job: Job) -> None:
+        line.is_running = True
+        self._mine.line = line
+        self._keep(line)
+        try:
+            job()
+        finally:
+            self._mine.line = None
+            line.is_running = False
+
+    def _park(self, line: Line) -> bool:
+        """Sleep until the line needs a reader; False if another one is asleep already."""
+        with line.parking:
+            if line.is_parked:
+                return False
+            line.is_parked = True
+        line.wake.wait()
+        line.wake.clear()
+        line.is_parked = False
+        return True
+
+    def _attend(self, line: Line) -> None:
+        """See to it that somebody reads."""
+        if line.is_parked:
+            line.wake.set()
+        elif line.is_running and not line.has_ended and not self._closed:
+            line.is_running = False  # one more is enough
+            self._spawn("read on", lambda: self._read(line, "a peer"))
+
+    def _end(self, line: Line, error: GradwireError) -> None:
+        line.has_ended = True
+        line.wake.set()
+        self._lines.pop(line.channel, None)
+        self._in_use.discard(line)
+        self._on_end(line, error)
+
+    # -- the keeper
+
+    def _keep(self, line: Line) -> None:
+        """Nobody may be reading this line: look after it."""
+        self._in_use.add(line)
+        if not self._is_looking:
+            with self._keeping:
+                if not self._is_looking and not self._closed:
+                    self._is_looking = True
+                    self._look.set()
+                    if not self._has_keeper:
+                        self._has_keeper = True
+                        self._spawn("keep", self._keep_looking)
+
+    def _keep_looking(self) -> None:
+        while not self._closed:
+            self._look.wait()
+            self._look.clear()
+            while self._in_use and not self._closed:
+                time.sleep(_TICK_SECONDS)
+                for line in tuple(self._in_use):
+                    self._look_at(line)
+            self._is_looking = False
+            if self._in_use:  # added just now
+                self._is_looking = True
+                self._look.set()
+
+    def _look_at(self, line: Line) -> None:
+        came = self._take(line)
+        if came:
+            self._attend(line)
+        line.idle_ticks = 0 if line.reads != line.seen else line.idle_ticks + 1
+        line.seen = line.reads
+        if line.idle_ticks >= _TICKS_UNTIL_IDLE or line.has_ended:
+            self._attend(line)
+            if not line.is_running:
+                self._in_use.discard(line)
+
+    def _take(self, line: Line) -> bool:
+        """What has come while nobody read."""
+        if not line.role.acquire(blocking=False):
+            return False
+        try:
+            frame = line.channel.maybe_recv(0.0)
+            if frame is None:
+                return False
+            self._handle(line, frame, may_run=False)
+        except Exception:
+            return True  # its reader finds the same, and says so
+        finally:
+            line.role.release()
+        return True
