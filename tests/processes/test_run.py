@@ -48,8 +48,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def temporary(monkeypatch):
+def temporary(monkeypatch, tmp_path_factory):
     """Where runs make their private directories, and must leave none. Not tmp_path: too long."""
+    tmp_path_factory.getbasetemp()  # not in there
     known = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="gradwire-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)

@@ -74,7 +74,7 @@ def cluster(
     expose: Exposed = (),
     options: Options | None = None,
     clock: Clock | None = None,
-    manner: Manner = NATIVE,
+    manner: Manner | None = None,
 ) -> Iterator[Cluster]:
     """n workers named w0, w1, … in this process; they are gone when the block ends.
 
@@ -95,7 +95,7 @@ def cluster(
             options,
             exposed,
             clock,
-            manner=manner,
+            manner=manner or NATIVE,
         )
         for id in range(n)
     ]
