@@ -1,5 +1,7 @@
 """Frames over a unix socket, between processes of one user on one host.
 
+Large payloads go through shared memory (shared.py) where both ends have it.
+
 The file system is the lock: the socket has mode 0600, and one we name ourselves lies in a directory
 of mode 0700. Who connects must also be the same user by the kernel's word (SO_PEERCRED), for the
 mode may have been opened wider by hand.
@@ -13,13 +15,17 @@ import struct
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from typing import final
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.blocks import BlockPool
-from gradwire.transport.sockets import SocketChannel, SocketListener, as_timeval, reason_of
+from gradwire.transport.listener import SocketListener
+from gradwire.transport.memfd import can_share
+from gradwire.transport.shared import SHARED_AT_MOST, SharedMemory
+from gradwire.transport.sockets import SocketChannel, as_timeval, reason_of
 from gradwire.transport.wrapping import Wrapping
 
 _BACKLOG = 1024
@@ -29,7 +35,10 @@ _CREDENTIALS = struct.Struct("iII")
 
 @final
 class UnixTransport:
-    """unix:///path, or unix:// for a path of its own making."""
+    """unix:///path, or unix:// for a path of its own making.
+
+    Each channel makes at most `shared_bytes` of shared memory; with 0 all goes through the socket.
+    """
 
     def __init__(
         self,
@@ -37,8 +46,10 @@ class UnixTransport:
         limits: Limits | None = None,
         stall: float | None = None,
         pool: BlockPool | None = None,
+        shared_bytes: int = SHARED_AT_MOST,
     ) -> None:
-        self._wrapping = Wrapping(limits, stall, pool)
+        share = partial(SharedMemory, shared_bytes) if shared_bytes and can_share() else None
+        self._wrapping = Wrapping(limits, stall, pool, share)
 
     def listen(self, address: str) -> SocketListener:
         """Make the socket; it is removed again by `close`, and so is a directory made for it."""
