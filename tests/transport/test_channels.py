@@ -26,7 +26,11 @@ WAYS: dict[str, tuple[Callable[[], Transport], str]] = {
     "memory": (MemoryNetwork, "memory://"),
     "unix": (UnixTransport, "unix://"),
     "unix without blocks": (partial(UnixTransport, shared_bytes=0), "unix://"),
-    "unix with few blocks": (partial(UnixTransport, shared_bytes=1 << 18), "unix://"),
+    "unix with blocks only": (partial(UnixTransport, shared_from=1), "unix://"),
+    "unix with few blocks": (
+        partial(UnixTransport, shared_bytes=1 << 18, shared_from=1),
+        "unix://",
+    ),
     "tcp4": (TcpTransport, "tcp://127.0.0.1:0"),
     "tcp6": (TcpTransport, "tcp://[::1]:0"),
 }

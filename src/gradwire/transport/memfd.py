@@ -15,22 +15,21 @@ anywhere. No reader's last look can come after that byte: the reference count th
 orders the two.
 
 A descriptor comes from a peer: `adopt` believes nothing about it. Both ends can write to a block at
-all times. That the maker does not while it is lent is a promise between workers of one user.
+all times; that the maker does not while it is lent is a promise between workers of one user. A
+forked child shares the blocks of its parent: it must copy what it wants to keep.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
-import stat
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final, TypeAlias, final
 
 import numpy
+import torch
 from numpy.typing import NDArray
 
 from gradwire.errors import BadMessage
@@ -40,6 +39,7 @@ _Memory: TypeAlias = NDArray[numpy.uint8]
 
 FREE, SENT, READ, GONE = range(4)
 _FIRST_PAGE: Final = 4096
+_NEEDED_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _COPIED_WITHOUT_GIL: Final = 1 << 15
 
 
@@ -57,9 +57,7 @@ class Block:
     def __init__(self, number: int, descriptor: int, room: int) -> None:
         self.number = number
         self.room = room
-        self._memory: _Memory = numpy.frombuffer(
-            mmap.mmap(descriptor, _FIRST_PAGE + room), dtype=numpy.uint8
-        )
+        self._memory = _mapped(descriptor, _FIRST_PAGE + room)
         self._state = self._memory.data[:1]
         self._lease: weakref.ref[_Memory] | None = None
 
@@ -93,10 +91,12 @@ class Block:
         # A view of a view refers to the array, not to the memoryview it was sliced from; so it is
         # the array whose death counts.
         lease = self._memory[_FIRST_PAGE : _FIRST_PAGE + nbytes]
-        state = self._state
+        state, process = self._state, os.getpid()
 
         def free(_: object) -> None:
-            state[0] = FREE
+            # In a forked child it is only the child's view that died.
+            if os.getpid() == process:
+                state[0] = FREE
 
         self.state = READ
         self._lease = weakref.ref(lease, free)
@@ -104,15 +104,14 @@ class Block:
 
 
 def make(number: int, room: int) -> tuple[Block, int]:
-    """A new block and its descriptor, which the caller closes; OSError if there is no memory."""
+    """A new block and its descriptor, which the caller closes; OSError if it cannot be had."""
     size = _FIRST_PAGE + room
     descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
         # Memory that turns out to be missing only when it is written to would kill the process.
         os.posix_fallocate(descriptor, 0, size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NEEDED_SEALS | fcntl.F_SEAL_SEAL)
         return Block(number, descriptor, room), descriptor
     except BaseException:
         os.close(descriptor)
@@ -125,24 +124,39 @@ def adopt(number: int, descriptor: int, most: int) -> Block:
     `most` is the largest size that is believed.
     """
     try:
-        return Block(number, descriptor, _room_in(descriptor, most))
-    except (OSError, ValueError) as error:
+        fault = _fault_of(descriptor, most)
+        if fault is not None:
+            raise BadMessage(f"shared block {number} is refused: {fault}")
+        return Block(number, descriptor, os.fstat(descriptor).st_size - _FIRST_PAGE)
+    except OSError as error:
         raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
     finally:
-        with suppress(OSError):
-            os.close(descriptor)
+        os.close(descriptor)
 
 
-def _room_in(descriptor: int, most: int) -> int:
-    """Checked before the file is mapped: to touch a page that it lost would kill the process."""
-    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+def _mapped(descriptor: int, size: int) -> _Memory:
+    """The file's bytes, without holding on to a descriptor, as `mmap.mmap` would."""
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    assert isinstance(storage, torch.UntypedStorage)
+    memory: _Memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    return memory
+
+
+def _fault_of(descriptor: int, most: int) -> str | None:
+    """Why the file must not be mapped: to touch a page that it lost would kill the process."""
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    if seals & needed != needed:
-        raise ValueError("its file is not sealed against resizing")
+    if seals & _NEEDED_SEALS != _NEEDED_SEALS:
+        return "its file is not sealed against resizing"
+    if seals & ~(_NEEDED_SEALS | fcntl.F_SEAL_SEAL):
+        return "its file is sealed against writing"
     file = os.fstat(descriptor)
-    if not stat.S_ISREG(file.st_mode) or not _FIRST_PAGE < file.st_size <= _FIRST_PAGE + most:
-        raise ValueError(f"its file has {file.st_size} bytes")
+    if not _FIRST_PAGE < file.st_size <= _FIRST_PAGE + most:
+        return f"its file has {file.st_size} bytes"
     # What the peer has not paid for would be allocated here, page by page, as it is read.
     if file.st_blocks * 512 < file.st_size:
-        raise ValueError("its file has holes")
-    return file.st_size - _FIRST_PAGE
+        return "its file has holes"
+    return None

@@ -45,8 +45,12 @@ Ancillary: TypeAlias = Sequence[tuple[int, int, bytes]]
 Received: TypeAlias = tuple[int, Ancillary, int, object]
 """What `socket.recvmsg_into` returns."""
 
-_SHARED_FROM: Final = 1 << 16
-_MOST_BLOCKS: Final = 32
+SHARED_FROM: Final = 1 << 17
+"""The smallest payload that does not go through the socket; below, both take the same time."""
+
+MOST_BLOCKS: Final = 128
+"""Blocks that one end of one channel has at a time."""
+
 _LOOSEST_FIT: Final = 4
 # At most one frame is incomplete when the next one's first byte is read.
 _MOST_UNCLAIMED: Final = 2
@@ -114,8 +118,9 @@ class Loan:
 class Lender:
     """The blocks that one end of a channel makes and fills."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
         self._limit = limit
+        self._smallest = smallest
         self._lock = threading.Lock()
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
@@ -135,7 +140,7 @@ class Lender:
         hot: benchmarks of bandwidth
         """
         length = sum(len(part) for part in payload)
-        if length < _SHARED_FROM:
+        if not 0 < length >= self._smallest:
             return None
         try:
             loan = self._take(length)
@@ -203,7 +208,7 @@ class Lender:
         if room > self._limit:
             return False
         free = iter([loan for loan in self._loans if loan.block.state == FREE])
-        while self._bytes + room > self._limit or len(self._loans) + self._making >= _MOST_BLOCKS:
+        while self._bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
             loan = next(free, None)
             if loan is None:
                 return False
@@ -218,7 +223,7 @@ class Lender:
         try:
             loan = Loan(*make(next(self._numbers), room))
             loan.begin(length)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._complain(room, error)
         finally:
             with self._lock:
@@ -229,7 +234,7 @@ class Lender:
                     self._loans.append(loan)
         return loan
 
-    def _complain(self, room: int, error: Exception) -> None:
+    def _complain(self, room: int, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
             _log.warning("no %d bytes of shared memory, the socket is used: %s", room, error)
@@ -287,7 +292,7 @@ class Borrower:
         for known in gone:
             del self._blocks[known]
         block = adopt(number, descriptor, size_class(limits.payload))
-        if number in self._blocks or len(self._blocks) >= _MOST_BLOCKS:
+        if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is one too many")
         self._blocks[number] = block
         return block
@@ -297,8 +302,8 @@ class Borrower:
 class SharedMemory:
     """What one channel has of it, in both directions."""
 
-    def __init__(self, limit: int = SHARED_AT_MOST) -> None:
-        self.lender = Lender(limit)
+    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
+        self.lender = Lender(limit, smallest)
         self.borrower = Borrower()
         self.peer_takes_blocks = False
 
