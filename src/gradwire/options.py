@@ -71,6 +71,8 @@ class Options:
     """where peers reach this worker: unix, tcp://host:port, or auto: unix where workers meet on
     this machine, else the address from which it speaks to the meeting place
     """
+    shared_memory: bool = True
+    """between workers of this machine, large tensors go through memory that both can write to"""
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)

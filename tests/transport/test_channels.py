@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,12 @@ from gradwire.wire.frame import Frame
 WAYS: dict[str, tuple[Callable[[], Transport], str]] = {
     "memory": (MemoryNetwork, "memory://"),
     "unix": (UnixTransport, "unix://"),
+    "unix without blocks": (partial(UnixTransport, shared_bytes=0), "unix://"),
+    "unix with blocks only": (partial(UnixTransport, shared_from=1), "unix://"),
+    "unix with few blocks": (
+        partial(UnixTransport, shared_bytes=1 << 18, shared_from=1),
+        "unix://",
+    ),
     "tcp4": (TcpTransport, "tcp://127.0.0.1:0"),
     "tcp6": (TcpTransport, "tcp://[::1]:0"),
 }
@@ -51,7 +58,12 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
 
     def connect() -> tuple[Channel, Channel]:
         here = transport.connect(listener.address, time.monotonic() + 10)
-        return here, listener.accept()
+        there = listener.accept()
+        # As workers greet each other: from then on a unix channel knows what its peer can do.
+        for near, far in ((here, there), (there, here)):
+            near.send(Frame(0, 0, 0, b"", ()), time.monotonic() + 10)
+            far.recv()
+        return here, there
 
     yield connect
     listener.close()

@@ -19,7 +19,8 @@ import pytest
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
 from gradwire.transport.blocks import BlockPool
-from gradwire.transport.sockets import SocketChannel, SocketListener
+from gradwire.transport.listener import SocketListener
+from gradwire.transport.sockets import SocketChannel
 from gradwire.wire.frame import PREFIX, Frame, encode_prefix
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])

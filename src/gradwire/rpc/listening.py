@@ -7,6 +7,7 @@ import socket
 from gradwire.options import Options, rendezvous_host
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
+from gradwire.transport.shared import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
 
@@ -16,9 +17,10 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
 def transports_for(options: Options) -> Transports:
     """All that can reach another process."""
     stall, limits = options.timeouts.stall, options.limits
+    shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
     return Transports(
         {
-            "unix": UnixTransport(stall=stall, limits=limits),
+            "unix": UnixTransport(stall=stall, limits=limits, shared_bytes=shared_bytes),
             "tcp": TcpTransport(stall=stall, limits=limits),
         }
     )

@@ -10,15 +10,13 @@ This file must not know addresses, nor what a frame means.
 
 from __future__ import annotations
 
-import errno
 import math
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Final, NoReturn, final
 
 from gradwire.errors import BadMessage, GradwireError, PeerLost
@@ -30,8 +28,27 @@ from gradwire.transport.base import (
     unread_by_deadline,
 )
 from gradwire.transport.blocks import BlockPool
+from gradwire.transport.guard import Guard
+from gradwire.transport.shared import (
+    ANCILLARY_ROOM,
+    NOTE,
+    READ_FLAGS,
+    Ancillary,
+    Received,
+    SharedMemory,
+)
 from gradwire.transport.spinning import Spin
-from gradwire.wire.frame import PREFIX, Buffer, Frame, decode_prefix, encode_prefix
+from gradwire.wire.frame import (
+    IN_BLOCK,
+    IS_ANSWER,
+    PREFIX,
+    TAKES_BLOCKS,
+    Buffer,
+    Frame,
+    Prefix,
+    decode_prefix,
+    encode_prefix,
+)
 
 _READ_AHEAD: Final = 1 << 16
 _MOST_PARTS: Final = 1024
@@ -40,55 +57,24 @@ _LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _PATIENTLY: Final = socket.MSG_NOSIGNAL
 _INTERRUPTED = closed_here("interrupted in the middle of a message")
-_OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-
-
-@final
-class _Guard:
-    """Ends a socket at once, and closes its file descriptor when the last use of it is over.
-
-    Closing a descriptor that another thread is blocked on does not wake it, and the number may be
-    given to a new file while it is still in use. So `end` only shuts the connection down, which
-    wakes everyone, and whoever leaves last closes: each use holds one of the locks, and calls
-    `settle` after its release if `story` is set by then.
-    """
-
-    __slots__ = ("_ending", "_sock", "_uses", "story")
-
-    def __init__(self, sock: socket.socket, *uses: threading.Lock) -> None:
-        self.story: str | None = None
-        self._sock = sock
-        self._uses = uses
-        # Reentrant, as a signal handler may close what its own thread is closing.
-        self._ending = threading.RLock()
-
-    def end(self, story: str) -> bool:
-        """Whether this was the first time; only then the story counts."""
-        with self._ending:
-            first = self.story is None
-            if first:
-                self.story = story
-                with suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
-            self.settle()
-        return first
-
-    def settle(self) -> None:
-        """Close the descriptor unless it is in use."""
-        with self._ending:
-            held = [use for use in self._uses if use.acquire(blocking=False)]
-            if len(held) == len(self._uses):
-                self._sock.close()
-            for use in held:
-                use.release()
 
 
 @final
 class SocketChannel:
-    """One end of a connected stream socket, which it owns."""
+    """One end of a connected stream socket, which it owns.
+
+    With `shared`, which is for unix sockets, large payloads go beside it.
+    """
 
     def __init__(
-        self, sock: socket.socket, remote: str, *, limits: Limits, stall: float, pool: BlockPool
+        self,
+        sock: socket.socket,
+        remote: str,
+        *,
+        limits: Limits,
+        stall: float,
+        pool: BlockPool,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.remote = remote
         self.limits = limits
@@ -97,7 +83,10 @@ class SocketChannel:
         self._sock = sock
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._guard = _Guard(sock, self._sending, self._receiving)
+        self._shared = shared
+        self._known_flags = IS_ANSWER | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
+        also_close = shared.close if shared else lambda: None
+        self._guard = Guard(sock, self._sending, self._receiving, also_close=also_close)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
         self._spin = Spin()
@@ -117,15 +106,16 @@ class SocketChannel:
 
         hot: benchmarks of round trips and of bandwidth
         """
-        parts = _parts_of(frame)
-        if not self._sending.acquire(blocking=False):
-            self._wait_for_turn(deadline)
-        try:
-            self._send(parts, deadline)
-        finally:
-            self._sending.release()
-            if self._guard.story is not None:
-                self._guard.settle()
+        if self._shared is None:
+            self._transmit(_parts_of(frame), (), deadline)
+            return
+        loan = self._shared.place(frame.payload)
+        if loan is None:
+            self._transmit(_parts_of(frame, TAKES_BLOCKS), (), deadline)
+            return
+        with loan:
+            prefix = encode_prefix(frame, TAKES_BLOCKS | IN_BLOCK)
+            self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
 
     def recv(self) -> Frame:
         """Block for the next frame; see `Channel.recv`."""
@@ -151,20 +141,30 @@ class SocketChannel:
 
     # --- sending, under the lock ---
 
+    def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+        if not self._sending.acquire(blocking=False):
+            self._wait_for_turn(deadline)
+        try:
+            self._send(parts, ancillary, deadline)
+        finally:
+            self._sending.release()
+            if self._guard.story is not None:
+                self._guard.settle()
+
     def _wait_for_turn(self, deadline: float) -> None:
         left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         if not self._sending.acquire(timeout=left):
             raise unread_by_deadline(self.remote)
 
-    def _send(self, parts: list[Buffer], deadline: float) -> None:
+    def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         waiting = False
         try:
-            rest = self._push(parts, _AT_ONCE)
+            rest = self._push(parts, _AT_ONCE, ancillary)
             while rest is parts:
                 waiting = True
                 self._wait_for_room(deadline)
                 waiting = False
-                rest = self._push(parts, _AT_ONCE)
+                rest = self._push(parts, _AT_ONCE, ancillary)
             while rest:
                 before = rest
                 rest = self._push(before, _PATIENTLY)
@@ -179,7 +179,7 @@ class SocketChannel:
                 self._guard.end(_INTERRUPTED)
             raise
 
-    def _push(self, parts: list[Buffer], flags: int) -> list[Buffer]:
+    def _push(self, parts: list[Buffer], flags: int, ancillary: Ancillary = ()) -> list[Buffer]:
         """Give the kernel what it takes, and return the rest: `parts` itself if it took nothing."""
         if self._guard.story is not None:
             raise PeerLost(self._guard.story)
@@ -187,7 +187,7 @@ class SocketChannel:
             if len(parts) == 1:
                 sent = self._sock.send(parts[0], flags)
             else:
-                sent = self._sock.sendmsg(parts[:_MOST_PARTS], (), flags)
+                sent = self._sock.sendmsg(parts[:_MOST_PARTS], ancillary, flags)
         except BlockingIOError:
             return parts
         except OSError as error:
@@ -214,15 +214,15 @@ class SocketChannel:
     def _await_frame(self, until: float) -> bool:
         """Read ahead the first bytes of a frame; False if the peer has none for us by then."""
         self._start = self._end = 0
-        came: list[int] = []
+        came: list[int | Received] = []
         looks = until > 0 and self._spin.begin()
         while not came:
             flags = socket.MSG_DONTWAIT if looks or until < math.inf else 0
             try:
                 # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
                 # this list empty, leaves the channel in order.
-                came.extend(map(self._sock.recv_into, (self._ahead,), (0,), (flags,)))
-                self._end = came[0]
+                came.extend(self._first_bytes(flags))
+                self._end = self._counted(came[0])
             except BlockingIOError:
                 if looks:
                     looks = self._spin.goes_on()
@@ -240,6 +240,13 @@ class SocketChannel:
             self._lose(CLOSED_BY_PEER)
         return True
 
+    def _first_bytes(self, flags: int) -> Iterator[int | Received]:
+        """One read, when it is asked for."""
+        if self._shared is None:
+            return map(self._sock.recv_into, (self._ahead,), (0,), (flags,))
+        flags |= READ_FLAGS
+        return map(self._sock.recvmsg_into, ((self._ahead,),), (ANCILLARY_ROOM,), (flags,))
+
     def _wait_for_bytes(self, until: float) -> bool:
         left = until - time.monotonic()
         if left <= 0:
@@ -252,12 +259,13 @@ class SocketChannel:
     def _read_frame(self) -> Frame:
         try:
             self._fill(PREFIX.size)
-            prefix = decode_prefix(self._ahead[self._start :], self.limits)
+            prefix = decode_prefix(self._ahead[self._start :], self.limits, self._known_flags)
             self._start += PREFIX.size
             head = self._read_head(prefix.head_length)
-            length = prefix.payload_length
-            payload = (self._read_payload(length),) if length else ()
-            return Frame(prefix.kind, prefix.flags, prefix.request, head, payload)
+            if self._shared is not None and prefix.flags & TAKES_BLOCKS:
+                self._shared.peer_takes_blocks = True
+            payload = self._payload_of(prefix)
+            return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
         except PeerLost:
             raise
         except BadMessage as refusal:
@@ -276,7 +284,7 @@ class SocketChannel:
             self._ahead[:unread] = self._ahead[self._start : self._end]
             self._start, self._end = 0, unread
         while self._end - self._start < wanted:
-            self._end += self._read_into(self._ahead[self._end :])
+            self._end += self._read_into(self._ahead[self._end :], past_this_frame=True)
 
     def _read_head(self, length: int) -> bytes:
         if length > _READ_AHEAD:
@@ -287,6 +295,14 @@ class SocketChannel:
         start = self._start
         self._start += length
         return self._ahead[start : start + length].tobytes()
+
+    def _payload_of(self, prefix: Prefix) -> tuple[memoryview, ...]:
+        if self._shared is not None and prefix.flags & IN_BLOCK:
+            self._fill(NOTE.size)
+            note = self._ahead[self._start : self._start + NOTE.size]
+            self._start += NOTE.size
+            return (self._shared.borrower.open(note, prefix.payload_length, self.limits),)
+        return (self._read_payload(prefix.payload_length),) if prefix.payload_length else ()
 
     def _read_payload(self, length: int) -> memoryview:
         try:
@@ -302,11 +318,18 @@ class SocketChannel:
         target[:ready] = self._ahead[self._start : self._start + ready]
         self._start += ready
         while ready < len(target):
-            ready += self._read_into(target[ready:], socket.MSG_WAITALL)
+            ready += self._read_into(target[ready:])
 
-    def _read_into(self, target: memoryview, flags: int = 0) -> int:
+    def _read_into(self, target: memoryview, *, past_this_frame: bool = False) -> int:
+        """Read some; descriptors only come with the first byte of a frame."""
         try:
-            count = self._sock.recv_into(target, 0, flags)
+            if not past_this_frame:
+                count = self._sock.recv_into(target, 0, socket.MSG_WAITALL)
+            elif self._shared is None:
+                count = self._sock.recv_into(target)
+            else:
+                received = self._sock.recvmsg_into((target,), ANCILLARY_ROOM, READ_FLAGS)
+                count = self._counted(received)
         except BlockingIOError:
             self._give_up_stalled()
         except OSError as error:
@@ -314,6 +337,12 @@ class SocketChannel:
         if count == 0:
             self._lose(f"{CLOSED_BY_PEER} in the middle of a message")
         return count
+
+    def _counted(self, came: int | Received) -> int:
+        if isinstance(came, int):
+            return came
+        assert self._shared is not None
+        return self._shared.borrower.note(came)
 
     # --- the end ---
 
@@ -324,66 +353,6 @@ class SocketChannel:
         self._guard.end(story)
         # Not `story`: it may be us who closed, and the socket only looks as if the peer had.
         raise PeerLost(self._guard.story or story) from cause
-
-
-@final
-class SocketListener:
-    """A listening socket, which it owns.
-
-    `wrap` makes a channel of an accepted socket, or None to refuse it; `on_close` runs once.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: str,
-        wrap: Callable[[socket.socket], SocketChannel | None],
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.address = address
-        self._sock = sock
-        self._wrap = wrap
-        self._on_close = on_close
-        self._accepting = threading.Lock()
-        self._guard = _Guard(sock, self._accepting)
-        self._closed = threading.Event()
-        sock.setblocking(True)
-
-    def __repr__(self) -> str:
-        return f"<SocketListener on {self.address}: {self._guard.story or 'open'}>"
-
-    def accept(self) -> SocketChannel:
-        """Block for the next connection; see `Listener.accept`."""
-        with self._accepting:
-            channel = None
-            while channel is None and self._guard.story is None:
-                channel = self._maybe_accept()
-        if self._guard.story is not None:
-            self._guard.settle()
-        if channel is None:
-            raise PeerLost(f"{self.address} was {self._guard.story}")
-        return channel
-
-    def close(self, reason: str = "close() was called") -> None:
-        """Stop listening; see `Listener.close`."""
-        if self._guard.end(closed_here(reason)):
-            self._closed.set()
-            self._on_close()
-
-    def _maybe_accept(self) -> SocketChannel | None:
-        try:
-            sock, _ = self._sock.accept()
-        except OSError as error:
-            # A peer that left again while it waited is no error of ours. Without free handles the
-            # connection stays in the queue: others may be closed meanwhile.
-            if error.errno in _OUT_OF_HANDLES:
-                self._closed.wait(0.1)
-            return None
-        try:
-            return self._wrap(sock)
-        except OSError:
-            sock.close()
-            return None
 
 
 def as_timeval(seconds: float) -> bytes:
@@ -405,8 +374,8 @@ def _story_of(error: OSError) -> str:
     return reason_of(error)
 
 
-def _parts_of(frame: Frame) -> list[Buffer]:
-    prefix = encode_prefix(frame)
+def _parts_of(frame: Frame, flags: int = 0) -> list[Buffer]:
+    prefix = encode_prefix(frame, flags)
     if len(frame.head) > _JOINED_HEAD:
         return [prefix, frame.head, *frame.payload]
     return [prefix + frame.head, *frame.payload]

@@ -1,5 +1,7 @@
 """Frames over a unix socket, between processes of one user on one host.
 
+Large payloads go through shared memory (shared.py) where both ends have it.
+
 The file system is the lock: the socket has mode 0600, and one we name ourselves lies in a directory
 of mode 0700. Who connects must also be the same user by the kernel's word (SO_PEERCRED), for the
 mode may have been opened wider by hand.
@@ -13,23 +15,32 @@ import struct
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from typing import final
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.blocks import BlockPool
-from gradwire.transport.sockets import SocketChannel, SocketListener, as_timeval, reason_of
+from gradwire.transport.listener import SocketListener
+from gradwire.transport.memfd import can_share
+from gradwire.transport.shared import SHARED_AT_MOST, SHARED_FROM, SharedMemory
+from gradwire.transport.sockets import SocketChannel, as_timeval, reason_of
 from gradwire.transport.wrapping import Wrapping
 
 _BACKLOG = 1024
 _LONGEST_PATH = 107
+_SEND_BUFFER = 1 << 20
 _CREDENTIALS = struct.Struct("iII")
 
 
 @final
 class UnixTransport:
-    """unix:///path, or unix:// for a path of its own making."""
+    """unix:///path, or unix:// for a path of its own making.
+
+    Each channel makes at most `shared_bytes` of shared memory, for payloads of `shared_from` bytes
+    or more; with 0 all goes through the socket.
+    """
 
     def __init__(
         self,
@@ -37,8 +48,12 @@ class UnixTransport:
         limits: Limits | None = None,
         stall: float | None = None,
         pool: BlockPool | None = None,
+        shared_bytes: int = SHARED_AT_MOST,
+        shared_from: int = SHARED_FROM,
     ) -> None:
-        self._wrapping = Wrapping(limits, stall, pool)
+        is_sharing = shared_bytes > 0 and can_share()
+        share = partial(SharedMemory, shared_bytes, shared_from) if is_sharing else None
+        self._wrapping = Wrapping(limits, stall, pool, share)
 
     def listen(self, address: str) -> SocketListener:
         """Make the socket; it is removed again by `close`, and so is a directory made for it."""
@@ -78,14 +93,19 @@ class UnixTransport:
             raise _unanswered(address) from error
         except OSError as error:
             raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
-        return self._wrapping.channel(sock, address)
+        return self._channel(sock, address)
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()
             return None
-        return self._wrapping.channel(sock, f"unix://{path} (process {process})")
+        return self._channel(sock, f"unix://{path} (process {process})")
+
+    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
+        # For what does not go through shared memory: the system's default is a fifth of this.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        return self._wrapping.channel(sock, remote)
 
 
 def _path_in(address: str) -> str:

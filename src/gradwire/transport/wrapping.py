@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import final
 
 from gradwire.options import Limits, Timeouts
 from gradwire.transport.blocks import BlockPool
+from gradwire.transport.shared import SharedMemory
 from gradwire.transport.sockets import SocketChannel
 
 
 @final
 class Wrapping:
-    """Turns connected sockets into channels, with the same limits and one pool of blocks."""
+    """Turns connected sockets into channels, with the same limits and one pool of blocks.
 
-    def __init__(self, limits: Limits | None, stall: float | None, pool: BlockPool | None) -> None:
+    `share` makes the shared memory of a channel, where it is to have some.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None,
+        stall: float | None,
+        pool: BlockPool | None,
+        share: Callable[[], SharedMemory] | None = None,
+    ) -> None:
         self._limits = limits or Limits()
         self._pool = pool or BlockPool()
+        self._share = share
         self.stall = Timeouts().stall if stall is None else stall
 
     def channel(self, sock: socket.socket, remote: str) -> SocketChannel:
         """The channel over a socket; the socket is the channel's from now on."""
-        return SocketChannel(sock, remote, limits=self._limits, stall=self.stall, pool=self._pool)
+        return SocketChannel(
+            sock,
+            remote,
+            limits=self._limits,
+            stall=self.stall,
+            pool=self._pool,
+            shared=self._share() if self._share else None,
+        )

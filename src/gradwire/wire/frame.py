@@ -6,7 +6,9 @@
     payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
 
 `request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
-marks an answer; the other bits are reserved for the checksum and must be 0.
+marks an answer. Bits 8 and 9 are a unix channel's own (transport/shared.py): whoever sets 8 can
+read payloads from shared memory, and 9 says that this one lies there. The other bits are reserved
+for the checksum and must be 0.
 This file knows lengths and limits, not what a message means.
 """
 
@@ -22,6 +24,8 @@ from gradwire.options import Limits
 PREFIX = struct.Struct("<HHIQQ")
 ALIGNMENT = 64
 IS_ANSWER = 1
+TAKES_BLOCKS = 1 << 8
+IN_BLOCK = 1 << 9
 
 Buffer = bytes | bytearray | memoryview
 
@@ -51,17 +55,17 @@ class Prefix(NamedTuple):
     request: int
 
 
-def encode_prefix(frame: Frame) -> bytes:
-    """The bytes that go before head and payload."""
+def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
+    """The bytes that go before head and payload; `flags` are the channel's own."""
     length = sum(len(part) for part in frame.payload)
-    return PREFIX.pack(frame.kind, frame.flags, len(frame.head), length, frame.request)
+    return PREFIX.pack(frame.kind, frame.flags | flags, len(frame.head), length, frame.request)
 
 
-def decode_prefix(data: Buffer, limits: Limits) -> Prefix:
+def decode_prefix(data: Buffer, limits: Limits, known_flags: int = IS_ANSWER) -> Prefix:
     """The prefix in the first bytes of `data`, refused if it promises more than allowed."""
     kind, flags, head, payload, request = PREFIX.unpack_from(data)
-    if flags & ~IS_ANSWER:
-        raise BadMessage(f"a frame has unknown flags {flags:#06x}")
+    if flags & ~known_flags:
+        raise BadMessage(f"a frame has unknown flags {flags & ~known_flags:#06x}")
     if head > limits.head:
         raise BadMessage(f"a message head of {head} bytes is over the limit of {limits.head}")
     if payload > limits.payload:

@@ -1,0 +1,57 @@
+"""When a file descriptor that several threads use is closed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import final
+
+
+@final
+class Guard:
+    """Ends a socket at once, and closes its file descriptor when the last use of it is over.
+
+    Closing a descriptor that another thread is blocked on does not wake it, and the number may be
+    given to a new file while it is still in use. So `end` only shuts the connection down, which
+    wakes everyone, and whoever leaves last closes: each use holds one of the locks, and calls
+    `settle` after its release if `story` is set by then. `also_close` goes with the socket, and may
+    be called more than once.
+    """
+
+    __slots__ = ("_also_close", "_ending", "_sock", "_uses", "story")
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *uses: threading.Lock,
+        also_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.story: str | None = None
+        self._sock = sock
+        self._uses = uses
+        self._also_close = also_close
+        # Reentrant, as a signal handler may close what its own thread is closing.
+        self._ending = threading.RLock()
+
+    def end(self, story: str) -> bool:
+        """Whether this was the first time; only then the story counts."""
+        with self._ending:
+            first = self.story is None
+            if first:
+                self.story = story
+                with suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            self.settle()
+        return first
+
+    def settle(self) -> None:
+        """Close the descriptor unless it is in use."""
+        with self._ending:
+            held = [use for use in self._uses if use.acquire(blocking=False)]
+            if len(held) == len(self._uses):
+                self._sock.close()
+                self._also_close()
+            for use in held:
+                use.release()
