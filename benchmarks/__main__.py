@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every question, one table; `--quick`, `--only noop,echo`, `--json FILE`."""
+"""`python -m benchmarks`: every question, one table; `--quick`, `--only noop`, `--json FILE`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ from benchmarks.report import dated_file, facts, save, table
 
 QUESTIONS = [
     "noop",
+    "echo",
+    "inflight",
+    "hops",
+    "fan_out",
+    "pipeline",
+    "parameter_server",
+    "optimizer",
+    "two_trainers",
+    "edges",
+    "big_graph",
+    "startup",
+    "importing",
+    "memory",
+    "flood",
 ]
 """In the order of the table: from one call to a whole training step, then what a worker costs."""
 

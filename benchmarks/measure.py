@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -142,14 +142,8 @@ class Run:
     @contextmanager
     def both(self, size: int) -> Iterator[list[World]]:
         """Worlds of both sides for this question alone."""
-        worlds = []
-        try:
-            for side in self.sides:
-                worlds.append(self.fresh(side, size))
-            yield worlds
-        finally:
-            for world in worlds:
-                world.close()
+        with ExitStack() as stack:
+            yield [stack.enter_context(self.fresh(side, size)) for side in self.sides]
 
     def close(self) -> None:
         """End every world."""

@@ -50,3 +50,9 @@ def rows(run: Run) -> Iterator[Row]:
     with busy_cores():
         samples = run.compare(worlds, call_nothing, run.seconds)
     yield row("noop", "no-op, all cores busy with others", samples)
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main(["--only", "noop"])
