@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from time import perf_counter
 
@@ -36,4 +37,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "big_graph"])
+    main(["--only", "big_graph", *sys.argv[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -34,4 +35,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "fan_out"])
+    main(["--only", "fan_out", *sys.argv[1:]])

@@ -1,11 +1,12 @@
 """Does a slow receiver's memory stay under a limit while a caller floods it?
 
-The caller sends 1 MiB with each `rpc_async` as fast as it is let; the receiver takes 20 ms for each.
-A side that queues without end is stopped at `MOST_WAITING` calls not answered.
+The caller sends 1 MiB with each `rpc_async` as fast as it is let; the receiver takes 20 ms for
+each. A side that queues without end is stopped at `MOST_WAITING` calls not answered.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -51,11 +52,11 @@ def flood(seconds: float) -> tuple[int, int]:
 
 def rows(run: Run) -> Iterator[Row]:
     """By how much each end has grown at its highest."""
-    seconds = 0.2 if run.tiny else min(SECONDS, 60 * run.seconds)
+    seconds = 0.02 if run.tiny else min(SECONDS, 60 * run.seconds)
     grown: list[Samples] = [{}, {}]
     said = []
     for side in run.sides:
-        with run.fresh(side, 2) as world:
+        with run.alone(side, 2) as world:
             world.run(flood, 0.0)
             before = [world.run(resident, on=rank) for rank in range(2)]
             made, most = world.run(flood, seconds)
@@ -71,4 +72,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "flood"])
+    main(["--only", "flood", *sys.argv[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -35,4 +36,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "hops"])
+    main(["--only", "hops", *sys.argv[1:]])

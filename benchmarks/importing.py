@@ -54,4 +54,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "importing"])
+    main(["--only", "importing", *sys.argv[1:]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -140,10 +140,14 @@ class Run:
         return samples
 
     @contextmanager
-    def both(self, size: int) -> Iterator[list[World]]:
-        """Worlds of both sides for this question alone."""
-        with ExitStack() as stack:
-            yield [stack.enter_context(self.fresh(side, size)) for side in self.sides]
+    def alone(self, side: str, size: int) -> Iterator[World]:
+        """A fresh world of one side, for a question about the whole process."""
+        if self.tiny:
+            yield self.worlds(size)[list(self.sides).index(side)]
+            return
+        self._say(f"starting {size} workers of {side}")
+        with self.fresh(side, size) as world:
+            yield world
 
     def close(self) -> None:
         """End every world."""

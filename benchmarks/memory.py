@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,11 +35,11 @@ def rows(run: Run) -> Iterator[Row]:
     (many,) = run.sizes(STEPS, tiny=20)
     before: Samples = {}
     after: Samples = {}
-    with run.both(2) as worlds:
-        for samples, n in ((before, 10), (after, many)):
-            for world in worlds:
+    for side in run.sides:
+        with run.alone(side, 2) as world:
+            for samples, n in ((before, 10), (after, many)):
                 world.run(steps, n)
-                samples[world.side] = [[world.run(resident, on=rank) for rank in range(2)]]
+                samples[side] = [[world.run(resident, on=rank) for rank in range(2)]]
     yield row("memory", "resident, each of 2 workers", before, "MiB")
     yield row("memory", f"after {many} steps", after, "MiB")
 
@@ -46,4 +47,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "memory"])
+    main(["--only", "memory", *sys.argv[1:]])

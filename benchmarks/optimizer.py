@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from time import perf_counter
 
@@ -46,4 +47,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "optimizer"])
+    main(["--only", "optimizer", *sys.argv[1:]])

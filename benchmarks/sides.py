@@ -1,8 +1,8 @@
 """Worlds of worker processes, one for each side, that stay up and are told what to run.
 
-The rounds of two sides take turns while both worlds are there. Between its blocks a world is stopped
-(SIGSTOP): a process of torch.distributed.rpc polls its shared memory without a pause, and would take
-most of a core from the other side. Nothing is in flight then, so that no deadline notices.
+The rounds of two sides take turns while both worlds are there. Between its blocks a world is
+stopped (SIGSTOP): a process of torch.distributed.rpc polls its shared memory without a pause, and
+would take most of a core from the other side. Nothing is in flight then: no deadline notices.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _worker(
     pipe: Connection, side: str, rank: int, size: int, place: str, tcp: bool, exposed: list[str]
 ) -> None:
     pin(rank)
-    warnings.simplefilter("ignore")  # what torch says about its own calls
+    warnings.showwarning = lambda *_, **__: None  # what torch says, always, about its own calls
     import torch
 
     torch.set_num_threads(1)
@@ -174,6 +174,7 @@ def _worker(
             pipe.send(_answer(*command))
         api.end()
         pipe.send((True, None))
+        os._exit(0)  # what the interpreter does at its end is not ours to wait for
     except EOFError:  # whoever started this is gone
         os._exit(1)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from benchmarks.measure import Row, Run, Samples, row
@@ -9,7 +10,7 @@ from benchmarks.measure import Row, Run, Samples, row
 
 def rows(run: Run) -> Iterator[Row]:
     """From nothing to 2, 8 and 16 workers; and of it, from all imported to all joined."""
-    for size in run.sizes(2, 8, 16):
+    for size in run.sizes(2, 8, 16, tiny=1):
         whole: Samples = {side: [] for side in run.sides}
         joining: Samples = {side: [] for side in run.sides}
         for _ in range(min(run.rounds, 5)):
@@ -24,4 +25,4 @@ def rows(run: Run) -> Iterator[Row]:
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    main(["--only", "startup"])
+    main(["--only", "startup", *sys.argv[1:]])
