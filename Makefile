@@ -5,13 +5,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROGRAMS ?= 2000
+PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples oracle conformance docs clean
+.PHONY: help demo test check format lint types examples oracle conformance bench bench-peers chart docs clean
 
 help: ## show these targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(STAMP) ## train a model over three worker processes, and compare with one
 	@$(PY) examples/demo.py
@@ -22,12 +23,12 @@ test: $(STAMP) ## everything that must be green
 check: lint types test ## format, lint, types and tests
 
 format: $(STAMP) ## rewrite the code in its format
-	$(PY) -m ruff format src tests examples docs
-	$(PY) -m ruff check --fix src tests examples docs
+	$(PY) -m ruff format src tests examples docs benchmarks
+	$(PY) -m ruff check --fix src tests examples docs benchmarks
 
 lint: $(STAMP) ## format and lint, changing nothing
-	$(PY) -m ruff format --check src tests examples docs
-	$(PY) -m ruff check src tests examples docs
+	$(PY) -m ruff format --check src tests examples docs benchmarks
+	$(PY) -m ruff check src tests examples docs benchmarks
 
 types: $(STAMP) ## mypy, strict
 	$(PY) -m mypy src
@@ -40,6 +41,17 @@ oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
 
 conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of an hour)
 	$(PY) -m tests.conformance
+
+bench: $(STAMP) ## gradwire beside torch.distributed.rpc, one table: make bench ONLY=noop,echo
+	$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+bench-peers: $(STAMP) ## the smallest calls and echoes, with the other libraries that install here
+	@for peer in $(PEERS); do $(PY) -m pip install $(PIP_QUIET) --constraint constraints.txt $$peer \
+		|| echo "$$peer does not install here: it is left out"; done
+	$(PY) -m benchmarks --peers --only noop,echo
+
+chart: $(STAMP) ## draw the newest file under benchmarks/results
+	$(PY) -m benchmarks.chart
 
 docs: $(STAMP) ## write the generated pages anew
 	$(PY) -m docs.generate

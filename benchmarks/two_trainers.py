@@ -2,18 +2,21 @@
 
 The slow trainer computes for a while between its forward and its backward; the fast one does not.
 Counted while the slow one takes its steps: the steps of the fast one, and those that raise.
-
-    python benchmarks/two_trainers.py
+Three workers in one process, of gradwire alone: it is about a choice of ours.
 """
-# ruff: noqa: ANN001, ANN201, ANN204, D102, D103
 
+from __future__ import annotations
+
+import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 import gradwire
+from benchmarks.measure import Row, Run, row
 from gradwire.testing import cluster
 
 SLOW_STEPS, PAUSE, SECONDS = 40, 0.05, 30.0
@@ -85,18 +88,37 @@ def train(server, swaps, pause, steps, over):
 OVER = {}
 
 
-def measure(how):
+def both_trainers(how, slow_steps):
+    """Steps of the fast trainer, and those that raised, of the fast and of the slow."""
     server = gradwire.RRef(Server(how == "waits"))
     OVER[how] = threading.Event()
     args = [
-        (server, how == "swaps", pause, n, how) for pause, n in ((0, 10**9), (PAUSE, SLOW_STEPS))
+        (server, how == "swaps", pause, n, how) for pause, n in ((0, 10**9), (PAUSE, slow_steps))
     ]
     fast, slow = [gradwire.rpc_async(f"w{n + 1}", train, args=a) for n, a in enumerate(args)]
-    print(f"{how:9} slow {slow.wait()}, fast {fast.wait()}  (steps, raised)")
+    _, slow_raised = slow.wait()
+    taken, raised = fast.wait()
+    return taken, raised, slow_raised
+
+
+def rows(run: Run) -> Iterator[Row]:
+    """Steps of the fast trainer while the slow one takes its own; how many raised is noted."""
+    (slow_steps,) = run.sizes(SLOW_STEPS, tiny=2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cluster(3) as workers:
+            for how in ("in place", "waits", "swaps"):
+                taken, raised, slow_raised = workers[0].run(both_trainers, how, slow_steps)
+                samples = {"gradwire": [[float(taken)]]}
+                note = f"raised: {raised} of {taken} fast steps, {slow_raised} of {slow_steps} slow"
+                measure = f"{how}: fast steps beside {slow_steps} slow"
+                yield row("two_trainers", measure, samples, "", more_is_better=True, note=note)
+    finally:
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with cluster(3) as workers:
-        for way in ("in place", "waits", "swaps"):
-            workers[0].run(measure, way)
+    from benchmarks.__main__ import main
+
+    main(["--only", "two_trainers", *sys.argv[1:]])

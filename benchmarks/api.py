@@ -1,0 +1,102 @@
+"""The calls that both sides have, under one name each: a program of this package is for both."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+TORCH, GRADWIRE = "torch.distributed.rpc", "gradwire"
+SIDES = (TORCH, GRADWIRE)
+
+
+@dataclass(frozen=True)
+class Api:
+    """What a program calls, and how a worker of this side begins and ends."""
+
+    begin: Callable[..., None]
+    end: Callable[[], None]
+    rpc_sync: Callable[..., Any]
+    rpc_async: Callable[..., Any]
+    remote: Callable[..., Any]
+    RRef: Callable[..., Any]
+    context: Callable[..., Any]
+    backward: Callable[..., Any]
+    get_gradients: Callable[..., Any]
+    optimizer: Callable[..., Any]
+
+
+def load(side: str) -> Api:
+    """Import that side, and nothing of the other."""
+    return _torch() if side == TORCH else _gradwire()
+
+
+def _torch() -> Api:
+    from torch.distributed import autograd, rpc
+
+    def begin(rank: int, size: int, place: str, *, tcp: bool, exposed: list) -> None:
+        ways = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}", **ways)
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+    def optimizer(*args: Any, **settings: Any) -> Any:
+        with warnings.catch_warnings():  # of TorchScript, which it is made of
+            warnings.simplefilter("ignore")
+            from torch.distributed.optim import DistributedOptimizer
+
+            return DistributedOptimizer(*args, **settings)
+
+    return Api(
+        begin=begin,
+        end=rpc.shutdown,
+        rpc_sync=rpc.rpc_sync,
+        rpc_async=rpc.rpc_async,
+        remote=rpc.remote,
+        RRef=rpc.RRef,
+        context=autograd.context,
+        backward=autograd.backward,
+        get_gradients=autograd.get_gradients,
+        optimizer=optimizer,
+    )
+
+
+def _gradwire() -> Api:
+    import gradwire
+
+    def begin(rank: int, size: int, place: str, *, tcp: bool, exposed: list) -> None:
+        listen = "tcp://127.0.0.1:0" if tcp else "unix"
+        options = gradwire.Options(init_method=f"file://{place}", listen=listen)
+        gradwire.init_rpc(f"w{rank}", rank, size, options, expose=exposed)
+
+    return Api(
+        begin=begin,
+        end=gradwire.shutdown,
+        rpc_sync=gradwire.rpc_sync,
+        rpc_async=gradwire.rpc_async,
+        remote=gradwire.remote,
+        RRef=gradwire.RRef,
+        context=gradwire.context,
+        backward=gradwire.backward,
+        get_gradients=gradwire.get_gradients,
+        optimizer=gradwire.DistributedOptimizer,
+    )
+
+
+@dataclass
+class _Here:
+    api: Api | None = None
+
+
+_HERE = _Here()
+
+
+def settle(api: Api) -> None:
+    """Make this process one of that side's."""
+    _HERE.api = api
+
+
+def here() -> Api:
+    """The side that this worker process is of; for functions that peers run here."""
+    assert _HERE.api is not None, "only in a worker process of benchmarks.sides"
+    return _HERE.api

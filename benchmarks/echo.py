@@ -1,0 +1,48 @@
+"""How long does a tensor take there and back, from 1 KiB to 256 MiB, on either road?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import peers
+from benchmarks.api import here
+from benchmarks.measure import Row, Run, row, timed
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB)
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    """What is called."""
+    return x
+
+
+def echo(size: int, seconds: float) -> list[float]:
+    """`rpc_sync` of a function that returns the tensor of `size` bytes it was given."""
+    rpc_sync, x = here().rpc_sync, torch.ones(size // 4)
+    return timed(lambda: rpc_sync("w1", same, args=(x,)), seconds)
+
+
+def spoken(size: int) -> str:
+    """1 KiB, 256 MiB."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def rows(run: Run) -> Iterator[Row]:
+    """What each side uses on one machine, then TCP on both."""
+    for road, tcp in (("one machine", False), ("TCP", True)):
+        worlds = run.worlds(2, tcp=tcp)
+        for size in run.sizes(*SIZES):
+            samples = run.compare(worlds, echo, size, run.seconds)
+            if run.peers and not tcp:
+                samples |= peers.echoes(run, size)
+            yield row("echo", f"{spoken(size)}, {road}", samples)
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main(["--only", "echo", *sys.argv[1:]])

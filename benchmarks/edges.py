@@ -1,0 +1,43 @@
+"""Does an edge cost more when a context has many?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from time import perf_counter
+
+import torch
+
+from benchmarks.api import here
+from benchmarks.measure import Row, Run, row
+
+
+def forward_and_backward(edges: int) -> list[tuple[float, float]]:
+    """Seconds for each edge, in forward and in backward. A call is two edges: there, and back."""
+    api, x = here(), torch.ones(4, requires_grad=True)
+    with api.context() as context:
+        begin = perf_counter()
+        outputs = [api.rpc_sync("w1", torch.sin, args=(x,)) for _ in range(edges // 2)]
+        loss = torch.stack(outputs).sum()
+        middle = perf_counter()
+        api.backward(context, [loss])
+        end = perf_counter()
+    return [((middle - begin) / edges, (end - middle) / edges)]
+
+
+def rows(run: Run) -> Iterator[Row]:
+    """100, 1 000 and 10 000 edges, the time for each."""
+    for edges in run.sizes(100, 1000, 10_000, tiny=10):
+        both = run.compare(run.worlds(2), forward_and_backward, edges)
+        for n, way in enumerate(("forward", "backward")):
+            samples = {
+                side: [[times[n] for times in found] for found in rounds]
+                for side, rounds in both.items()
+            }
+            yield row("edges", f"{way} for each of {edges}", samples)
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main(["--only", "edges", *sys.argv[1:]])

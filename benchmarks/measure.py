@@ -1,0 +1,169 @@
+"""Rounds that take turns, and what is said of them: medians, spread, ratio."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from benchmarks.api import GRADWIRE, SIDES, TORCH
+from benchmarks.sides import World
+
+Samples = dict[str, list[list[float]]]
+"""By side: for each round, what was measured in it."""
+
+
+def timed(step: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each run of `step`, again and again for about so long; at least once."""
+    samples = []
+    begin = perf_counter()
+    end = begin + seconds
+    while True:
+        step()
+        now = perf_counter()
+        samples.append(now - begin)
+        if now >= end:
+            return samples
+        begin = now
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One side of a row."""
+
+    median: float
+    low: float
+    """the 10th percentile"""
+    high: float
+    """the 90th percentile"""
+    count: int
+    rounds: list[float]
+    """the median of each round"""
+
+
+def summary_of(rounds: list[list[float]]) -> Summary:
+    """What many samples come to."""
+    pooled = sorted(value for samples in rounds for value in samples)
+    return Summary(
+        median=statistics.median(pooled),
+        low=percentile(pooled, 10),
+        high=percentile(pooled, 90),
+        count=len(pooled),
+        rounds=[statistics.median(samples) for samples in rounds],
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Between the two nearest samples, in proportion."""
+    at = (len(ordered) - 1) * percent / 100
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    question: str
+    measure: str
+    unit: str
+    """s, MiB, or what is counted"""
+    sides: dict[str, Summary]
+    more_is_better: bool = False
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better gradwire is: below 1, it is worse."""
+        if not {TORCH, GRADWIRE} <= self.sides.keys():
+            return None
+        torch, gradwire = self.sides[TORCH].median, self.sides[GRADWIRE].median
+        over, under = (gradwire, torch) if self.more_is_better else (torch, gradwire)
+        return over / under if under else None
+
+
+def row(question: str, measure: str, samples: Samples, unit: str = "s", **more: Any) -> Row:
+    """A row of what `Run.compare` returned."""
+    sides = {side: summary_of(rounds) for side, rounds in samples.items()}
+    return Row(question, measure, unit, sides, **more)
+
+
+@dataclass
+class Run:
+    """How much is measured, and the worlds that are up."""
+
+    rounds: int = 7
+    seconds: float = 0.5
+    """of one block"""
+    tiny: bool = False
+    """the smallest parameters of every question; worlds may have more workers than needed"""
+    sides: Sequence[str] = SIDES
+    modules: Sequence[str] = ()
+    peers: bool = False
+    _open: dict[tuple[int, bool], list[World]] = field(default_factory=dict)
+
+    def sizes(self, *all_of_them: int, tiny: int | None = None) -> list[int]:
+        """The parameters to measure with; one alone, the first unless said, in a tiny run."""
+        if not self.tiny:
+            return list(all_of_them)
+        return [all_of_them[0] if tiny is None else tiny]
+
+    def worlds(self, size: int, *, tcp: bool = False) -> list[World]:
+        """One world of each side, of that many workers; they stay up for other questions."""
+        roomy = [key for key in self._open if self.tiny and key[0] >= size and key[1] == tcp]
+        key = roomy[0] if roomy else (size, tcp)
+        if key not in self._open:
+            self._say(f"starting {size} workers of each side{' over TCP' if tcp else ''}")
+            self._open[key] = [self.fresh(side, size, tcp=tcp) for side in self.sides]
+        return self._open[key]
+
+    def fresh(self, side: str, size: int, *, tcp: bool = False) -> World:
+        """A world for the caller, who closes it."""
+        return World(side, size, exposed=self.modules, tcp=tcp)
+
+    def compare(
+        self, worlds: list[World], block: Callable[..., list[float]], *args: Any
+    ) -> Samples:
+        """Run `block` on w0 of each world in turn, round after round; the first is to warm up."""
+        self._say(f"{block.__module__.rpartition('.')[2]}{args}")
+        samples: Samples = {world.side: [] for world in worlds}
+        for n in range(self.rounds + 1):
+            for world in worlds:
+                found = world.run(block, *args)
+                if n > 0:
+                    samples[world.side].append(found)
+        return samples
+
+    @contextmanager
+    def alone(self, side: str, size: int) -> Iterator[World]:
+        """A fresh world of one side, for a question about the whole process."""
+        if self.tiny:
+            yield self.worlds(size)[list(self.sides).index(side)]
+            return
+        self._say(f"starting {size} workers of {side}")
+        with self.fresh(side, size) as world:
+            yield world
+
+    def close(self) -> None:
+        """End every world."""
+        for worlds in self._open.values():
+            for world in worlds:
+                world.close()
+        self._open.clear()
+
+    def keep(self, *sizes: int) -> None:
+        """End the worlds of other sizes than these."""
+        if self.tiny:
+            return
+        for key in [key for key in self._open if key[0] not in sizes]:
+            for world in self._open.pop(key):
+                world.close()
+
+    def _say(self, what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{what[:78]}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,50 @@
+"""How much memory does a worker take, and does it grow?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.api import here
+from benchmarks.measure import Row, Run, Samples, row
+
+STEPS = 10_000
+
+
+def resident(field: str = "VmRSS") -> float:
+    """MiB of this process, as the system counts them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise LookupError(field)
+
+
+def steps(n: int) -> None:
+    """So many times forward and backward over one call."""
+    api, x = here(), torch.ones(16, requires_grad=True)
+    for _ in range(n):
+        with api.context() as context:
+            api.backward(context, [api.rpc_sync("w1", torch.sin, args=(x,)).sum()])
+
+
+def rows(run: Run) -> Iterator[Row]:
+    """Resident memory of both workers of a fresh world: after 10 steps, and after many more."""
+    (many,) = run.sizes(STEPS, tiny=20)
+    before: Samples = {}
+    after: Samples = {}
+    for side in run.sides:
+        with run.alone(side, 2) as world:
+            for samples, n in ((before, 10), (after, many)):
+                world.run(steps, n)
+                samples[side] = [[world.run(resident, on=rank) for rank in range(2)]]
+    yield row("memory", "resident, each of 2 workers", before, "MiB")
+    yield row("memory", f"after {many} steps", after, "MiB")
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main(["--only", "memory", *sys.argv[1:]])
