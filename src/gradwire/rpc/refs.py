@@ -22,6 +22,7 @@ from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
+from gradwire.rpc.packing import Packing
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
 from gradwire.rpc.refs_state import (
     Action,
@@ -167,13 +168,13 @@ class Refs:
 
     # -- references on their way
 
-    def packing(self, to: WorkerId, deadline: float) -> _Packing:
+    def packing(self, to: WorkerId, deadline: float) -> Packing:
         """Inside the block `pack` adds to this list; if it raises, all of them are taken back."""
-        return _Packing(self, to, deadline)
+        return Packing(self._local, self.pack_undone, to, deadline)
 
     def pack(self, hold: Hold) -> int:
         """A reference is part of the value being packed; its place in the list."""
-        packing: _Packing = self._local.packing
+        packing: Packing = self._local.packing
         to, packed, deadline = packing.to, packing.packed, packing.deadline
         self._wait_while(self._table.is_asking, hold, deadline)
         with self._lock:
@@ -393,29 +394,3 @@ class Refs:
     def _owed(self) -> list[Action]:
         with self._lock:
             return self._table.unacknowledged()
-
-
-@final
-class _Packing:
-    """The references of one message in the making.
-
-    hot: around every argument list and result
-    """
-
-    __slots__ = ("_outer", "_refs", "deadline", "packed", "to")
-
-    def __init__(self, refs: Refs, to: WorkerId, deadline: float) -> None:
-        self._refs, self.to, self.deadline = refs, to, deadline
-        self.packed: list[Reference] = []
-
-    def __enter__(self) -> list[Reference]:
-        # A finalizer that makes a call of its own may interrupt us: it must find us as we were.
-        local = self._refs._local
-        self._outer = getattr(local, "packing", None)
-        local.packing = self
-        return self.packed
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._refs._local.packing = self._outer
-        if kind is not None:
-            self._refs.pack_undone(self.packed)
