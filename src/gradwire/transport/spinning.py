@@ -9,6 +9,7 @@ a spin that finds that it was not running stops at once, and is not tried again 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import final
 
 SPIN_SECONDS = 150e-6
@@ -19,24 +20,24 @@ _LONGEST_REST_SECONDS = 1.0
 
 @final
 class Spin:
-    """For one channel. `begin`, then `goes_on` before each look, then `ended`."""
+    """For one channel. `begin`, then `goes_on` before each look, `found` if that was worth it."""
 
-    __slots__ = ("_began", "_last", "_rest", "_rests_until", "_was_fast")
+    __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._began = self._last = 0.0
-        self._was_fast = True
         self._rest = _REST_SECONDS
         self._rests_until = 0.0
 
     def begin(self) -> bool:
         """Whether it is worth to look at all before sleeping."""
-        now = self._began = self._last = time.monotonic()
+        now = self._began = self._last = self._now()
         return now >= self._rests_until
 
     def goes_on(self) -> bool:
         """Whether to look once more."""
-        now = time.monotonic()
+        now = self._now()
         if now - self._last > _DESCHEDULED_SECONDS:
             self._pause(now)
             return False

@@ -1,0 +1,169 @@
+"""Who reads a channel: nobody is woken who need not be, and nothing that comes is left lying."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from gradwire.agent.lines import Lines
+from gradwire.transport.memory import MemoryNetwork
+from gradwire.wire.frame import IS_ANSWER, Frame
+from tests.leftovers import eventually
+
+
+class Desk:
+    """One end with its lines; the test is the other end."""
+
+    def __init__(self) -> None:
+        self.here, self.there = MemoryNetwork().pair()
+        self.came: list[tuple[int, str]] = []
+        self.ended: list[str] = []
+        self.jobs: dict[int, object] = {}
+        self.threads: list[threading.Thread] = []
+        self.lines = Lines(self._spawn, self._take, self._end)
+
+    def open(self) -> None:
+        self.lines.open(1, self.here, "peer")
+
+    def _spawn(self, what, target) -> None:
+        thread = threading.Thread(target=target, name=what, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _take(self, worker, channel, frame, may_run):
+        self.came.append((frame.request, threading.current_thread().name))
+        if frame.request in self.jobs and may_run:
+            return self.jobs[frame.request]
+        return None
+
+    def _end(self, line, error) -> None:
+        self.ended.append(str(error))
+
+    def send(self, n: int, flags: int = 0) -> None:
+        self.there.send(Frame(1, flags, n, b"", ()), time.monotonic() + 10)
+
+    def has(self, n: int) -> bool:
+        return any(request == n for request, _ in self.came)
+
+    def reader_of(self, n: int) -> str:
+        return next(thread for request, thread in self.came if request == n)
+
+    def wait(self, n: int) -> None:
+        self.lines.wait(self.here, lambda: self.has(n), lambda: eventually(lambda: self.has(n)))
+
+
+@pytest.fixture
+def desk():
+    made = Desk()
+    made.open()
+    yield made
+    made.here.close()
+    made.lines.close()
+    for thread in made.threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in made.threads)
+
+
+def test_what_comes_is_read_by_its_reader(desk):
+    desk.send(1)
+    assert eventually(lambda: desk.has(1))
+    assert desk.reader_of(1) == "read peer"
+
+
+def after_an_answer(desk):
+    """The reader has read an answer that nobody waits for any more, and lets others read."""
+    desk.send(0, IS_ANSWER)
+    assert eventually(lambda: any(line.is_parked for line in desk.lines._lines.values()))
+
+
+def test_after_an_answer_whoever_waits_reads(desk):
+    me = threading.current_thread().name
+    for n in range(1, 50):
+        after_an_answer(desk)
+        desk.send(n, IS_ANSWER)
+        desk.wait(n)
+    readers = [desk.reader_of(n) for n in range(1, 50)]
+    assert readers.count(me) > 25  # the keeper may have been first now and then
+
+
+def test_what_nobody_waits_for_is_found_by_the_keeper(desk):
+    after_an_answer(desk)
+    desk.send(1)
+    assert eventually(lambda: desk.has(1))
+
+
+def test_the_channel_goes_on_being_read_while_a_job_runs_on_its_reader(desk):
+    began, goes_on = threading.Event(), threading.Event()
+
+    def job():
+        began.set()
+        assert goes_on.wait(20)
+
+    desk.jobs[1] = job
+    desk.send(1)
+    assert began.wait(20)
+    for n in range(2, 6):
+        desk.send(n)
+    assert eventually(lambda: all(desk.has(n) for n in range(2, 6)))
+    goes_on.set()
+
+
+def test_a_job_that_waits_does_not_leave_its_own_line_unread(desk):
+    other = Desk()
+    other.lines = desk.lines
+    desk.lines.open(2, other.here, "other")
+    after_an_answer(desk)
+
+    def job():
+        desk.lines.wait(other.here, lambda: desk.has(7), lambda: eventually(lambda: desk.has(7)))
+
+    desk.jobs[1] = job
+    desk.send(1)
+    desk.send(2)
+    assert eventually(lambda: desk.has(2))
+    other.send(7)
+    assert eventually(lambda: desk.has(7))
+    other.here.close()
+
+
+def test_one_who_has_its_answer_leaves_a_reader_to_the_others(desk):
+    after_an_answer(desk)
+    done = []
+    waiting = threading.Thread(target=lambda: (desk.wait(2), done.append(2)))
+    first = threading.Thread(target=lambda: (desk.wait(1), done.append(1)))
+    first.start()
+    waiting.start()
+    desk.send(1, IS_ANSWER)
+    first.join(20)
+    desk.send(2, IS_ANSWER)
+    waiting.join(20)
+    assert sorted(done) == [1, 2]
+
+
+@pytest.mark.parametrize("parked", [False, True], ids=["reading", "nobody reads"])
+def test_the_end_of_a_channel_is_told_once(desk, parked):
+    if parked:
+        after_an_answer(desk)
+    desk.there.close("enough")
+    assert eventually(lambda: desk.ended)
+    assert len(desk.ended) == 1
+
+
+def test_a_frame_that_cannot_be_taken_ends_the_channel_whoever_read_it(desk):
+    after_an_answer(desk)
+
+    def refuse(*_):
+        raise ValueError("what is this?")
+
+    desk.lines._on_frame = refuse
+    desk.send(1)
+    assert eventually(lambda: desk.ended)
+
+
+def test_an_idle_line_has_its_reader_back_and_the_keeper_sleeps(desk):
+    after_an_answer(desk)
+    assert eventually(lambda: not desk.lines._in_use and not desk.lines._is_looking)
+    (line,) = desk.lines._lines.values()
+    assert eventually(lambda: line.role.locked())
