@@ -291,3 +291,16 @@ HELD: dict[str, threading.Event] = {}
 
 def wait_for_event():
     HELD["event"].wait(20)
+
+
+def _two_calls():
+    rpc.rpc_sync("w1", torch.add, args=(1, 2))
+    rpc.rpc_async("w1", torch.mul, args=(1, 2)).wait()
+
+
+def test_a_profile_names_each_kind_of_call(workers):
+    with torch.profiler.profile() as profile:
+        workers[0].run(_two_calls)
+
+    names = {event.key for event in profile.key_averages()}
+    assert {"rpc_sync#add(w0 -> w1)", "rpc_async#mul(w0 -> w1)"} <= names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
+from gradwire.optim.shard import Shard
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
@@ -290,6 +292,19 @@ def test_a_gathered_state_is_torch_s_own():
     assert truth.state[local[4]]["step"] == 2
     assert optimizer.state[optimizer.param_groups[0]["params"][4]]["step"] == 2
     assert len(optimizer.state) == 6
+
+
+def test_a_saved_state_is_not_that_of_a_step_which_is_dropped():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    share = (0, (0,), [gradwire.RRef(parameter)], {})
+    shard = Shard(torch.optim.Adam, [share], (), {})
+    assert shard.prepare((9, 0), None, shard.options(), 20.0, False)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(shard.state)
+        shard.abort((9, 0))
+        assert asked.result() == {}
 
 
 def test_a_state_that_does_not_fit_is_refused():

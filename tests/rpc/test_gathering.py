@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.agent.clock import MonotonicClock
-from gradwire.errors import CallTimeout, UsageError
+from gradwire.errors import CallTimeout, PeerLost, UsageError
 from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.gathering_state import Rounds
 
@@ -70,9 +70,13 @@ def gather(everyone, me, value, seconds=20.0, refuse=()):
     return everyone[me].gather(value, NAMES, seconds, contribute=contribute, conclude=conclude)
 
 
+def gone(name):
+    raise PeerLost(f"{name} does not listen")
+
+
 @pytest.fixture
 def everyone():
-    return {name: Gatherings(name, MonotonicClock()) for name in NAMES}
+    return {name: Gatherings(name, MonotonicClock(), gone) for name in NAMES}
 
 
 def test_all_receive_all_also_by_many_threads(everyone):
@@ -88,3 +92,32 @@ def test_who_is_missing_is_named(everyone):
         CallTimeout, match=r"a waited 0\.01 s in .* a, b, c and did not hear of b, c"
     ):
         gather(everyone, "a", 1, seconds=0.01)
+
+
+def test_a_leader_does_not_wait_for_one_that_is_lost(everyone):
+    everyone["a"].heard("a,b,c#0", "b", 1, NAMES)
+    everyone["a"].peer_lost("b")  # it has spoken: that does not matter
+    everyone["a"].peer_lost("c")
+
+    with pytest.raises(PeerLost, match="a waits in a gathering of a, b, c for c, and lost it"):
+        gather(everyone, "a", 1)
+
+
+def test_a_follower_does_not_wait_for_a_leader_that_is_lost(everyone):
+    def contribute(leader, _):
+        everyone["b"].peer_lost("c")  # the leader may have heard of it
+        everyone["b"].peer_lost(leader)
+
+    with pytest.raises(PeerLost, match="b waits in a gathering of a, b, c for a, and lost it"):
+        everyone["b"].gather(1, NAMES, 20.0, contribute=contribute, conclude=None)
+
+
+def test_one_that_can_be_reached_again_is_waited_for():
+    def reach(name):
+        everyone["a"].heard("a,b,c#0", name, name * 2, NAMES)
+
+    everyone = {name: Gatherings(name, MonotonicClock(), reach) for name in NAMES}
+    for name in ("b", "c"):
+        everyone["a"].peer_lost(name)
+
+    assert gather(everyone, "a", "aa") == {"a": "aa", "b": "bb", "c": "cc"}

@@ -99,7 +99,8 @@ def _told(error: Exception) -> str:
     directory = api.door.find().directory
     text = error.message if isinstance(error, GradwireError) else str(error)
     if isinstance(error, RemoteError):
-        text = f"Error on Node {directory.find(error.worker).id}: {text}"
+        known = {info.name: info.id for info in directory.all()}
+        text = f"Error on Node {known.get(error.worker, error.worker)}: {text}"
     return f"Error on Node {directory.me.id}: {text}"
 
 

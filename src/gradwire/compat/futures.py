@@ -24,10 +24,18 @@ def wait_all(futures: Futures) -> list[Any]:
 
 
 def collect_all(futures: Futures) -> torch.futures.Future[Futures]:
-    """A future of all of them, done when all are, or as soon as one has failed."""
+    """A future of all of them, done when all are; as soon as one has failed it brings that."""
     collected: torch.futures.Future[Futures] = torch.futures.Future()
     settled = _Settled(futures)
-    settled.then(lambda: collected.set_result(futures))
+
+    def complete() -> None:
+        error = None if settled.failed is None else _error_of(settled.failed)
+        if error is None:
+            collected.set_result(futures)
+        else:
+            collected.set_exception(error)  # type: ignore[arg-type]
+
+    settled.then(complete)
     return collected
 
 
@@ -58,7 +66,7 @@ class _Settled:
             self._tell()
 
     def _one_done(self, future: torch.futures.Future[Any]) -> None:
-        failed = _has_failed(future)
+        failed = _error_of(future) is not None
         with self._lock:
             self._left -= 1
             if failed and self.failed is None:
@@ -79,9 +87,9 @@ class _Settled:
             told()
 
 
-def _has_failed(future: torch.futures.Future[Any]) -> bool:
+def _error_of(future: torch.futures.Future[Any]) -> Exception | None:
     try:
         future.value()
-    except Exception:
-        return True
-    return False
+    except Exception as error:
+        return error
+    return None

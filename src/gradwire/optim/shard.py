@@ -260,10 +260,14 @@ class Shard:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
     def state(self, indices: list[int] | None = None) -> State:
-        """The state of its parameters, or of some, by number; those without any are left out."""
+        """The state of its parameters, or of some, by number; those without any are left out.
+
+        A copy: that of no step which may still be dropped, and none that the next one writes to.
+        """
         state = self._optimizer.state
         wanted = {i: s for i, s in self._numbered() if indices is None or i in indices}
-        return {i: dict(state[s]) for i, s in wanted.items() if s in state}
+        with self._turn_of_its_own():
+            return {i: copy.deepcopy(state[s]) for i, s in wanted.items() if s in state}
 
     def known(self) -> list[int]:
         """The numbers of those that have a state."""

@@ -2,7 +2,8 @@
 
 Pure. A *round* belongs to a set of names and is numbered within that set by each worker for itself:
 the n-th time one of them enters is the same round for all. The first name by the alphabet *leads*:
-it hears everyone's value and sends out the whole.
+it hears everyone's value and sends out the whole. One that is *lost* before it has spoken will not
+speak any more, unless it turns out to be back.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Rounds:
         self._entered: dict[str, int] = {}
         self._rounds: dict[str, _Round] = {}
         self._inside: set[str] = set()
+        self._lost: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -51,6 +53,7 @@ class Rounds:
         if name in heard.values:
             raise UsageError(f"{name} has contributed to gathering {round} twice")
         heard.values[name] = value
+        self._lost.discard(name)
         heard.is_whole = heard.values.keys() == set(names)
 
     def concluded(self, round: str, values: Mapping[str, object]) -> None:
@@ -71,6 +74,18 @@ class Rounds:
         """Whose value is not there yet, as far as this worker knows."""
         heard = self._rounds.get(round, _Round())
         return sorted(set(names) - heard.values.keys())
+
+    def lost(self, name: str) -> None:
+        """There is no connection to it any more."""
+        self._lost.add(name)
+
+    def is_back(self, name: str) -> None:
+        """There is one again."""
+        self._lost.discard(name)
+
+    def waits_in_vain(self, round: str, names: Collection[str]) -> list[str]:
+        """Which of these are lost, and have not spoken."""
+        return [name for name in self.missing(round, names) if name in self._lost]
 
     def over(self, round: str) -> None:
         """This worker is done with it."""

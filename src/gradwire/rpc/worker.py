@@ -76,7 +76,6 @@ class Worker:
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
-        self.gatherings = Gatherings(self.name, clock)
         self.leaks: list[str] = []
         """what others still held of ours when all had let go"""
         self.face: object = None
@@ -84,6 +83,8 @@ class Worker:
         timeouts, wrap = options.timeouts, manner.channel
         connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
         self.agent = self._agent(connections, clock, registry)
+        self.gatherings = Gatherings(self.name, clock, self._reach)
+        self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports)
         self._serve(registry)
         self.agent.start()
@@ -196,6 +197,10 @@ class Worker:
             return Leaver(self.agent)
         assert self.store is not None, "an open world has a roster, which is kept in a store"
         return Membership(self.agent, Register(self.store, transports, self.agent.clock))
+
+    def _reach(self, name: str) -> None:
+        limit = self.agent.clock.now() + self._options.timeouts.connect
+        self.agent.reach(self.directory.find(name).id, limit)
 
     def _look(self) -> None:
         self.leaks = self.refs.leaks()

@@ -93,7 +93,7 @@ class TensorPipeAgent(RpcAgent):
         try:
             self._devices = agree_on_devices(mine, worker.directory)
             _greet(worker, opts)
-        except ValueError:
+        except BaseException:  # also if we were interrupted: nobody else would close it
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
         self._take(worker, opts)

@@ -50,7 +50,6 @@ from gradwire.compat.rpc.world import (
 )
 from gradwire.errors import DeadlinePassed, PeerError
 from gradwire.rpc.calls import Target
-from gradwire.rpc.futures import Future
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
@@ -120,7 +119,12 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:  # noqa: ANN401
     """Run a function on another worker and return what it returned."""
-    return _begin(to, func, args, kwargs, timeout).wait()
+    worker, info, target = _prepared(to, func, args, kwargs)
+    with _recorded(target):
+        try:
+            return worker.calls.call(info.id, target, worker.deadline(patience(timeout)))
+        except (PeerError, DeadlinePassed) as error:
+            raise of_call(error, worker.directory) from error.__cause__
 
 
 @_require_initialized
@@ -131,8 +135,17 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Run a function on another worker; a future of what it returns."""
-    future = _begin(to, func, args, kwargs, timeout)
+    """Run a function on another worker; a future of what it returns.
+
+    What keeps the call from leaving is in the future too.
+    """
+    worker, info, target = _prepared(to, func, args, kwargs)
+    with _recorded(target):
+        try:
+            limit = worker.deadline(patience(timeout))
+            future = worker.calls.call_async(info.id, target, limit)
+        except (PeerError, DeadlinePassed) as error:
+            future = worker.calls.failed(of_call(error, worker.directory))
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -157,23 +170,15 @@ def remote(
     return PyRRef.made_by(worker, created)
 
 
-def _begin(
+def _prepared(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any,  # noqa: ANN401
     kwargs: dict[str, Any] | None,
-    timeout: float,
-) -> Future[Any]:
-    """A call on its way. What keeps it from leaving is in the future too."""
+) -> tuple[Worker, WorkerInfo, Target]:
     if not callable(func):
         raise TypeError("function should be callable.")
-    worker, info = _here(), _to_worker_info(to)
-    target = _target(func, args or (), kwargs or {})
-    with _recorded(target):
-        try:
-            return worker.calls.call_async(info.id, target, worker.deadline(patience(timeout)))
-        except (PeerError, DeadlinePassed) as error:
-            return worker.calls.failed(of_call(error, worker.directory))
+    return _here(), _to_worker_info(to), _target(func, args or (), kwargs or {})
 
 
 def _target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Target:  # noqa: ANN401

@@ -1,0 +1,58 @@
+"""Waiting for several futures at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.compat.futures import collect_all, wait_all
+from gradwire.compat.rpc import api as rpc
+from gradwire.compat.rpc.manner import TORCH
+from gradwire.testing import cluster
+
+
+def fail():
+    raise ValueError("on purpose")
+
+
+def never():
+    return torch.futures.Future()
+
+
+def failed():
+    future = never()
+    future.set_exception(ValueError("on purpose"))
+    return future
+
+
+def done(value):
+    future = never()
+    future.set_result(value)
+    return future
+
+
+def test_all_values_come_in_order():
+    first = never()
+    all_of_them = collect_all([first, done(2)])
+    assert not all_of_them.done()
+    first.set_result(1)
+
+    assert [future.value() for future in all_of_them.wait()] == [1, 2]
+    assert wait_all([first, done(2)]) == [1, 2]
+    assert collect_all([]).wait() == wait_all([]) == []
+
+
+@pytest.mark.parametrize("wait", [wait_all, lambda futures: collect_all(futures).wait()])
+def test_the_first_failure_is_raised_without_waiting_for_the_others(wait):
+    with pytest.raises(ValueError, match="on purpose"):
+        wait([never(), failed()])
+
+
+def collected_call():
+    return collect_all([rpc.rpc_async("w1", fail)]).wait()
+
+
+def test_the_failure_of_a_call_is_raised(capsys):
+    with cluster(2, manner=TORCH) as workers, pytest.raises(ValueError, match="on purpose"):
+        workers[0].run(collected_call)
+    assert "on purpose" in capsys.readouterr().err
