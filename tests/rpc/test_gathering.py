@@ -10,6 +10,7 @@ from gradwire.agent.clock import MonotonicClock
 from gradwire.errors import CallTimeout, PeerLost, UsageError
 from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.gathering_state import Rounds
+from tests.leftovers import eventually
 
 NAMES = ["a", "b", "c"]
 
@@ -67,7 +68,13 @@ def gather(everyone, me, value, seconds=20.0, refuse=()):
         for name in set(followers) - set(refuse):
             everyone[name].ended(round, values)
 
-    return everyone[me].gather(value, NAMES, seconds, contribute=contribute, conclude=conclude)
+    def give_up(round, followers, story):
+        for name in followers:
+            everyone[name].failed(round, story)
+
+    return everyone[me].gather(
+        value, NAMES, seconds, contribute=contribute, conclude=conclude, give_up=give_up
+    )
 
 
 def gone(name):
@@ -109,7 +116,17 @@ def test_a_follower_does_not_wait_for_a_leader_that_is_lost(everyone):
         everyone["b"].peer_lost(leader)
 
     with pytest.raises(PeerLost, match="b waits in a gathering of a, b, c for a, and lost it"):
-        everyone["b"].gather(1, NAMES, 20.0, contribute=contribute, conclude=None)
+        everyone["b"].gather(1, NAMES, 20.0, contribute=contribute, conclude=None, give_up=None)
+
+
+def test_followers_hear_that_their_leader_has_given_up(everyone):
+    with ThreadPoolExecutor(1) as pool:
+        follows = pool.submit(gather, everyone, "b", 1)
+        assert eventually(lambda: not everyone["a"]._rounds.missing("a,b,c#0", ["b"]))
+        with pytest.raises(CallTimeout):
+            gather(everyone, "a", 1, seconds=0.01)
+        with pytest.raises(PeerLost, match="b gathers in vain: a waited .* did not hear of c"):
+            follows.result()
 
 
 def test_one_that_can_be_reached_again_is_waited_for():

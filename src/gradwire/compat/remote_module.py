@@ -6,7 +6,7 @@ It refuses more than gradwire's own does, as programs may count on that, and tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
@@ -172,17 +172,18 @@ def _no_map(_info: object) -> dict[object, object]:
 def _create_module(
     make: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
-    module = make(*args, **kwargs)
-    if not isinstance(module, nn.Module):
+    try:
+        return owner.create(make, args, kwargs, device)
+    except UsageError as error:
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
-            f"but it made a {type(module).__name__}"
-        )
-    return module.to(device)
+            f"which fits on its device: {error.message}"
+        ) from error
 
 
 def _parameter_rrefs(module: api.RRef[nn.Module], recurse: bool) -> list[api.RRef[nn.Parameter]]:
-    return [api.RRef(parameter) for parameter in owner.module_of(module).parameters(recurse)]
+    named = owner.named_parameters(module, "", recurse, remove_duplicate=True)
+    return [cast(api.RRef[nn.Parameter], reference) for _, reference in named]
 
 
 def _reduced(module: _RemoteModule) -> tuple[Callable[..., RemoteModule], tuple[object, ...]]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradwire.errors import UsageError
 from gradwire.rpc.registry import expose
-from gradwire.rpc.rref import RRef
+from gradwire.rpc.rref import RRef, reference_to
 
 State = OrderedDict[str, Any]
 Named = list[tuple[str, RRef[Any]]]
@@ -80,7 +80,7 @@ def named_parameters(
 ) -> Named:
     """References to its parameters."""
     found = module_of(module).named_parameters(prefix, recurse, remove_duplicate)
-    return [(name, RRef(parameter)) for name, parameter in found]
+    return [(name, reference_to(parameter)) for name, parameter in found]
 
 
 @expose
@@ -89,7 +89,7 @@ def named_buffers(
 ) -> Named:
     """References to its buffers."""
     found = module_of(module).named_buffers(prefix, recurse, remove_duplicate)
-    return [(name, RRef(buffer)) for name, buffer in found]
+    return [(name, reference_to(buffer)) for name, buffer in found]
 
 
 @expose

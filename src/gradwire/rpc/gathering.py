@@ -20,6 +20,8 @@ Contribute = Callable[[str, str], None]
 """Bring our value to this leader, for this round."""
 Conclude = Callable[[str, Collection[str], Mapping[str, object]], None]
 """Send these followers of this round all values."""
+GiveUp = Callable[[str, Collection[str], str], None]
+"""Tell these followers of this round why they wait in vain."""
 Reach = Callable[[str], None]
 """Connect to this worker again; raises if it is gone."""
 
@@ -44,16 +46,22 @@ class Gatherings:
         *,
         contribute: Contribute,
         conclude: Conclude,
+        give_up: GiveUp,
     ) -> dict[str, object]:
         """The values of all by name, ours among them, once everyone has called this."""
         leader = min(names)
+        followers = sorted(set(names) - {leader})
         with self._changed:
             round = self._rounds.entered(names)
         try:
             if leader == self._name:
                 self.heard(round, leader, value, names)
-                values = self._whole(round, names, names, seconds)
-                conclude(round, sorted(set(names) - {leader}), values)
+                try:
+                    values = self._whole(round, names, names, seconds)
+                except GradwireError as error:
+                    give_up(round, followers, error.message)
+                    raise
+                conclude(round, followers, values)
                 return values
             with self._changed:
                 self._rounds.is_back(leader)  # or else it is lost anew, or cannot be told
@@ -73,6 +81,12 @@ class Gatherings:
         """All values have reached us, who follow."""
         with self._changed:
             self._rounds.concluded(round, values)
+            self._changed.notify_all()
+
+    def failed(self, round: str, story: str) -> None:
+        """The leader has given up, and tells us, who follow."""
+        with self._changed:
+            self._rounds.failed(round, story)
             self._changed.notify_all()
 
     def peer_lost(self, name: str) -> None:
@@ -107,6 +121,9 @@ class Gatherings:
         """All values; None if the limit has passed, or one of those we wait for is lost."""
         with self._changed:
             while (values := self._rounds.whole(round)) is None:
+                failure = self._rounds.failure(round)
+                if failure is not None:
+                    raise PeerLost(f"{self._name} gathers in vain: {failure}")
                 left = limit - self._clock.now()
                 if left <= 0 or self._rounds.waits_in_vain(round, awaited):
                     return None

@@ -19,6 +19,7 @@ from gradwire.errors import UsageError
 class _Round:
     values: dict[str, object] = field(default_factory=dict)
     is_whole: bool = False
+    failure: str | None = None
 
 
 @final
@@ -64,6 +65,16 @@ class Rounds:
         if heard.is_whole:
             raise UsageError(f"gathering {round} has ended twice")
         heard.values, heard.is_whole = dict(values), True
+
+    def failed(self, round: str, story: str) -> None:
+        """Somebody who follows hears that the leader has given up."""
+        if not self._is_over(round):
+            self._rounds.setdefault(round, _Round()).failure = story
+
+    def failure(self, round: str) -> str | None:
+        """Why the leader has given up, if it has."""
+        heard = self._rounds.get(round)
+        return None if heard is None else heard.failure
 
     def whole(self, round: str) -> dict[str, object] | None:
         """All values, once they are there."""

@@ -154,6 +154,12 @@ class RRef(Generic[T]):
         )
 
 
+def reference_to(value: T) -> RRef[T]:
+    """A reference to a value of this worker, of the kind that its references are."""
+    refs = home_door.find().refs
+    return cast(RRef[T], refs.make(refs.keep_here(Value(value))))
+
+
 class Proxy:
     """The methods of the value that a reference points to."""
 

@@ -91,7 +91,7 @@ class TensorPipeAgent(RpcAgent):
             note=mine.to_note(),
         )
         try:
-            self._devices = agree_on_devices(mine, worker.directory)
+            agree_on_devices(mine, worker.directory)
             _greet(worker, opts)
         except BaseException:  # also if we were interrupted: nobody else would close it
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)

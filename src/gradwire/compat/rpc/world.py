@@ -236,12 +236,17 @@ def _all_gather(
         ]
         _wait_for_followers(sent, seconds)
 
+    def give_up(round: str, followers: Collection[str], story: str) -> None:
+        for name in followers:  # each hears it, or is lost itself
+            api.rpc_async(name, _failed_here, args=(round, story), timeout=seconds)
+
     return agent.worker.gatherings.gather(
         obj,
         names,
         constants.A_LONG_TIME_SECONDS if is_unset else seconds,
         contribute=contribute,
         conclude=conclude,
+        give_up=give_up,
     )
 
 
@@ -267,6 +272,10 @@ def _to_leader_here(round: str, name: str, value: object, names: Collection[str]
 def _to_follower_here(round: str, values: Mapping[str, object]) -> None:
     """What runs on a follower: the function that its program has there now."""
     late_api()._broadcast_to_followers(round, values)
+
+
+def _failed_here(round: str, story: str) -> None:
+    _ours().worker.gatherings.failed(round, story)
 
 
 def _gather_to_leader(
