@@ -13,6 +13,8 @@ import gradwire  # noqa: F401  (every message is defined once this is imported)
 from docs.generate.source import field_types, field_words, markdown, table
 from gradwire.agent.messages import PROTOCOL
 from gradwire.rpc import tags
+from gradwire.transport import memfd
+from gradwire.transport.shared import MOST_BLOCKS
 from gradwire.wire import frame, header
 from gradwire.wire.message import Message, kind_of
 
@@ -42,11 +44,34 @@ The limits on `head` and `payload` (`gradwire.Limits`) are checked before anythi
 
 _PREFIX_WORDS = {
     "kind": "which message; the same number is the first element of the head",
-    "flags": "bit 0: this is an answer; the other bits are 0",
+    "flags": "bit 0: this is an answer; bits 8 and 9: shared memory, see below; the others are 0",
     "head_length": "bytes of the head",
     "payload_length": "bytes of the payload",
     "request": "the number of the request that this is or answers; 0: no answer is wanted",
 }
+
+_SHARED = """### Payloads in shared memory
+
+Only on unix sockets, between processes of one user on one host. Whoever sets bit 8 can read
+payloads from shared memory; all frames of such a sender have it. A peer that has seen it may send a
+payload in a *block*: the frame has bit 9, `payload_length` is what it is, and in the place of the
+payload stand eight bytes:
+
+| field | type | meaning |
+| --- | --- | --- |
+| `block` | u32 | the sender's number for the block; never given twice |
+| `is_new` | u32 | 1 the first time, when its descriptor comes with the frame's first byte; else 0 |
+
+A descriptor is that of a memfd, sealed against shrinking and growing and allocated in full, or the
+connection ends. Its first {page} bytes belong to the protocol, the payload follows. Byte 0 says
+whose the block is: {free} the sender's, {sent} announced, {read} received and in use, {gone}
+dropped by its sender. The receiver writes {read} and, when its last tensor on the block is gone,
+{free}. Each end has at most {most} blocks at a time, and fills none that is not {free}.
+
+Both can write to a block at any time, so a worker that breaks the rules can change a tensor after
+it was received. It is a process of the same user, who could do so anyway;
+`Options(shared_memory=False)` does without.
+"""
 
 _LAYERS = [
     ("agent", 0x01, "requests and answers between workers"),
@@ -103,7 +128,15 @@ def _frame() -> str:
         for name, code in zip(order, codes, strict=True)
     ]
     text = _FRAME.format(size=frame.PREFIX.size, alignment=frame.ALIGNMENT)
-    return f"{text}\n{table(('prefix', 'type', 'meaning'), rows)}\n"
+    blocks = _SHARED.format(
+        page=memfd.FIRST_PAGE,
+        free=memfd.FREE,
+        sent=memfd.SENT,
+        read=memfd.READ,
+        gone=memfd.GONE,
+        most=MOST_BLOCKS,
+    )
+    return f"{text}\n{table(('prefix', 'type', 'meaning'), rows)}\n\n{blocks}"
 
 
 def _place_in_prefix(name: str) -> int:

@@ -90,6 +90,16 @@ def keep(value):
     _kept["value"] = value
 
 
+def kept():
+    return _kept["value"]
+
+
+def shared_blocks() -> int:
+    """How many blocks of shared memory this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:gradwire" in line for line in maps)
+
+
 def where_of_kept():
     return where_of(_kept["value"])
 

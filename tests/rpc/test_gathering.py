@@ -125,7 +125,7 @@ def test_followers_hear_that_their_leader_has_given_up(everyone):
         assert eventually(lambda: not everyone["a"]._rounds.missing("a,b,c#0", ["b"]))
         with pytest.raises(CallTimeout):
             gather(everyone, "a", 1, seconds=0.01)
-        with pytest.raises(PeerLost, match="b gathers in vain: a waited .* did not hear of c"):
+        with pytest.raises(PeerLost, match=r"b gathers in vain: a waited .* did not hear of c"):
             follows.result()
 
 

@@ -38,14 +38,15 @@ from gradwire.wire.frame import Buffer
 _Memory: TypeAlias = NDArray[numpy.uint8]
 
 FREE, SENT, READ, GONE = range(4)
-_FIRST_PAGE: Final = 4096
-_NEEDED_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FIRST_PAGE: Final = 4096
 _COPIED_WITHOUT_GIL: Final = 1 << 15
 
 
 def can_share() -> bool:
-    """Whether this system has files without names that can be sealed."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    """Whether this system has files without names, and shows a process its own."""
+    return (
+        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    )
 
 
 @final
@@ -57,7 +58,7 @@ class Block:
     def __init__(self, number: int, descriptor: int, room: int) -> None:
         self.number = number
         self.room = room
-        self._memory = _mapped(descriptor, _FIRST_PAGE + room)
+        self._memory: _Memory = numpy.asarray(_Mapping(descriptor, FIRST_PAGE + room))
         self._state = self._memory.data[:1]
         self._lease: weakref.ref[_Memory] | None = None
 
@@ -77,7 +78,7 @@ class Block:
 
     def fill(self, payload: Sequence[Buffer]) -> None:
         """Copy the parts one after the other: the only copy that is made of them."""
-        start = _FIRST_PAGE
+        start = FIRST_PAGE
         for part in payload:
             end = start + len(part)
             if len(part) >= _COPIED_WITHOUT_GIL:
@@ -90,7 +91,7 @@ class Block:
         """The first `nbytes` of the payload; the block is FREE again when their last view died."""
         # A view of a view refers to the array, not to the memoryview it was sliced from; so it is
         # the array whose death counts.
-        lease = self._memory[_FIRST_PAGE : _FIRST_PAGE + nbytes]
+        lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
         state, process = self._state, os.getpid()
 
         def free(_: object) -> None:
@@ -105,13 +106,14 @@ class Block:
 
 def make(number: int, room: int) -> tuple[Block, int]:
     """A new block and its descriptor, which the caller closes; OSError if it cannot be had."""
-    size = _FIRST_PAGE + room
+    size = FIRST_PAGE + room
     descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
         # Memory that turns out to be missing only when it is written to would kill the process.
         os.posix_fallocate(descriptor, 0, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NEEDED_SEALS | fcntl.F_SEAL_SEAL)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         return Block(number, descriptor, room), descriptor
     except BaseException:
         os.close(descriptor)
@@ -127,34 +129,45 @@ def adopt(number: int, descriptor: int, most: int) -> Block:
         fault = _fault_of(descriptor, most)
         if fault is not None:
             raise BadMessage(f"shared block {number} is refused: {fault}")
-        return Block(number, descriptor, os.fstat(descriptor).st_size - _FIRST_PAGE)
+        return Block(number, descriptor, os.fstat(descriptor).st_size - FIRST_PAGE)
     except OSError as error:
         raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
     finally:
         os.close(descriptor)
 
 
-def _mapped(descriptor: int, size: int) -> _Memory:
-    """The file's bytes, without holding on to a descriptor, as `mmap.mmap` would."""
-    try:
-        path = f"/proc/self/fd/{descriptor}"
-        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-    assert isinstance(storage, torch.UntypedStorage)
-    memory: _Memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-    return memory
+@final
+class _Mapping:
+    """The bytes of a file, without holding on to a descriptor as `mmap.mmap` would.
+
+    Torch does the mapping, but no operator of its is called: the thread that sends may be in some
+    mode of the user's that would see it.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        try:
+            path = f"/proc/self/fd/{descriptor}"
+            self._storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (self._storage.data_ptr(), False),
+        }
 
 
 def _fault_of(descriptor: int, most: int) -> str | None:
     """Why the file must not be mapped: to touch a page that it lost would kill the process."""
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    if seals & _NEEDED_SEALS != _NEEDED_SEALS:
+    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    if seals & needed != needed:
         return "its file is not sealed against resizing"
-    if seals & ~(_NEEDED_SEALS | fcntl.F_SEAL_SEAL):
+    if seals & ~(needed | fcntl.F_SEAL_SEAL):
         return "its file is sealed against writing"
     file = os.fstat(descriptor)
-    if not _FIRST_PAGE < file.st_size <= _FIRST_PAGE + most:
+    if not FIRST_PAGE < file.st_size <= FIRST_PAGE + most:
         return f"its file has {file.st_size} bytes"
     # What the peer has not paid for would be allocated here, page by page, as it is read.
     if file.st_blocks * 512 < file.st_size:

@@ -22,6 +22,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Final, TypeAlias, final
 
@@ -60,26 +61,26 @@ _MOST_UNCLAIMED: Final = 2
 class Loan:
     """A block of ours: being filled, or with the peer, or free."""
 
-    __slots__ = ("block", "descriptor", "is_filling", "length")
+    __slots__ = ("_descriptors", "block", "is_filling", "length")
 
     def __init__(self, block: Block, descriptor: int) -> None:
         self.block = block
-        self.descriptor: int | None = descriptor
-        """until the peer has it"""
+        # Empty once the peer has it. A list, as the end of a send and that of the channel may meet
+        # here: only one of them pops it.
+        self._descriptors = [descriptor]
         self.is_filling = False
         self.length = 0
 
     @property
     def note(self) -> bytes:
         """What goes in the place of the payload."""
-        return NOTE.pack(self.block.number, self.descriptor is not None)
+        return NOTE.pack(self.block.number, len(self._descriptors))
 
     @property
     def ancillary(self) -> Ancillary:
         """What goes along with the frame's first byte."""
-        if self.descriptor is None:
-            return []
-        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [self.descriptor]).tobytes())]
+        rights = array("i", self._descriptors).tobytes()
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
 
     @property
     def unread(self) -> int:
@@ -109,9 +110,8 @@ class Loan:
 
     def close(self) -> None:
         """Let go of the descriptor; the mapping stays."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+        with suppress(IndexError):
+            os.close(self._descriptors.pop())
 
 
 @final

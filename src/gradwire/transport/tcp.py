@@ -25,7 +25,7 @@ from gradwire.transport.wrapping import Wrapping
 _DEFAULT_HOST = "127.0.0.1"
 _BACKLOG = 1024
 _PROBES = 3
-_NEAR_BUFFER = 1 << 20
+_NEAR_BUFFER = 1 << 18
 _LONGEST_CONNECT = 86400.0
 
 _Resolved: TypeAlias = tuple[socket.AddressFamily, tuple[object, ...]]

@@ -30,7 +30,6 @@ from gradwire.transport.wrapping import Wrapping
 
 _BACKLOG = 1024
 _LONGEST_PATH = 107
-_SEND_BUFFER = 1 << 20
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -93,19 +92,14 @@ class UnixTransport:
             raise _unanswered(address) from error
         except OSError as error:
             raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
-        return self._channel(sock, address)
+        return self._wrapping.channel(sock, address)
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()
             return None
-        return self._channel(sock, f"unix://{path} (process {process})")
-
-    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
-        # For what does not go through shared memory: the system's default is a fifth of this.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        return self._wrapping.channel(sock, remote)
+        return self._wrapping.channel(sock, f"unix://{path} (process {process})")
 
 
 def _path_in(address: str) -> str:
