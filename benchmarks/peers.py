@@ -1,8 +1,8 @@
 """Other libraries beside the two, where they are installed: the smallest call, and echoes.
 
-None of them differentiates over a call, so that there is nothing else to compare. Each is used as
-its own first pages use it, between two processes of one machine, pinned like the workers of the two
-sides. Tensors travel as each library's users send them; pyzmq and gRPC move bytes only, so there
+That is what all of them can do; hivemind differentiates through its calls too, the others do not.
+Each is used as its own first pages use it, between two processes of one machine, the caller on the
+first core. Its rounds come after those of the two sides, not between them. Tensors travel as each library's users send them; pyzmq and gRPC move bytes only, so there
 the tensor is their view of the bytes, which is the least that anybody could do.
 """
 
@@ -242,7 +242,7 @@ def _hivemind(x: Any) -> Started:
 
 
 def _hivemind_schema(x: Any) -> tuple[Any, ...]:
-    from hivemind import BatchTensorDescriptor
+    from hivemind.utils.tensor_descr import BatchTensorDescriptor
 
     return (BatchTensorDescriptor(1 if x is None else x.numel()),)
 
