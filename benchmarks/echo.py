@@ -37,7 +37,7 @@ def rows(run: Run) -> Iterator[Row]:
         worlds = run.worlds(2, tcp=tcp)
         for size in run.sizes(*SIZES):
             samples = run.compare(worlds, echo, size, run.seconds)
-            if run.peers and not tcp:
+            if not tcp:
                 samples |= peers.echoes(run, size)
             yield row("echo", f"{spoken(size)}, {road}", samples)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks import peers
 from benchmarks.api import here
 from benchmarks.measure import Row, Run, row, timed
 from benchmarks.sides import busy_cores
@@ -47,7 +48,10 @@ def rows(run: Run) -> Iterator[Row]:
         ("16 floats there and back", call_with_tensor),
         ("torch.add of 16 floats", call_operator),
     ):
-        yield row("noop", measure, run.compare(worlds, block, run.seconds))
+        samples = run.compare(worlds, block, run.seconds)
+        if block is call_nothing:
+            samples |= peers.calls(run)
+        yield row("noop", measure, samples)
     with busy_cores():
         samples = run.compare(worlds, call_nothing, run.seconds)
     yield row("noop", "no-op, all cores busy with others", samples)

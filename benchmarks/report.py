@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from benchmarks.sides import cores
 RESULTS = Path(__file__).parent / "results"
 _TIMES = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 _LIBRARIES = ("torch", "gradwire", "numpy", "msgspec")
+_PEERS = ("ray", "torchmonarch", "hivemind", "pyzmq", "grpcio")
 
 
 def facts(run: Run, arguments: Sequence[str] | None) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def facts(run: Run, arguments: Sequence[str] | None) -> dict[str, Any]:
         "rounds": run.rounds,
         "seconds_per_block": run.seconds,
         "python": platform.python_version(),
-        "versions": {name: version for name in _LIBRARIES if (version := _maybe_version(name))},
+        "versions": _versions([*_LIBRARIES, *(_PEERS if run.peers else ())]),
         "machine": {
             "processor": _processor(),
             "cores": len(cores()),
@@ -43,11 +45,17 @@ def facts(run: Run, arguments: Sequence[str] | None) -> dict[str, Any]:
     }
 
 
+def _versions(names: Sequence[str]) -> dict[str, str]:
+    """Of those that are there."""
+    return {name: version for name in names if (version := _maybe_version(name))}
+
+
 def _maybe_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return getattr(importlib.import_module(name), "__version__", None)
+    except importlib.metadata.PackageNotFoundError:  # perhaps used from where it lies
+        found = importlib.util.find_spec(name) and importlib.import_module(name)
+        return getattr(found, "__version__", None)
 
 
 def _processor() -> str:

@@ -7,10 +7,12 @@ would take most of a core from the other side. Nothing is in flight then: no dea
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import traceback
 import warnings
@@ -24,6 +26,7 @@ from typing import Any
 
 from benchmarks.api import load, settle
 
+_PR_SET_PDEATHSIG = 1
 SECONDS = 300.0
 """What one block, one start or one end may take."""
 
@@ -157,6 +160,7 @@ class World:
 def _worker(
     pipe: Connection, side: str, rank: int, size: int, place: str, tcp: bool, exposed: list[str]
 ) -> None:
+    end_with_parent()
     pin(rank)
     warnings.showwarning = lambda *_, **__: None  # what torch says, always, about its own calls
     import torch
@@ -180,6 +184,12 @@ def _worker(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """A process that is stopped hears nothing, not even that its pipe has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
@@ -206,6 +216,7 @@ def busy_cores() -> Iterator[None]:
 
 
 def _burn(n: int) -> None:
+    end_with_parent()
     pin(n)
     while True:
         pass
