@@ -1,4 +1,4 @@
-"""When a file descriptor that several threads use is closed."""
+"""When a file descriptor that several threads use is closed, and what is said of it then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import final
+from typing import Final, NoReturn, final
+
+from gradwire.errors import PeerLost
+from gradwire.transport.base import CLOSED_BY_PEER, RESET_BY_PEER, closed_here
+
+INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
 
 @final
@@ -55,3 +60,28 @@ class Guard:
                 self._also_close()
             for use in held:
                 use.release()
+
+    def lose(self, story: str, cause: Exception | None = None) -> NoReturn:
+        """End it, and say so."""
+        self.end(story)
+        # Not `story`: it may be us who closed, and the socket only looks as if the peer had.
+        raise PeerLost(self.story or story) from cause
+
+
+def stalled(seconds: float) -> str:
+    """The story of a connection on which nothing moved for so long."""
+    return closed_here(f"no byte moved for {seconds:g} s in the middle of a message")
+
+
+def reason_of(error: OSError) -> str:
+    """What an operating system error says, in the words of our messages."""
+    return (error.strerror or str(error)).lower()
+
+
+def story_of(error: OSError) -> str:
+    """The story of a connection that ended with an error of the operating system."""
+    if isinstance(error, ConnectionResetError):
+        return RESET_BY_PEER
+    if isinstance(error, BrokenPipeError):
+        return CLOSED_BY_PEER
+    return reason_of(error)

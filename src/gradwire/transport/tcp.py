@@ -18,8 +18,9 @@ from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
 from gradwire.transport.blocks import BlockPool
+from gradwire.transport.guard import reason_of
 from gradwire.transport.listener import SocketListener
-from gradwire.transport.sockets import SocketChannel, reason_of
+from gradwire.transport.sockets import SocketChannel
 from gradwire.transport.wrapping import Wrapping
 
 _DEFAULT_HOST = "127.0.0.1"

@@ -22,10 +22,11 @@ from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.blocks import BlockPool
+from gradwire.transport.guard import reason_of
 from gradwire.transport.listener import SocketListener
 from gradwire.transport.memfd import can_share
 from gradwire.transport.shared import SHARED_AT_MOST, SHARED_FROM, SharedMemory
-from gradwire.transport.sockets import SocketChannel, as_timeval, reason_of
+from gradwire.transport.sockets import SocketChannel, as_timeval
 from gradwire.transport.wrapping import Wrapping
 
 _BACKLOG = 1024

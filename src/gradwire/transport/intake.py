@@ -1,0 +1,196 @@
+"""The receiving half of a channel over a stream socket: bytes in, frames out.
+
+Small frames are read ahead, so that one costs one system call; the payload of a large one goes from
+the kernel straight to its block. The channel sees to it that one thread at a time is in here.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import Final, final
+
+from gradwire.errors import BadMessage, PeerLost
+from gradwire.options import Limits
+from gradwire.transport.base import CLOSED_BY_PEER, closed_here
+from gradwire.transport.blocks import BlockPool
+from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
+from gradwire.transport.shared import ANCILLARY_ROOM, NOTE, READ_FLAGS, Received, SharedMemory
+from gradwire.transport.spinning import Spin
+from gradwire.wire.frame import (
+    IN_BLOCK,
+    IS_ANSWER,
+    PREFIX,
+    TAKES_BLOCKS,
+    Frame,
+    Prefix,
+    decode_prefix,
+)
+
+_READ_AHEAD: Final = 1 << 16
+_LONGEST_POLL: Final = 3600.0
+
+
+@final
+class Intake:
+    """See the top of this file."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        guard: Guard,
+        *,
+        limits: Limits,
+        stall: float,
+        pool: BlockPool,
+        shared: SharedMemory | None,
+    ) -> None:
+        self.limits = limits
+        self._sock, self._guard, self._stall = sock, guard, stall
+        self._pool, self._shared = pool, shared
+        self._known_flags = IS_ANSWER | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._start = self._end = 0
+        self._spin = Spin()
+
+    def next(self, until: float) -> Frame | None:
+        """The next frame; None if none has begun to come by then."""
+        if self._start == self._end and not self._await_frame(until):
+            return None
+        return self._read_frame()
+
+    def _await_frame(self, until: float) -> bool:
+        """Read ahead the first bytes of a frame; False if the peer has none for us by then."""
+        self._start = self._end = 0
+        came: list[int | Received] = []
+        looks = until > 0 and self._spin.begin()
+        while not came:
+            flags = socket.MSG_DONTWAIT if looks or until < math.inf else 0
+            try:
+                # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
+                # this list empty, leaves the channel in order.
+                came.extend(self._first_bytes(flags))
+                self._end = self._counted(came[0])
+            except BlockingIOError:
+                if looks:
+                    looks = self._spin.goes_on()
+                elif flags and not self._wait_for_bytes(until):
+                    return False
+            except OSError as error:
+                self._guard.lose(story_of(error), error)
+            except BaseException:
+                if came:
+                    self._guard.end(INTERRUPTED)
+                raise
+        if looks:
+            self._spin.found()
+        if self._end == 0:
+            self._guard.lose(CLOSED_BY_PEER)
+        return True
+
+    def _first_bytes(self, flags: int) -> Iterator[int | Received]:
+        """One read, when it is asked for."""
+        if self._shared is None:
+            return map(self._sock.recv_into, (self._ahead,), (0,), (flags,))
+        flags |= READ_FLAGS
+        return map(self._sock.recvmsg_into, ((self._ahead,),), (ANCILLARY_ROOM,), (flags,))
+
+    def _wait_for_bytes(self, until: float) -> bool:
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.poll(1 + int(1000 * min(left, _LONGEST_POLL)))
+        return True
+
+    def _read_frame(self) -> Frame:
+        try:
+            self._fill(PREFIX.size)
+            prefix = decode_prefix(self._ahead[self._start :], self.limits, self._known_flags)
+            self._start += PREFIX.size
+            head = self._read_head(prefix.head_length)
+            if self._shared is not None and prefix.flags & TAKES_BLOCKS:
+                self._shared.peer_takes_blocks = True
+            payload = self._payload_of(prefix)
+            return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
+        except PeerLost:
+            raise
+        except BadMessage as refusal:
+            self._guard.end(closed_here(refusal.message))
+            raise
+        except BaseException:
+            self._guard.end(INTERRUPTED)
+            raise
+
+    def _fill(self, wanted: int) -> None:
+        """Read ahead until `wanted` bytes are there; they must fit."""
+        if self._end - self._start >= wanted:
+            return
+        if self._start + wanted > _READ_AHEAD:
+            unread = self._end - self._start
+            self._ahead[:unread] = self._ahead[self._start : self._end]
+            self._start, self._end = 0, unread
+        while self._end - self._start < wanted:
+            self._end += self._read_into(self._ahead[self._end :], past_this_frame=True)
+
+    def _read_head(self, length: int) -> bytes:
+        if length > _READ_AHEAD:
+            head = bytearray(length)
+            self._read_fully(memoryview(head))
+            return bytes(head)
+        self._fill(length)
+        start = self._start
+        self._start += length
+        return self._ahead[start : start + length].tobytes()
+
+    def _payload_of(self, prefix: Prefix) -> tuple[memoryview, ...]:
+        if self._shared is not None and prefix.flags & IN_BLOCK:
+            self._fill(NOTE.size)
+            note = self._ahead[self._start : self._start + NOTE.size]
+            self._start += NOTE.size
+            return (self._shared.borrower.open(note, prefix.payload_length, self.limits),)
+        return (self._read_payload(prefix.payload_length),) if prefix.payload_length else ()
+
+    def _read_payload(self, length: int) -> memoryview:
+        try:
+            block = self._pool.take(length)
+        except MemoryError as error:
+            self._guard.lose(closed_here(f"no memory for a payload of {length} bytes"), error)
+        self._read_fully(block)
+        return block
+
+    def _read_fully(self, target: memoryview) -> None:
+        """What was read ahead is copied; the rest goes from the kernel to where it belongs."""
+        ready = min(len(target), self._end - self._start)
+        target[:ready] = self._ahead[self._start : self._start + ready]
+        self._start += ready
+        while ready < len(target):
+            ready += self._read_into(target[ready:])
+
+    def _read_into(self, target: memoryview, *, past_this_frame: bool = False) -> int:
+        """Read some; descriptors only come with the first byte of a frame."""
+        try:
+            if not past_this_frame:
+                count = self._sock.recv_into(target, 0, socket.MSG_WAITALL)
+            elif self._shared is None:
+                count = self._sock.recv_into(target)
+            else:
+                received = self._sock.recvmsg_into((target,), ANCILLARY_ROOM, READ_FLAGS)
+                count = self._counted(received)
+        except BlockingIOError:
+            self._guard.lose(stalled(self._stall))
+        except OSError as error:
+            self._guard.lose(story_of(error), error)
+        if count == 0:
+            self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
+        return count
+
+    def _counted(self, came: int | Received) -> int:
+        if isinstance(came, int):
+            return came
+        assert self._shared is not None
+        return self._shared.borrower.note(came)
