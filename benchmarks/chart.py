@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], known: dict[str, Any], where: Path) -> list[Path]:
                 f"{ratio:.2f}", (ratio, place), textcoords="offset points", va="center", **side
             )
         axes.margins(x=0.15, y=0.01)
-        axes.set_xlabel("torch.distributed.rpc / gradwire; to the right of 1, gradwire is better")
+        axes.set_xlabel("how many times better gradwire is than torch.distributed.rpc, by medians")
         axes.set_title(_title(known), fontsize=8, loc="left")
         where.parent.mkdir(parents=True, exist_ok=True)
         drawn = [where.with_suffix(suffix) for suffix in (".svg", ".png")]

@@ -2,8 +2,9 @@
 
 That is what all of them can do; hivemind differentiates through its calls too, the others do not.
 Each is used as its own first pages use it, between two processes of one machine, the caller on the
-first core. Its rounds come after those of the two sides, not between them. Tensors travel as each library's users send them; pyzmq and gRPC move bytes only, so there
-the tensor is their view of the bytes, which is the least that anybody could do.
+first core. Its rounds come after those of the two sides, not between them. Tensors travel as each
+library's users send them; pyzmq and gRPC move bytes only, so there the tensor is a view of the
+bytes, which is the least that anybody could do.
 """
 
 from __future__ import annotations
