@@ -18,6 +18,7 @@ on.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
@@ -128,6 +129,9 @@ def lift(node: Node, depth: int) -> None:
         set_sequence_number(node, depth + 1)
 
 
+_thread = threading.local()
+
+
 def make_room() -> None:
     """Let this thread's nodes stand above the depths of most programs."""
     lift_this_thread(_ROOM)
@@ -139,12 +143,13 @@ def lift_this_thread(depth: int) -> None:
     Only making a node moves a thread's count, and tells it. A thread that stays with a context
     makes one for each edge.
     """
-    if depth == 0:
+    if depth <= getattr(_thread, "above", 0):
         return
     with torch.inference_mode(False), torch.enable_grad():
         seed = torch.zeros((), requires_grad=True)
-        while sequence_number(_made_of(seed)) < depth:
+        while (number := sequence_number(_made_of(seed))) < depth:
             pass
+    _thread.above = number  # a thread's count never goes back
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -49,12 +49,9 @@ def accumulate(
     entrance, _ = _entrance(checked)
     roots = [*tokens, entrance]
     with ledger.watching(landmarks.accumulators), _drained():
-        torch.autograd.backward(
-            roots,
-            [torch.ones_like(root) for root in roots],
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-        )
+        # Of one element each: torch puts a one there. Given to it, it would be checked, for which
+        # torch imports half a second's worth of modules, the first time.
+        torch.autograd.backward(roots, retain_graph=retain_graph, create_graph=create_graph)
 
 
 def run_towards(
@@ -72,7 +69,6 @@ def run_towards(
         torch.autograd.grad(
             roots,
             [*anchors, way_in],
-            [torch.ones_like(root) for root in roots],
             retain_graph=retain_graph,
             create_graph=create_graph,
             allow_unused=True,

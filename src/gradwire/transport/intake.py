@@ -32,6 +32,7 @@ from gradwire.wire.frame import (
 
 _READ_AHEAD: Final = 1 << 16
 _LONGEST_POLL: Final = 3600.0
+_AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 
 
 @final
@@ -68,7 +69,7 @@ class Intake:
         came: list[int | Received] = []
         looks = until > 0 and self._spin.begin()
         while not came:
-            flags = socket.MSG_DONTWAIT if looks or until < math.inf else 0
+            flags = _AT_ONCE if looks or until < math.inf else 0
             try:
                 # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
                 # this list empty, leaves the channel in order.

@@ -40,7 +40,7 @@ SHARED_AT_MOST: Final = 1 << 30
 
 NOTE: Final = struct.Struct("<II")
 ANCILLARY_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("i"))
-READ_FLAGS: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+READ_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 Ancillary: TypeAlias = Sequence[tuple[int, int, bytes]]
 Received: TypeAlias = tuple[int, Ancillary, int, object]

@@ -30,8 +30,8 @@ from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Buffer, Frame, encode_pr
 _MOST_PARTS: Final = 1024
 _JOINED_HEAD: Final = 1 << 14
 _LONGEST_POLL: Final = 3600.0
-_AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_PATIENTLY: Final = socket.MSG_NOSIGNAL
+_AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 
 
 @final
