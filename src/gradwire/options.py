@@ -52,6 +52,8 @@ class Limits:
     """bytes of the tensors of one message"""
     depth: int = 64
     """containers within containers"""
+    in_flight: int = 1 << 28
+    """bytes of calls to one peer that have no answer yet; who would send more waits"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -19,7 +19,7 @@ from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context
 from gradwire.errors import BadMessage
-from gradwire.ids import ContextId, WorkerId
+from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import Future, Landing, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.manner import Manner, Translated
@@ -28,6 +28,7 @@ from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
 
@@ -62,9 +63,12 @@ class Calls:
         refs: Refs,
         parcels: Parcels,
         manner: Manner,
+        *,
+        in_flight: int,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
+        self._window = Window(in_flight, agent.clock)
         self._around = Surroundings(agent, self._depth_of, manner.of_callback)
         agent.kinds.add(Result)
         agent.on_late(Result, self._late)
@@ -194,19 +198,33 @@ class Calls:
                 cut := cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
             ):
                 warn_of_cut(len(cut), f"the arguments of {target.spoken}")
-            call, promise = self._agent.request(
-                to,
-                self._message(target, packed, deadline, keep),
-                packed.payload,
-                deadline=deadline,
-                what=target.spoken,
-            )
+            call, promise = self._request(to, target, packed, deadline, keep)
         except BaseException:
             self._parcels.undo(packed)
             raise
         self._engine.called(context, to)
         self._agent.events.emit("call", call, self._agent.directory.name(to))
         return promise
+
+    def _request(
+        self, to: WorkerId, target: Target, packed: Packed, deadline: float, keep: Kept | None
+    ) -> tuple[CallId, Promise[Outcome]]:
+        size = packed.size
+        if self._agent.dispatch.user.runs_this_thread:
+            self._window.pass_by(to, size)
+        else:
+            self._window.enter(to, size, deadline, target.spoken)
+        try:
+            message = self._message(target, packed, deadline, keep)
+            what = target.spoken
+            call, promise = self._agent.request(
+                to, message, packed.payload, deadline=deadline, what=what
+            )
+        except BaseException:
+            self._window.leave(to, size)
+            raise
+        promise.on_settled(lambda _: self._window.leave(to, size))
+        return call, promise
 
     def _message(self, target: Target, packed: Packed, deadline: float, keep: Kept | None) -> Call:
         return Call(

@@ -33,6 +33,11 @@ class Packed:
     payload: Sequence[Buffer]
     context: ContextId | None
 
+    @property
+    def size(self) -> int:
+        """Bytes that the receiver will hold."""
+        return len(self.parcel.data) + sum(map(len, self.payload))
+
 
 class Unpacked(NamedTuple):
     """A value that arrived.

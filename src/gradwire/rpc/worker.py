@@ -107,7 +107,8 @@ class Worker:
         codec.extend(reference, _RREF_TAG, reference._pack, self.refs.unpacked)
         leaves = manner.leaves_outside_contexts
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
-        self.calls = Calls(agent, self.engine, self.refs, parcels, manner)
+        in_flight = options.limits.in_flight
+        self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
         Serving(agent, self.engine, self.refs, parcels, registry, self._serving, manner)
 
     def __repr__(self) -> str:

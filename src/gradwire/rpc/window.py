@@ -1,0 +1,51 @@
+"""How much may be on its way to one peer: a fast caller does not fill a slow callee's memory.
+
+Counted are the bytes of calls that have no answer yet. Who wants to send more waits for answers, up
+to the deadline of the call. A call that is made by a function which a peer called does not wait:
+the answers it would wait for may in turn wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import final
+
+from gradwire.agent.clock import Clock
+from gradwire.errors import CallTimeout
+from gradwire.ids import WorkerId
+
+
+@final
+class Window:
+    """Of one worker, towards each of its peers."""
+
+    def __init__(self, most: int, clock: Clock) -> None:
+        self._most, self._clock = most, clock
+        self._changed = threading.Condition()
+        self._under_way: Counter[WorkerId] = Counter()
+
+    def enter(self, peer: WorkerId, size: int, deadline: float, what: str) -> None:
+        """So many bytes are about to leave; a call larger than the window goes by itself."""
+        with self._changed:
+            while self._under_way[peer] and self._under_way[peer] + size > self._most:
+                left = deadline - self._clock.now()
+                if left <= 0:
+                    raise CallTimeout(
+                        f"{what} did not leave in time: {self._under_way[peer]} bytes of calls to "
+                        "the same worker have no answer yet",
+                        hint="wait for some of them, or raise Limits(in_flight=…)",
+                    )
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+            self._under_way[peer] += size
+
+    def pass_by(self, peer: WorkerId, size: int) -> None:
+        """They leave without waiting."""
+        with self._changed:
+            self._under_way[peer] += size
+
+    def leave(self, peer: WorkerId, size: int) -> None:
+        """Their call was answered, or given up."""
+        with self._changed:
+            self._under_way[peer] -= size
+            self._changed.notify_all()
