@@ -112,14 +112,14 @@ class Agreement:
 
 
 def _is_error(answer: object) -> bool:
-    return isinstance(answer, GradwireError)
+    return isinstance(answer, Exception)
 
 
 def _outcome(answer: Any) -> Any:  # noqa: ANN401
     """What a future came to; an error that was the answer already stays."""
-    if isinstance(answer, GradwireError):
+    if isinstance(answer, Exception):
         return answer
     try:
         return answer.wait()
-    except GradwireError as error:
+    except Exception as error:  # what a worker raised; under compat, of torch's types
         return error
