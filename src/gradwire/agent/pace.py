@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import final
 
-_SHORT_SECONDS = 0.001
+_SHORT_SECONDS = 0.003
 _WEIGHT = 0.3
 _MOST_KNOWN = 4096
 
