@@ -145,7 +145,7 @@ def test_what_was_to_follow_a_call_follows_though_the_worker_closes(gate):
         following = future.then(lambda done: done.wait() + 1)
         with ThreadPoolExecutor(1) as threads:
             closed = threads.submit(workers[0].worker.close)
-            settled = eventually(following.done)
+            settled = eventually(following.done) and eventually(busy.done)
             GATES[gate].set()
             closed.result(10)
 
