@@ -95,21 +95,29 @@ class Future(torch.futures.Future[T]):
         self._promise = promise
         self._around = around
         self._source = around.agent.directory.me.id if source is None else source
-        pools = self._pools = around.agent.dispatch
+        self._pools = around.agent.dispatch
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
         # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
         # It must not hold the future: that cycle goes through C++ and would never be freed.
         self._set_unwrap_func(lambda _: promise.wait().value())
-        promise.on_settled(
-            lambda landing: pools.service.submit_or_run(lambda: self._complete(landing))
-        )
+        self._is_waited_for = False
+        self._completion = threading.Lock()
+        promise.on_settled(self._landed)
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
         promise = self._promise
-        self._around.agent.wait(self._source, lambda: promise.settled, promise.wait)
-        return promise.wait().value()
+        self._is_waited_for = True
+        try:
+            self._around.agent.wait(self._source, lambda: promise.settled, promise.wait)
+        except BaseException:  # interrupted
+            self._is_waited_for = False
+            promise.on_settled(self._landed)
+            raise
+        landing = promise.wait()
+        self._complete(landing)
+        return landing.value()
 
     def value(self) -> T:
         """The value of a future that is done."""
@@ -201,10 +209,18 @@ class Future(torch.futures.Future[T]):
             except Exception as error:
                 raise self._around.of_callback(error) from error.__cause__
 
+    def _landed(self, landing: Landing[T]) -> None:
+        """Let C++ know, off the thread that reads: torch runs callbacks of its own then.
+
+        Whoever waits for it does that, without waking another thread.
+        """
+        if not self._is_waited_for:
+            self._pools.service.submit_or_run(lambda: self._complete(landing))
+
     def _complete(self, landing: Landing[T]) -> None:
-        """Let C++ know, off the thread that reads: torch runs its own callbacks in here."""
-        # An exception too: the unwrap function raises it.
-        super().set_result(landing.unpacked())  # type: ignore[arg-type]
+        if self._completion.acquire(blocking=False):
+            # An exception too: the unwrap function raises it.
+            super().set_result(landing.unpacked())  # type: ignore[arg-type]
 
 
 def _check_callable(callback: object) -> None:
