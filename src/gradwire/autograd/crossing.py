@@ -14,7 +14,12 @@ from gradwire.autograd.graph import Origin, lift, lift_this_thread
 from gradwire.autograd.lineage import from_wire, plus, to_wire
 from gradwire.autograd.messages import Crossing
 from gradwire.autograd.nodes import Home, Joined, Recv, Send, Side
-from gradwire.autograd.torch_private import Node, sequence_number, set_sequence_number
+from gradwire.autograd.torch_private import (
+    Node,
+    recording,
+    sequence_number,
+    set_sequence_number,
+)
 from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, WorkerId
 
@@ -26,7 +31,7 @@ def leave(
     context: Context, home: Home, me: WorkerId, peer: WorkerId, tensors: dict[int, torch.Tensor]
 ) -> Crossing:
     """Record that these tensors, by their places in a message, leave together by one new edge."""
-    with context.lock, torch.inference_mode(False), torch.enable_grad():
+    with context.lock, recording():
         edge = EdgeId(me, len(context.sent))
         token = _apply(Send, Side(home, context.id, edge, peer), *tensors.values())
         node = _node_of(token)
@@ -50,7 +55,7 @@ def arrive(
     side = Side(home, context.id, crossing.edge, peer, origin)
     # A Function makes a node only for inputs that want a gradient, and received tensors do not: an
     # input of its own that does wakes it up. It also tells backward() from grad(), see engine.py.
-    with context.lock, torch.inference_mode(False), torch.enable_grad():
+    with context.lock, recording():
         anchor = torch.zeros((), requires_grad=True)
         links = _links(context, me, origin.lineage.get(me, 0))
         alive = _apply(Recv, side, len(tensors), *tensors, anchor, *links)

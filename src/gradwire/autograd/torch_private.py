@@ -6,7 +6,8 @@ a torch that lacks one is refused at import, by name, rather than found out in a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -148,3 +149,22 @@ def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
 
 _CHECKPOINT = backward_class(CheckpointFunction)
 _SINK = backward_class(_DDPSink)
+
+
+def recording() -> AbstractContextManager[None]:
+    """Inside the block nodes are made, whatever mode the code around it is in.
+
+    hot: each crossing; mostly nothing is to be changed
+    """
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    return _made_to_record()
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _made_to_record() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield

@@ -6,6 +6,7 @@ Any number of them live in one process. Nothing below knows of this file.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +25,6 @@ from gradwire.agent.register import Register
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
-from gradwire.autograd.scope import inside as inside_context
 from gradwire.errors import RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId
@@ -209,10 +209,8 @@ class Worker:
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
-    @contextmanager
-    def _inside_context(self, context: ContextId) -> Iterator[None]:
-        with self.scope(), inside_context(context, self.engine.saving):
-            yield
+    def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
+        return _Serving(self, context, math.inf)
 
     def _serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
         return _Serving(self, context, deadline)
