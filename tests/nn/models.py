@@ -98,13 +98,6 @@ class Tuned(gradwire.RemoteModule):
     """A RemoteModule of the user's own."""
 
 
-def make_strictly(make, args, kwargs, _device):
-    made = make(*args, **kwargs)
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"a {type(made).__name__} will not do")
-    return made
-
-
 class Bare(gradwire.RemoteModule):
     """Arrives with what it needs to be called, and no more."""
 

@@ -442,14 +442,6 @@ class Strict(gw.RemoteModule):
     def _refuse(self, method, _hint=""):
         raise ValueError(f"no {method}")
 
-    @staticmethod
-    def _creator():
-        return models.make_strictly
-
-    @staticmethod
-    def _check_place(_worker, _module_rref):
-        pass
-
     def parameters(self, recurse=True):
         self._refuse("parameters")
 
@@ -464,11 +456,6 @@ def test_a_class_above_may_differ(workers):
     with pytest.raises(ValueError, match="no cuda"):
         module.cuda()
     assert len(module.remote_parameters()) == 2
-    other = Strict.init_from_module_rref("w2", module.get_module_rref())
-    with torch.no_grad():
-        assert torch.equal(other(EIGHT), 2 * EIGHT)
-    with pytest.raises(ValueError, match="a NotAModule will not do"):
-        Strict("w1", models.NotAModule)()
 
 
 def test_a_class_above_may_travel_as_other_parts(workers):

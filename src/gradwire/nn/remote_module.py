@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import owner
-from gradwire.nn.place import Place, parse_place
+from gradwire.nn.place import parse_place
 from gradwire.rpc.api import get_worker_info, remote, rpc_async, rpc_sync
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
@@ -61,17 +61,17 @@ class RemoteModule(nn.Module):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        place = self._parse(remote_device)
+        place = parse_place(remote_device)
         self.on, self.device = get_worker_info(place.worker).name, place.device
         made = (module_cls, tuple(args or ()), dict(kwargs or {}), place.device)
-        self.module_rref = remote(self.on, self._creator(), made)
+        self.module_rref = remote(self.on, owner.create, made)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
         """One for a module that exists: where it is, and a reference to it."""
-        place = cls._parse(remote_device)
+        place = parse_place(remote_device)
         worker = get_worker_info(place.worker).name
-        cls._check_place(worker, module_rref)
+        _check_place(worker, module_rref)
         return cls._from_parts(worker, place.device, True, module_rref)
 
     # -- run it
@@ -261,34 +261,23 @@ class RemoteModule(nn.Module):
             hint="pass it to rpc_sync, rpc_async or remote; save its state_dict()",
         )
 
-    # -- what may differ
-
-    @staticmethod
-    def _creator() -> Callable[..., nn.Module]:
-        """The function that makes the module on its worker."""
-        return owner.create
-
-    @staticmethod
-    def _parse(remote_device: str) -> Place:
-        return parse_place(remote_device)
-
-    @staticmethod
-    def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
-        """Whether this is a reference to a module on that worker."""
-        if not isinstance(module_rref, RRef):
-            raise UsageError(f"a {type(module_rref).__name__} is no reference to a module")
-        if module_rref.owner_name() != worker:
-            raise UsageError(
-                f"a RemoteModule on {worker} was made of a reference to a value of "
-                f"{module_rref.owner_name()}",
-                hint="name the worker that owns the module",
-            )
-
     def _refuse(self, method: str, hint: str) -> NoReturn:
         """What raises the error of a method that is not for a module elsewhere."""
         raise UsageError(
             f"{method} is not for a RemoteModule: the module itself is on {self.on}/{self.device}",
             hint=hint,
+        )
+
+
+def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
+    """Whether this is a reference to a module on that worker."""
+    if not isinstance(module_rref, RRef):
+        raise UsageError(f"a {type(module_rref).__name__} is no reference to a module")
+    if module_rref.owner_name() != worker:
+        raise UsageError(
+            f"a RemoteModule on {worker} was made of a reference to a value of "
+            f"{module_rref.owner_name()}",
+            hint="name the worker that owns the module",
         )
 
 
