@@ -108,7 +108,12 @@ def meet(
     _refuse_open_world(store)  # of two that begin at once, each has written before it looks
     store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address, note)).decode())
     keys = [f"{round}/{other}" for other in range(world_size)]
-    arrived.wait(keys)
+    try:
+        arrived.wait(keys)
+    except JoinTimeout:
+        if rank == 0:
+            arrived.give_up(round)
+        raise
     entries = [msgspec.json.decode(store.get(key), type=Entry) for key in keys]
     members = [Member(id, e.name, e.address, note=e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
@@ -127,8 +132,8 @@ def _refuse_open_world(store: Store) -> None:
 class _Arrivals:
     """Rounds of joining at one store, which may be used again: after a shutdown, or a failed try.
 
-    Rank 0 opens a round. The others join the latest, unless they have been in it already: then it
-    is over, and they wait for the next.
+    Rank 0 opens a round. The others join the latest, unless they have been in it already, or rank 0
+    has given it up: then it is over, and they wait for the next.
     """
 
     def __init__(self, store: Store, name: str, limit: float, clock: Clock) -> None:
@@ -146,9 +151,14 @@ class _Arrivals:
         while True:
             round = f"gradwire/round {n}"
             self.wait([round], missing="0")
-            if self._store.add(f"{round}/claimed/{rank}", 1) == 1:
+            claimed = self._store.add(f"{round}/claimed/{rank}", 1) == 1
+            if claimed and not self._store.check([f"{round}/given up"]):
                 return round
             n += 1
+
+    def give_up(self, round: str) -> None:
+        """Nobody is to join a round that rank 0 has left."""
+        self._store.set(f"{round}/given up", "")
 
     def wait(self, keys: list[str], missing: str | None = None) -> None:
         """Until all of these are set; the error names the ranks that those unset end with."""

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from gradwire.errors import GradwireError, PeerLost, StepFailed
+from gradwire.errors import PeerLost, StepFailed
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.shard import Options, Shard, Stepped
 from gradwire.optim.turns import StepId
@@ -38,7 +38,7 @@ class Agreement:
                 try:
                     shard = self._shards[owner].rpc_async(seconds)
                     asked[owner] = getattr(shard, method)(*args(owner))
-                except GradwireError as error:
+                except Exception as error:
                     asked[owner] = error
             return {owner: _outcome(answer) for owner, answer in asked.items()}
 

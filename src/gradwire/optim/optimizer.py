@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from gradwire.errors import GradwireError, UsageError
+from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
 from gradwire.optim.clipping import by_owner, check_references, clip_grad_norm_
@@ -134,7 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "add_group", lambda owner: self._share(owner, group, number), old
             )
             _checked(learned)
-        except GradwireError:
+        except Exception:
             self._agreement.ask("drop_group", lambda _: (number,), old)
             raise
         self._shards.update(new)
@@ -265,6 +265,6 @@ def _without_params(group: dict[str, Any]) -> Options:
 def _checked(answers: dict[WorkerId, Any]) -> dict[WorkerId, Any]:
     """The answers, if none is an error; else the first one is raised."""
     for answer in answers.values():
-        if isinstance(answer, GradwireError):
+        if isinstance(answer, Exception):
             raise answer
     return answers
