@@ -167,3 +167,19 @@ def test_an_idle_line_has_its_reader_back_and_the_keeper_sleeps(desk):
     assert eventually(lambda: not desk.lines._in_use and not desk.lines._is_looking)
     (line,) = desk.lines._lines.values()
     assert eventually(lambda: line.role.locked())
+
+
+def test_an_interrupt_while_a_frame_is_taken_ends_the_channel_rather_than_lose_it(desk):
+    (line,) = desk.lines._lines.values()
+    after_an_answer(desk)
+    while not line.role.acquire(blocking=False):
+        after_an_answer(desk)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    desk.lines._on_frame = interrupt
+    desk.send(1)
+    with pytest.raises(KeyboardInterrupt):
+        desk.lines._read_for(line, lambda: False)
+    assert eventually(lambda: desk.ended)

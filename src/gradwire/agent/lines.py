@@ -110,17 +110,23 @@ class Lines:
     def _read_for(self, line: Line, done: Done) -> None:
         """With the role held."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
-        attend = True
+        attend, has_frame = True, False
         try:
             while not done():
                 frame = line.channel.maybe_recv(until)
                 if frame is None:
                     break
+                has_frame = True
                 self._handle(line, frame, may_run=False)
+                has_frame = False
             else:
                 attend = False
         except Exception:
             _log.debug("its reader finds the same, and says so", exc_info=True)
+        except BaseException:  # an interrupt of our thread: the frame may have been another's
+            if has_frame:
+                line.channel.close("interrupted while a message was taken")
+            raise
         finally:
             line.role.release()
             if attend or line.is_wanted():
