@@ -77,6 +77,7 @@ def test_arguments_are_brought_to_the_module_s_device(workers):
     assert layer.state_dict()["weight"].is_meta
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch, in a thread new to CUDA
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_what_comes_and_goes_is_on_the_cpu(workers):
     module = gw.RemoteModule("w1/cuda:0", nn.Linear, (3, 2))
