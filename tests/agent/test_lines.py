@@ -162,6 +162,40 @@ def test_a_frame_that_cannot_be_taken_ends_the_channel_whoever_read_it(desk):
     assert eventually(lambda: desk.ended)
 
 
+def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it(desk):
+    (line,) = desk.lines._lines.values()
+    after_an_answer(desk)
+    while not line.role.acquire(blocking=False):
+        after_an_answer(desk)
+    desk.lines._keep(line)
+    for _ in range(20):  # idle, and its reader is woken in vain each time
+        desk.lines._look_at(line)
+    line.role.release()  # by one who does not say so
+
+    desk.send(1)
+    assert eventually(lambda: desk.has(1))
+    assert eventually(lambda: line.is_attended)
+
+
+def test_a_reader_more_is_made_only_if_all_are_busy(desk):
+    began, goes_on = threading.Event(), threading.Event()
+
+    def job():
+        began.set()
+        assert goes_on.wait(20)
+
+    (line,) = desk.lines._lines.values()
+    desk.jobs[1] = job
+    desk.send(1)
+    assert began.wait(20)
+    assert eventually(lambda: line.is_attended)
+    for _ in range(5):
+        desk.lines._attend(line)
+    assert (line.readers, line.busy) == (2, 1)
+    goes_on.set()
+    assert eventually(lambda: line.busy == 0)
+
+
 def test_an_idle_line_has_its_reader_back_and_the_keeper_sleeps(desk):
     after_an_answer(desk)
     assert eventually(lambda: not desk.lines._in_use and not desk.lines._is_looking)

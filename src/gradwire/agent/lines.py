@@ -49,8 +49,12 @@ class Line:
         self.waiting: list[Done] = []
         """what threads wait for that comes by this line"""
         self.reads = self.seen = self.idle_ticks = 0
-        self.is_parked = self.is_running = self.has_ended = False
-        self.parking = threading.Lock()
+        self.counting = threading.Lock()
+        self.readers = self.busy = 0
+        """threads that read it when they can, and those of them that run what they have read"""
+        self.is_parked = self.has_ended = False
+        self.is_attended = False
+        """whether one of its readers has the role: it will see what comes"""
         self.wake = threading.Event()
 
     def is_wanted(self) -> bool:
@@ -76,6 +80,7 @@ class Lines:
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
         line = self._lines[channel] = Line(worker, channel)
+        line.readers = 1
         self._spawn(f"read {name}", lambda: self._read(line, name))
 
     def close(self) -> None:
@@ -144,11 +149,19 @@ class Lines:
     # -- readers
 
     def _read(self, line: Line, name: str) -> None:
+        try:
+            self._read_on(line, name)
+        finally:
+            with line.counting:
+                line.readers -= 1
+
+    def _read_on(self, line: Line, name: str) -> None:
         while not line.has_ended:
             if not line.role.acquire(blocking=False):
                 if not self._park(line):
                     return
                 continue
+            line.is_attended = True
             try:
                 frame = line.channel.recv()
                 job = self._handle(line, frame, may_run=True)
@@ -159,6 +172,7 @@ class Lines:
                 _log.exception("reading from %s failed", name)
                 self._end(line, PeerLost(f"reading failed: {error!r}"))
                 return
+            line.is_attended = False
             line.role.release()
             if job is not None:
                 self._run(line, job)
@@ -168,18 +182,20 @@ class Lines:
                     return
 
     def _run(self, line: Line, job: Job) -> None:
-        line.is_running = True
+        with line.counting:
+            line.busy += 1
         self._mine.line = line
         self._keep(line)
         try:
             job()
         finally:
             self._mine.line = None
-            line.is_running = False
+            with line.counting:
+                line.busy -= 1
 
     def _park(self, line: Line) -> bool:
         """Sleep until the line needs a reader; False if another one is asleep already."""
-        with line.parking:
+        with line.counting:
             if line.is_parked:
                 return False
             line.is_parked = True
@@ -189,12 +205,20 @@ class Lines:
         return True
 
     def _attend(self, line: Line) -> None:
-        """See to it that somebody reads."""
-        if line.is_parked:
-            line.wake.set()
-        elif line.is_running and not line.has_ended and not self._closed:
-            line.is_running = False  # one more is enough
+        """Let one of its readers read, or one more if all of them are busy."""
+        with line.counting:
+            if line.is_parked:
+                line.wake.set()
+                return
+            if line.busy < line.readers or line.has_ended or self._closed:
+                return  # one of them is just about to
+            line.readers += 1
+        try:
             self._spawn("read on", lambda: self._read(line, "a peer"))
+        except BaseException:
+            with line.counting:
+                line.readers -= 1
+            raise
 
     def _end(self, line: Line, error: GradwireError) -> None:
         line.has_ended = True
@@ -224,22 +248,24 @@ class Lines:
             while self._in_use and not self._closed:
                 time.sleep(_TICK_SECONDS)
                 for line in tuple(self._in_use):
-                    self._look_at(line)
+                    try:
+                        self._look_at(line)
+                    except Exception:  # such as no thread to be had: every line depends on this one
+                        _log.exception("looking after a channel failed")
             self._is_looking = False
             if self._in_use:  # added just now
                 self._is_looking = True
                 self._look.set()
 
     def _look_at(self, line: Line) -> None:
+        """It is looked after until one of its readers has the role, which is tried each time."""
         came = self._take(line)
-        if came:
-            self._attend(line)
         line.idle_ticks = 0 if line.reads != line.seen else line.idle_ticks + 1
         line.seen = line.reads
-        if line.idle_ticks >= _TICKS_UNTIL_IDLE or line.has_ended:
+        if line.is_attended or line.has_ended:
+            self._in_use.discard(line)
+        elif came or line.idle_ticks >= _TICKS_UNTIL_IDLE:
             self._attend(line)
-            if not line.is_running:
-                self._in_use.discard(line)
 
     def _take(self, line: Line) -> bool:
         """What has come while nobody read."""

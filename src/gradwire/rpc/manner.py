@@ -35,7 +35,7 @@ class Manner:
     leaves_outside_contexts: bool = False
     """a tensor that wants a gradient still does so after a crossing that nothing records"""
     counts_before_use: bool = False
-    """a message with references is unpacked once their owners have counted them"""
+    """a function runs once the owners of all references in its arguments have counted them"""
     answers_when_made: bool = False
     """`remote` is answered when the value is made, not when its making has begun"""
     reference: type[Any] | None = None

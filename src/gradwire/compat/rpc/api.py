@@ -160,8 +160,7 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> PyRRef[Any]:
     """Run a function on another worker and keep the result there; a reference to it."""
-    worker, info = _here(), _to_worker_info(to)
-    target = _target(func, args or (), kwargs or {})
+    worker, info, target = _prepared(to, func, args, kwargs)
     with _recorded(target):
         try:
             created = worker.calls.remote(info.id, target, worker.deadline(patience(timeout)))

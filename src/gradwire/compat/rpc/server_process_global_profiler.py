@@ -1,4 +1,4 @@
-"""A profile of everything that peers run in this process."""
+"""A name that programs import. Torch's own records every thread that serves; ours does not."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__: list[str] = []
 
 
 class _server_process_global_profile(torch.autograd.profiler.profile):  # torch's name
-    """The profiler of the process: threads that serve are among those it records."""
+    """Records the thread that enters it."""
