@@ -162,19 +162,22 @@ def test_a_frame_that_cannot_be_taken_ends_the_channel_whoever_read_it(desk):
     assert eventually(lambda: desk.ended)
 
 
-def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it(desk):
-    (line,) = desk.lines._lines.values()
-    after_an_answer(desk)
-    while not line.role.acquire(blocking=False):
-        after_an_answer(desk)
-    desk.lines._keep(line)
-    for _ in range(20):  # idle, and its reader is woken in vain each time
-        desk.lines._look_at(line)
-    line.role.release()  # by one who does not say so
+def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
+    here, _ = MemoryNetwork().pair()
+    spawned = []
+    lines = Lines(lambda what, target: spawned.append(what), lambda *_: None, lambda *_: None)
+    lines.open(1, here, "peer")  # its reader is about to read, but does not get there yet
+    (line,) = lines._lines.values()
+    lines._keep(line)
 
-    desk.send(1)
-    assert eventually(lambda: desk.has(1))
-    assert eventually(lambda: line.is_attended)
+    for _ in range(20):
+        lines._look_at(line)
+    assert line in lines._in_use
+    assert spawned == ["read peer", "keep"]
+
+    line.is_attended = True
+    lines._look_at(line)
+    assert line not in lines._in_use
 
 
 def test_a_reader_more_is_made_only_if_all_are_busy(desk):
