@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, final
 
 from gradwire.agent.calls_state import CallTable, Pending
@@ -150,26 +149,23 @@ class Agent:
 
     def reach(self, to: WorkerId, deadline: float) -> None:
         """See to it that there is a connection."""
-        with self._naming(to, "a greeting"):
+        try:
             self._connections.to(to, deadline)
+        except (PeerLost, DeadlinePassed) as error:
+            raise self._named(error, to, "a greeting") from error
 
     def tell(
         self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> None:
         """Send one way."""
         frame = self._frame(message, payload)
-        with self._naming(to, type(message).__name__):
-            self._connections.to(to, deadline).send(frame, deadline)
-
-    @contextmanager
-    def _naming(self, to: WorkerId, what: str) -> Iterator[None]:
-        """What keeps a message from leaving says for whom it was."""
         try:
-            yield
+            self._connections.to(to, deadline).send(frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
-            raise self._named(error, to, what) from error
+            raise self._named(error, to, type(message).__name__) from error
 
     def _named(self, error: BaseException, to: WorkerId, what: str) -> BaseException:
+        """What keeps a message from leaving says for whom it was."""
         name = self.directory.name(to)
         if isinstance(error, PeerLost):
             if not self.directory.has(to):
@@ -197,7 +193,7 @@ class Agent:
         self, message: Message, payload: Sequence[Buffer], *, request: int = 0, flags: int = 0
     ) -> Frame:
         """What is over the limits is refused here: its receiver would give up the connection."""
-        head, body = encode(message), sum(len(part) for part in payload)
+        head, body = encode(message), sum(map(len, payload)) if payload else 0
         if len(head) > self._limits.head or body > self._limits.payload:
             raise CannotTravel(
                 f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "

@@ -9,14 +9,12 @@ Rules of this file:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from gradwire.ids import WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(NamedTuple):
     """One request without an answer. `slot` is whatever the driver wants back with it."""
 
     peer: WorkerId

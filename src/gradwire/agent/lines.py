@@ -92,10 +92,7 @@ class Lines:
         self._look.set()
 
     def wait(self, channel: Channel, done: Done, block: Callable[[], object]) -> None:
-        """Until `done`: read the channel for a while if nobody does, else `block`.
-
-        What another thread brings about is noticed late while this one reads.
-        """
+        """Until `done`: read the channel for a while if nobody does, else `block`."""
         line = self._lines.get(channel)
         if line is None:
             block()
@@ -118,7 +115,7 @@ class Lines:
         attend, has_frame = True, False
         try:
             while not done():
-                frame = line.channel.maybe_recv(until)
+                frame = line.channel.maybe_recv(until, done)
                 if frame is None:
                     break
                 has_frame = True
@@ -134,7 +131,7 @@ class Lines:
             raise
         finally:
             line.role.release()
-            if attend or line.is_wanted():
+            if attend or (len(line.waiting) > 1 and line.is_wanted()):
                 self._attend(line)
             self._keep(line)
 

@@ -31,7 +31,8 @@ class ElasticPool:
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
         self._limit = limit
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
@@ -47,7 +48,7 @@ class ElasticPool:
 
     def submit(self, job: Job) -> bool:
         """Run it soon; False, and not run, once the pool is closed."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return False
             self._jobs.append(job)
@@ -69,7 +70,7 @@ class ElasticPool:
 
     def run_here(self, job: Job) -> None:
         """Run it on the calling thread, which counts as one of ours meanwhile."""
-        with self._changed:
+        with self._lock:
             self._busy += 1
             self._guests += 1
         self._mine.running = True
@@ -79,7 +80,7 @@ class ElasticPool:
             _log.exception("%s: a job failed", self._name)
         finally:
             self._mine.running = False
-            with self._changed:
+            with self._lock:
                 self._busy -= 1
                 self._guests -= 1
                 if self._jobs:
@@ -96,7 +97,7 @@ class ElasticPool:
 
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
-        with self._changed:
+        with self._lock:
             self._busy -= 1
             self._start_one_if_needed()
         try:
@@ -104,7 +105,7 @@ class ElasticPool:
         finally:
             # It counts again at once, over the limit if need be: to wait here for a place
             # could be to wait for a job that waits for this one.
-            with self._changed:
+            with self._lock:
                 self._busy += 1
 
     def close(self, timeout: float, *, drop_queued: bool) -> list[str]:

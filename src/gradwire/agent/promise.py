@@ -21,26 +21,22 @@ class Promise(Generic[T]):
     time (the agent by its timer), so that the error can say what was waited for.
     """
 
-    __slots__ = ("_callbacks", "_lock", "_outcome", "_settled", "_waiters")
+    __slots__ = ("_callbacks", "_lock", "_outcome", "_waiters", "settled")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._settled = False
+        self.settled = False
+        """whether the outcome is there; for others to read"""
         self._outcome: T | None = None
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[T], None]] = []
 
-    @property
-    def settled(self) -> bool:
-        """Whether the outcome is there."""
-        return self._settled
-
     def settle(self, outcome: T) -> bool:
         """Give the outcome; False if there was one already. Callbacks run here, on this thread."""
         with self._lock:
-            if self._settled:
+            if self.settled:
                 return False
-            self._outcome, self._settled = outcome, True
+            self._outcome, self.settled = outcome, True
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
         for waiter in waiters:
@@ -54,11 +50,11 @@ class Promise(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until it is settled. A signal (Ctrl-C) interrupts; a timeout raises."""
-        if not self._settled:
+        if not self.settled:
             waiter = threading.Lock()
             waiter.acquire()
             with self._lock:
-                if not self._settled:
+                if not self.settled:
                     self._waiters.append(waiter)
                 else:
                     waiter.release()
@@ -72,7 +68,7 @@ class Promise(Generic[T]):
     def on_settled(self, callback: Callable[[T], None]) -> None:
         """Call back with the outcome: at once if it is there, else on the thread that settles."""
         with self._lock:
-            if not self._settled:
+            if not self.settled:
                 self._callbacks.append(callback)
                 return
         callback(self._outcome)  # type: ignore[arg-type]  # settled, so it is a T

@@ -93,9 +93,9 @@ def rpc_sync(
     is part of the graph.
     """
     worker = _here()
-    info = worker.directory.find(to)
+    number = worker.directory.number(to)
     target = _target(func, args, kwargs)
-    return cast(T, worker.calls.call(info.id, target, worker.deadline(timeout)))
+    return cast(T, worker.calls.call(number, target, worker.deadline(timeout)))
 
 
 def rpc_async(
@@ -107,9 +107,9 @@ def rpc_async(
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
     worker = _here()
-    info = worker.directory.find(to)
+    number = worker.directory.number(to)
     target = _target(func, args, kwargs)
-    return worker.calls.call_async(info.id, target, worker.deadline(timeout))
+    return worker.calls.call_async(number, target, worker.deadline(timeout))
 
 
 def remote(
@@ -124,9 +124,9 @@ def remote(
     What `func` raises is raised by whoever uses the reference.
     """
     worker = _here()
-    info = worker.directory.find(to)
+    number = worker.directory.number(to)
     target = _target(func, args, kwargs)
-    created = worker.calls.remote(info.id, target, worker.deadline(timeout))
+    created = worker.calls.remote(number, target, worker.deadline(timeout))
     return cast(RRef[T], worker.refs.make(created.hold))
 
 

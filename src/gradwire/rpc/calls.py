@@ -17,7 +17,9 @@ from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
+from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
+from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import Future, Landing, Surroundings
@@ -89,6 +91,8 @@ class Calls:
         return Future(landed, self._around, to)
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
+        if not is_profiled():
+            return NOTHING
         directory = self._agent.directory
         return call_span(kind, target.name, directory.me.name, directory.name(to))
 
@@ -194,10 +198,11 @@ class Calls:
             deadline=deadline,
         )
         try:
-            if torch.is_grad_enabled() and (
-                cut := cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
-            ):
-                warn_of_cut(len(cut), f"the arguments of {target.spoken}")
+            parcel = packed.parcel
+            if parcel.tensors and torch.is_grad_enabled():
+                cut = cut_tensors(parcel.tensors, parcel.crossings)
+                if cut:
+                    warn_of_cut(len(cut), f"the arguments of {target.spoken}")
             call, promise = self._request(to, target, packed, deadline, keep)
         except BaseException:
             self._parcels.undo(packed)
@@ -209,14 +214,13 @@ class Calls:
     def _request(
         self, to: WorkerId, target: Target, packed: Packed, deadline: float, keep: Kept | None
     ) -> tuple[CallId, Promise[Outcome]]:
-        size = packed.size
+        size, what = packed.size, target.spoken
         if self._agent.dispatch.user.runs_this_thread:
             self._window.pass_by(to, size)
         else:
-            self._window.enter(to, size, deadline, target.spoken)
+            self._window.enter(to, size, deadline, what)
         try:
             message = self._message(target, packed, deadline, keep)
-            what = target.spoken
             call, promise = self._agent.request(
                 to, message, packed.payload, deadline=deadline, what=what
             )

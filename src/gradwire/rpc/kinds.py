@@ -67,10 +67,14 @@ def _unpack_tuple(walk: Unpacking, node: Node) -> object:
 
 
 def _pack_dict(walk: Packing, value: dict[object, object]) -> object:
+    if not value:
+        return [tags.DICT]
     return walk.children([tags.DICT], value, chain.from_iterable(value.items()), _by_key)
 
 
 def _unpack_dict(walk: Unpacking, node: Node) -> object:
+    if len(node) == 1:
+        return {}
     return _filled({}, walk.children(node))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from types import FunctionType, MethodType
 
 from gradwire.errors import NotExposed
@@ -27,7 +28,11 @@ def name_of(target: Function) -> str:
     listed = allowed_torch.maybe_name(target)
     if listed is not None:
         return listed
-    if allowed_torch.is_compiled(target):
+    if type(target) is FunctionType:
+        name, path = _place_of(target.__module__, target.__qualname__)
+        if len(path) == 2 and maybe_at(path) is target:
+            return name
+    elif allowed_torch.is_compiled(target):
         raise NotExposed(
             f"torch's {target.__name__} is not on the list of torch functions that travel",
             hint="call it inside a function of yours, and expose that one",
@@ -56,12 +61,18 @@ def plain_name(target: object) -> str:
     home, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(home, str) or not isinstance(qualname, str):
         raise NotExposed(f"{described(target)} has no name to travel by", hint=_DEFINE_HINT)
+    return _place_of(home, qualname)[0]
+
+
+@lru_cache(1 << 10)
+def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
+    """The name of what is defined there, and its steps; refused unless at module level."""
     name = f"{one_main(home)}:{qualname}"
     if qualname.endswith("<lambda>"):
         raise NotExposed(f"{name} is a lambda, which has no name to travel by", hint=_DEFINE_HINT)
     if "<locals>" in qualname:
         raise NotExposed(f"{name} is local: no other worker could find it", hint=_DEFINE_HINT)
-    return name
+    return name, steps(name)
 
 
 def one_main(home: str) -> str:

@@ -1,4 +1,4 @@
-"""The references of one message while it is packed."""
+"""The references of one message while it is packed, or unpacked."""
 
 from __future__ import annotations
 
@@ -39,3 +39,23 @@ class Packing:
         self._local.packing = self._outer
         if kind is not None:
             self._undo(self.packed)
+
+
+@final
+class Unpacking:
+    """A block: inside it the references that came are found where the codec looks for them.
+
+    hot: around every argument list and result
+    """
+
+    __slots__ = ("_came", "_local", "_outer")
+
+    def __init__(self, local: threading.local, came: list[object]) -> None:
+        self._local, self._came = local, came
+
+    def __enter__(self) -> None:
+        self._outer = getattr(self._local, "unpacking", None)
+        self._local.unpacking = self._came
+
+    def __exit__(self, *_: object) -> None:
+        self._local.unpacking = self._outer

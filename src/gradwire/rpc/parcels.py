@@ -21,7 +21,7 @@ from gradwire.rpc.payload import Codec
 from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
-from gradwire.wire.header import TensorHeader
+from gradwire.wire.header import REQUIRES_GRAD, TensorHeader
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 
@@ -36,7 +36,8 @@ class Packed:
     @property
     def size(self) -> int:
         """Bytes that the receiver will hold."""
-        return len(self.parcel.data) + sum(map(len, self.payload))
+        size = len(self.parcel.data)
+        return size + sum(map(len, self.payload)) if self.payload else size
 
 
 class Unpacked(NamedTuple):
@@ -114,11 +115,19 @@ class Parcels:
                 for n in cut_tensors(parcel.tensors, crossings):
                     tensors[n].requires_grad_()
             value = self._codec.unpack(parcel.data, tensors)
-        depth = max((crossing.depth for crossing in crossings), default=0)
-        return Unpacked(value, depth, len(cut_tensors(parcel.tensors, crossings)))
+        cut = len(cut_tensors(parcel.tensors, crossings))
+        return Unpacked(value, deepest(crossings) if crossings else 0, cut)
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
     """The places of the tensors in a message that require grad and are recorded by no edge."""
+    wanting = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
+    if not wanting:
+        return wanting
     recorded = {place for crossing in crossings for place in crossing.tensors}
-    return [n for n, h in enumerate(headers) if h.requires_grad and n not in recorded]
+    return [n for n in wanting if n not in recorded]
+
+
+def deepest(crossings: Sequence[Crossing]) -> int:
+    """The depth of the deepest of these edges."""
+    return max(crossing.depth for crossing in crossings)

@@ -15,8 +15,6 @@ from gradwire.autograd.torch_private import is_profiled
 
 def call_span(kind: str, function: str, caller: str, callee: str) -> AbstractContextManager[Any]:
     """Around a call, where it is made."""
-    if not is_profiled():
-        return NOTHING
     return span("rpc_%s#%s(%s -> %s)", kind, plain(function), caller, callee)
 
 

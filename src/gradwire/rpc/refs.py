@@ -10,8 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, assert_never, final
 
@@ -22,7 +21,7 @@ from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
-from gradwire.rpc.packing import Packing
+from gradwire.rpc.packing import Packing, Unpacking
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
 from gradwire.rpc.refs_state import (
     Action,
@@ -212,15 +211,10 @@ class Refs:
                 actions += self._table.pack_undone(hold, made.fork)
         self._perform(actions)
 
-    @contextmanager
-    def unpacking(self, references: Sequence[Reference]) -> Iterator[None]:
+    def unpacking(self, references: Sequence[Reference]) -> Unpacking:
         """Inside the block `unpacked` gives these; one that nobody asks for ends with it."""
-        outer = getattr(self._local, "unpacking", None)
-        self._local.unpacking = [self.make(hold) for hold in self.arrived(references)]
-        try:
-            yield
-        finally:
-            self._local.unpacking = outer
+        came = [self.make(hold) for hold in self.arrived(references)] if references else []
+        return Unpacking(self._local, came)
 
     def unpacked(self, place: object) -> object:
         """The reference at this place of the list, in the value being unpacked."""

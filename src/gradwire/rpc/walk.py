@@ -78,9 +78,15 @@ class Packing:
             )
         self._left -= 1
         first = len(node)
+        packers = self._packers
         try:
-            for value in values:
-                node.append(self.node(value))
+            for value in values:  # `node` for each, spelt out
+                kind = type(value)
+                if kind in _AS_THEY_ARE:
+                    node.append(value)
+                else:
+                    packer = packers.get(kind) or self._learn(kind)
+                    node.append(packer(self, value))
         except CannotTravel as refusal:
             raise refusal.inside(step(owner, len(node) - first)) from None
         self._left += 1
@@ -132,7 +138,8 @@ class Unpacking:
         if not self._left:
             raise BadMessage("a packed value is nested deeper than the limit")
         self._left -= 1
-        values = [self.value(child) for child in node[first:]]
+        value = self.value
+        values = [child if type(child) in _LEAVES else value(child) for child in node[first:]]
         self._left += 1
         return values
 

@@ -22,30 +22,42 @@ class Window:
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most, self._clock = most, clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._under_way: Counter[WorkerId] = Counter()
 
     def enter(self, peer: WorkerId, size: int, deadline: float, what: str) -> None:
         """So many bytes are about to leave; a call larger than the window goes by itself."""
-        with self._changed:
-            while self._under_way[peer] and self._under_way[peer] + size > self._most:
-                left = deadline - self._clock.now()
-                if left <= 0:
-                    raise CallTimeout(
-                        f"{what} did not leave in time: {self._under_way[peer]} bytes of calls to "
-                        "the same worker have no answer yet",
-                        hint="wait for some of them, or raise Limits(in_flight=…)",
-                    )
-                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+        with self._lock:
+            under_way = self._under_way[peer]
+            if under_way and under_way + size > self._most:
+                self._waiting += 1
+                try:
+                    self._wait_for_room(peer, size, deadline, what)
+                finally:
+                    self._waiting -= 1
             self._under_way[peer] += size
+
+    def _wait_for_room(self, peer: WorkerId, size: int, deadline: float, what: str) -> None:
+        while self._under_way[peer] and self._under_way[peer] + size > self._most:
+            left = deadline - self._clock.now()
+            if left <= 0:
+                raise CallTimeout(
+                    f"{what} did not leave in time: {self._under_way[peer]} bytes of calls to "
+                    "the same worker have no answer yet",
+                    hint="wait for some of them, or raise Limits(in_flight=…)",
+                )
+            self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
     def pass_by(self, peer: WorkerId, size: int) -> None:
         """They leave without waiting."""
-        with self._changed:
+        with self._lock:
             self._under_way[peer] += size
 
     def leave(self, peer: WorkerId, size: int) -> None:
         """Their call was answered, or given up."""
-        with self._changed:
+        with self._lock:
             self._under_way[peer] -= size
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()

@@ -9,6 +9,7 @@ Deadlines are absolute, on the clock of `time.monotonic()`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from gradwire.errors import DeadlinePassed
@@ -33,6 +34,11 @@ def unread_by_deadline(remote: str) -> DeadlinePassed:
         f"{remote} had no room for a message before its deadline",
         hint="the peer reads too slowly or not at all, or a larger message was still on its way",
     )
+
+
+def never() -> bool:
+    """Nothing but what comes ends the wait."""
+    return False
 
 
 class Channel(Protocol):
@@ -66,8 +72,11 @@ class Channel(Protocol):
         the channel.
         """
 
-    def maybe_recv(self, until: float) -> Frame | None:
-        """Like `recv`, but None if no frame has begun to come by then; in the past: only look."""
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
+        """Like `recv`, but None if no frame has begun to come by then; in the past: only look.
+
+        None too soon after `done`, by which another thread says that we need not wait.
+        """
 
     def close(self, reason: str = "close() was called") -> None:
         """End the connection, from any thread, any number of times; wakes a blocked send and recv.

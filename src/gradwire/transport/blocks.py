@@ -68,7 +68,8 @@ class BlockPool:
 
         hot: every received payload
         """
-        shelf = self._shelf_for(size_class(nbytes))
+        size = _SMALLEST if nbytes <= _SMALLEST else size_class(nbytes)
+        shelf = self._shelves.get(size) or self._shelf_for(size)
         shelf.last_use = next(self._clock)
         try:
             memory = shelf.blocks.pop()
@@ -94,8 +95,10 @@ class BlockPool:
         if shelf.size > self._limit or sys.getrefcount(memory) > _UNSHARED:
             return
         shelf.blocks.append(memory)
-        while self.cached > self._limit:
-            self._free_one()
+        # Small payloads are many: as long as theirs are few, all are not counted for each.
+        if shelf.size > _SMALLEST or 64 * _SMALLEST * len(shelf.blocks) > self._limit:
+            while self.cached > self._limit:
+                self._free_one()
 
     def _free_one(self) -> None:
         stocked = [shelf for shelf in self._shelves.values() if shelf.blocks]

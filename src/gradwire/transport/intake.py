@@ -10,12 +10,12 @@ import math
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, final
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.base import CLOSED_BY_PEER, closed_here
+from gradwire.transport.base import CLOSED_BY_PEER, closed_here, never
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.shared import ANCILLARY_ROOM, NOTE, READ_FLAGS, Received, SharedMemory
@@ -26,7 +26,6 @@ from gradwire.wire.frame import (
     PREFIX,
     TAKES_BLOCKS,
     Frame,
-    Prefix,
     decode_prefix,
 )
 
@@ -57,13 +56,13 @@ class Intake:
         self._start = self._end = 0
         self._spin = Spin()
 
-    def next(self, until: float) -> Frame | None:
-        """The next frame; None if none has begun to come by then."""
-        if self._start == self._end and not self._await_frame(until):
+    def next(self, until: float, done: Callable[[], bool]) -> Frame | None:
+        """The next frame; None if none has begun to come by then, or soon after `done`."""
+        if self._start == self._end and not self._await_frame(until, done):
             return None
         return self._read_frame()
 
-    def _await_frame(self, until: float) -> bool:
+    def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
         """Read ahead the first bytes of a frame; False if the peer has none for us by then."""
         self._start = self._end = 0
         came: list[int | Received] = []
@@ -76,9 +75,8 @@ class Intake:
                 came.extend(self._first_bytes(flags))
                 self._end = self._counted(came[0])
             except BlockingIOError:
-                if looks:
-                    looks = self._spin.goes_on()
-                elif flags and not self._wait_for_bytes(until):
+                looks = looks and not done() and self._spin.goes_on()
+                if not looks and not self._wait_for_bytes(until, done):
                     return False
             except OSError as error:
                 self._guard.lose(story_of(error), error)
@@ -99,25 +97,28 @@ class Intake:
         flags |= READ_FLAGS
         return map(self._sock.recvmsg_into, ((self._ahead,),), (ANCILLARY_ROOM,), (flags,))
 
-    def _wait_for_bytes(self, until: float) -> bool:
+    def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
         left = until - time.monotonic()
-        if left <= 0:
+        if left <= 0 or done():
             return False
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
-        poller.poll(1 + int(1000 * min(left, _LONGEST_POLL)))
+        longest = _LONGEST_POLL if done is never else 0.0
+        poller.poll(1 + int(1000 * min(left, longest)))
         return True
 
     def _read_frame(self) -> Frame:
         try:
             self._fill(PREFIX.size)
-            prefix = decode_prefix(self._ahead[self._start :], self.limits, self._known_flags)
+            prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
             self._start += PREFIX.size
-            head = self._read_head(prefix.head_length)
-            if self._shared is not None and prefix.flags & TAKES_BLOCKS:
+            kind, flags, head_length, payload_length, request = prefix
+            head = self._read_head(head_length)
+            if self._shared is not None and flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
-            payload = self._payload_of(prefix)
-            return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
+            has_payload = payload_length or flags & IN_BLOCK
+            payload = self._payload_of(flags, payload_length) if has_payload else ()
+            return Frame(kind, flags & IS_ANSWER, request, head, payload)
         except PeerLost:
             raise
         except BadMessage as refusal:
@@ -143,18 +144,19 @@ class Intake:
             head = bytearray(length)
             self._read_fully(memoryview(head))
             return bytes(head)
-        self._fill(length)
+        if self._end - self._start < length:
+            self._fill(length)
         start = self._start
-        self._start += length
-        return self._ahead[start : start + length].tobytes()
+        self._start = end = start + length
+        return self._ahead[start:end].tobytes()
 
-    def _payload_of(self, prefix: Prefix) -> tuple[memoryview, ...]:
-        if self._shared is not None and prefix.flags & IN_BLOCK:
+    def _payload_of(self, flags: int, length: int) -> tuple[memoryview, ...]:
+        if self._shared is not None and flags & IN_BLOCK:
             self._fill(NOTE.size)
             note = self._ahead[self._start : self._start + NOTE.size]
             self._start += NOTE.size
-            return (self._shared.borrower.open(note, prefix.payload_length, self.limits),)
-        return (self._read_payload(prefix.payload_length),) if prefix.payload_length else ()
+            return (self._shared.borrower.open(note, length, self.limits),)
+        return (self._read_payload(length),)
 
     def _read_payload(self, length: int) -> memoryview:
         try:
@@ -193,5 +195,7 @@ class Intake:
     def _counted(self, came: int | Received) -> int:
         if isinstance(came, int):
             return came
+        if not came[1]:  # no descriptors
+            return came[0]
         assert self._shared is not None
         return self._shared.borrower.note(came)

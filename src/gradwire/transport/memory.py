@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
@@ -22,10 +22,13 @@ from gradwire.transport.base import (
     CLOSED_BY_PEER,
     HELD_AT_MOST,
     closed_here,
+    never,
     unread_by_deadline,
 )
 from gradwire.transport.blocks import BlockPool
 from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
+
+_GLANCE_SECONDS = 0.001
 
 
 class _Parcel(NamedTuple):
@@ -76,13 +79,9 @@ class _Pipe:
         finally:
             self._waiting -= 1
 
-    def get(self, until: float) -> _Parcel | None:
+    def get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
         """The next parcel, or None after the last; Empty if there is none by then."""
-        if until == math.inf:
-            parcel = self._parcels.get()
-        else:
-            left = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-            parcel = self._parcels.get(block=left > 0, timeout=left or None)
+        parcel = self._parcels.get() if until == math.inf else self._get(until, done)
         if parcel is None:
             self._parcels.put(None)
             return None
@@ -91,6 +90,16 @@ class _Pipe:
             if self._waiting:
                 self._room.notify_all()
         return parcel
+
+    def _get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
+        longest = threading.TIMEOUT_MAX if done is never else _GLANCE_SECONDS
+        while True:
+            left = max(until - time.monotonic(), 0.0)
+            try:
+                return self._parcels.get(block=left > 0, timeout=min(left, longest) or None)
+            except Empty:
+                if left <= longest or done():
+                    raise
 
     def end(self) -> None:
         """Nothing more goes in; what is in can still be had."""
@@ -145,11 +154,11 @@ class MemoryChannel:
         assert frame is not None, "without a limit it waits until one comes"
         return frame
 
-    def maybe_recv(self, until: float) -> Frame | None:
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
         """Wait so long for the next frame; see `Channel.maybe_recv`."""
         self._check_open()
         try:
-            parcel = self._incoming.get(until)
+            parcel = self._incoming.get(until, done)
         except Empty:
             self._check_open()
             return None

@@ -139,7 +139,7 @@ class Lender:
 
         hot: benchmarks of bandwidth
         """
-        length = sum(len(part) for part in payload)
+        length = sum(map(len, payload))
         if not 0 < length >= self._smallest:
             return None
         try:

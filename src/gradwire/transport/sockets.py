@@ -16,11 +16,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Final, NoReturn, final
 
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.base import closed_here, unread_by_deadline
+from gradwire.transport.base import closed_here, never, unread_by_deadline
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.intake import Intake
@@ -28,10 +29,11 @@ from gradwire.transport.shared import Ancillary, SharedMemory
 from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Buffer, Frame, encode_prefix
 
 _MOST_PARTS: Final = 1024
-_JOINED_HEAD: Final = 1 << 14
+_JOINED: Final = 1 << 12
 _LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
+_NOT_BYTES: Final = "a payload part is not a view of single bytes"
 
 
 @final
@@ -104,7 +106,7 @@ class SocketChannel:
         assert frame is not None, "without a limit it waits until one comes"
         return frame
 
-    def maybe_recv(self, until: float) -> Frame | None:
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
         """Wait so long for the next frame; see `Channel.maybe_recv`.
 
         hot: benchmarks of round trips and of bandwidth
@@ -113,7 +115,7 @@ class SocketChannel:
             with self._receiving:
                 if self._guard.story is not None:
                     raise PeerLost(self._guard.story)
-                return self._intake.next(until)
+                return self._intake.next(until, done)
         finally:
             if self._guard.story is not None:
                 self._guard.settle()
@@ -199,17 +201,27 @@ def as_timeval(seconds: float) -> bytes:
 
 
 def _parts_of(frame: Frame, flags: int = 0) -> list[Buffer]:
+    """What goes to the kernel: one piece if it is small, as that is the cheaper call."""
     prefix = encode_prefix(frame, flags)
-    if len(frame.head) > _JOINED_HEAD:
-        return [prefix, frame.head, *frame.payload]
-    return [prefix + frame.head, *frame.payload]
+    head, payload = frame.head, frame.payload
+    if len(head) > _JOINED:
+        return [prefix, head, *payload]
+    if not payload:
+        return [prefix + head]
+    if len(payload) == 1 and len(payload[0]) <= _JOINED:
+        joined = b"".join((prefix, head, payload[0]))
+        assert len(joined) == len(prefix) + len(head) + len(payload[0]), _NOT_BYTES
+        return [joined]
+    return [prefix + head, *payload]
 
 
 def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
     """What is left of `parts` when so many bytes of it are gone; nothing is copied."""
+    if len(parts) == 1 and sent == len(parts[0]):
+        return []
     for position, part in enumerate(parts):
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]
         sent -= len(part)
-    assert sent == 0, "a payload part is not a view of single bytes"
+    assert sent == 0, _NOT_BYTES
     return []

@@ -57,17 +57,21 @@ class Prefix(NamedTuple):
 
 def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
     """The bytes that go before head and payload; `flags` are the channel's own."""
-    length = sum(len(part) for part in frame.payload)
-    return PREFIX.pack(frame.kind, frame.flags | flags, len(frame.head), length, frame.request)
+    kind, own_flags, request, head, payload = frame
+    length = sum(map(len, payload)) if payload else 0
+    return PREFIX.pack(kind, own_flags | flags, len(head), length, request)
 
 
-def decode_prefix(data: Buffer, limits: Limits, known_flags: int = IS_ANSWER) -> Prefix:
-    """The prefix in the first bytes of `data`, refused if it promises more than allowed."""
-    kind, flags, head, payload, request = PREFIX.unpack_from(data)
+def decode_prefix(
+    data: Buffer, limits: Limits, known_flags: int = IS_ANSWER, start: int = 0
+) -> Prefix:
+    """The prefix at `start` of `data`, refused if it promises more than allowed."""
+    prefix = Prefix._make(PREFIX.unpack_from(data, start))
+    _, flags, head, payload, _ = prefix
     if flags & ~known_flags:
         raise BadMessage(f"a frame has unknown flags {flags & ~known_flags:#06x}")
     if head > limits.head:
         raise BadMessage(f"a message head of {head} bytes is over the limit of {limits.head}")
     if payload > limits.payload:
         raise BadMessage(f"a payload of {payload} bytes is over the limit of {limits.payload}")
-    return Prefix(kind, flags, head, payload, request)
+    return prefix

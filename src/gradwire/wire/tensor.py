@@ -116,10 +116,12 @@ def _encode(tensor: Tensor, payload: _Payload) -> TensorHeader:
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_inference():
         flags |= INFERENCE
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        return _encode_dense(tensor, payload, flags)
     device = "" if tensor.is_cpu else str(tensor.device)
     if tensor.layout is not torch.strided:
         return _encode_sparse(tensor.detach(), payload, flags, device)
-    if device and device != META:
+    if device != META:
         tensor = _staged(tensor)
     return _encode_dense(tensor, payload, flags, device)
 
@@ -223,18 +225,17 @@ def _decode(header: TensorHeader, block: _Block) -> Tensor:
     if header.flags & ~ALL_FLAGS:
         raise malformed(f"flags {header.flags:#x} are unknown")
     # The reader may be a caller inside inference_mode: the sender's mode decides, not ours.
-    if torch.is_inference_mode_enabled() is not header.inference:
-        with torch.inference_mode(header.inference):
+    inference = bool(header.flags & INFERENCE)
+    if torch.is_inference_mode_enabled() is not inference:
+        with torch.inference_mode(inference):
             return _rebuild(header, block)
     return _rebuild(header, block)
 
 
 def _rebuild(header: TensorHeader, block: _Block) -> Tensor:
-    if header.layout == STRIDED:
-        tensor = _rebuild_dense(header, block)
-    else:
-        tensor = _rebuild_sparse(header, block)
-    return _placed(tensor, header.device) if header.device not in ("", META) else tensor
+    rebuild = _rebuild_dense if header.layout == STRIDED else _rebuild_sparse
+    tensor, device = rebuild(header, block), header.device
+    return _placed(tensor, device) if device and device != META else tensor
 
 
 def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:

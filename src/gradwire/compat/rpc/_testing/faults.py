@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from gradwire.autograd.messages import Forget
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
-from gradwire.transport.base import Channel
+from gradwire.transport.base import Channel, never
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import Kinds, kind_of
 
@@ -108,9 +108,9 @@ class FaultyChannel:
         """The next frame."""
         return self._inner.recv()
 
-    def maybe_recv(self, until: float) -> Frame | None:
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
         """The next frame, if it comes by then."""
-        return self._inner.maybe_recv(until)
+        return self._inner.maybe_recv(until, done)
 
     def close(self, reason: str = "close() was called") -> None:
         """End the connection."""
