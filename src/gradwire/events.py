@@ -48,6 +48,8 @@ class Events:
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._listeners: tuple[Callable[[Event], None], ...] = ()
+        self.are_heard = False
+        """whether anyone listens; hot paths ask before they put an event together"""
 
     def emit(self, what: str, id: object, peer: str | None = None) -> None:
         """Tell every listener; ids are turned to text only when there is one."""
@@ -60,7 +62,9 @@ class Events:
     def subscribe(self, listener: Callable[[Event], None]) -> Iterator[None]:
         """Call `listener` with every event inside the block, on the thread where it happens."""
         self._listeners += (listener,)
+        self.are_heard = True
         try:
             yield
         finally:
             self._listeners = tuple(heard for heard in self._listeners if heard is not listener)
+            self.are_heard = bool(self._listeners)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, final
+from typing import final
+
+import msgspec
 
 from gradwire.agent.calls_state import CallTable, Pending
 from gradwire.agent.clock import Clock
@@ -39,7 +41,7 @@ from gradwire.wire.message import Kinds, Message, encode, kind_of
 _log = logging.getLogger("gradwire")
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """What came back."""
 
     message: Message

@@ -9,12 +9,14 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import final
+
+import msgspec
 
 from gradwire.ids import WorkerId
 
 
-class Pending(NamedTuple):
+class Pending(msgspec.Struct, frozen=True):
     """One request without an answer. `slot` is whatever the driver wants back with it."""
 
     peer: WorkerId

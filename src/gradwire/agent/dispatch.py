@@ -13,6 +13,8 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
+import msgspec
+
 from gradwire.agent.pace import Pace
 from gradwire.agent.pool import ElasticPool, Job
 from gradwire.errors import BadMessage
@@ -32,7 +34,7 @@ class Lane(Enum):
     USER = "user"
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True):
     """Whence a message came; what `Agent.answer` needs to send its answer back."""
 
     worker: WorkerId

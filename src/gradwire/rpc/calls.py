@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, final
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.dispatch import Payload
@@ -34,7 +36,7 @@ from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct, frozen=True):
     """What to run and its arguments. See Note [How a call names its function], messages.py."""
 
     name: str
@@ -208,7 +210,8 @@ class Calls:
             self._parcels.undo(packed)
             raise
         self._engine.called(context, to)
-        self._agent.events.emit("call", call, self._agent.directory.name(to))
+        if self._agent.events.are_heard:
+            self._agent.events.emit("call", call, self._agent.directory.name(to))
         return promise
 
     def _request(
@@ -261,7 +264,7 @@ class Calls:
             def unpack() -> Unpacked:
                 parcel, payload = _parcel_of(outcome)
                 came = self._parcels.unpack(parcel, payload, source=source, context=context)
-                return came if differentiable else came._replace(cut=0)
+                return came if differentiable else replace(came, cut=0)
 
             landed.settle(Landing(unpack, what=f"the result of {what}"))
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast, final
 
 import torch
+from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.failure import fresh
@@ -68,7 +69,7 @@ class Landing(Generic[T]):
         if self._error is not None:
             raise fresh(self._error)
         lift_this_thread(self._came.depth)
-        cut, self._came = self._came.cut, self._came._replace(cut=0)
+        cut, self._came = self._came.cut, replace(self._came, cut=0)
         if cut:
             warn_of_cut(cut, self._what)
         return cast(T, self._came.value)

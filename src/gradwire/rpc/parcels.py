@@ -8,8 +8,9 @@ Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
+
+import msgspec
 
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
@@ -25,8 +26,7 @@ from gradwire.wire.header import REQUIRES_GRAD, TensorHeader
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """A parcel ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
 
     parcel: Parcel
@@ -40,7 +40,7 @@ class Packed:
         return size + sum(map(len, self.payload)) if self.payload else size
 
 
-class Unpacked(NamedTuple):
+class Unpacked(msgspec.Struct, frozen=True):
     """A value that arrived.
 
     `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph.

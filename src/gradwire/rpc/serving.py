@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
+import msgspec
 import torch
 
 from gradwire.agent.agent import Agent
@@ -35,7 +36,7 @@ Inside = Callable[[ContextId | None, float], AbstractContextManager[None]]
 Use = Callable[[Content], None]
 
 
-class _Ready(NamedTuple):
+class _Ready(msgspec.Struct, frozen=True):
     """A function that was looked up, and its arguments."""
 
     function: Callable[..., object]
@@ -169,8 +170,9 @@ class Serving:
         packed = self._parcels.pack(
             value, to=source.worker, context=context, place="result", deadline=deadline
         )
-        call = CallId(source.worker, source.request)
-        self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
+        if self._agent.events.are_heard:
+            call = CallId(source.worker, source.request)
+            self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
         try:
             left = self._agent.answer(
