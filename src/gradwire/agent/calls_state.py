@@ -9,14 +9,12 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import final
-
-import msgspec
+from typing import NamedTuple, final
 
 from gradwire.ids import WorkerId
 
 
-class Pending(msgspec.Struct, frozen=True):
+class Pending(NamedTuple):
     """One request without an answer. `slot` is whatever the driver wants back with it."""
 
     peer: WorkerId
