@@ -13,7 +13,8 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
-from gradwire.optim.shard import Shard
+from gradwire.optim.shard import Shard, stepped_here
+from gradwire.optim.turns import StepId
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
@@ -299,11 +300,12 @@ def test_a_saved_state_is_not_that_of_a_step_which_is_dropped():
     parameter.grad = torch.ones(2)
     share = (0, (0,), [gradwire.RRef(parameter)], {})
     shard = Shard(torch.optim.Adam, [share], (), {})
-    assert shard.prepare((9, 0), None, shard.options(), 20.0, False)
+    step, deadline = StepId(9, 0), stepped_here().worker.deadline(20.0)
+    assert shard.prepare(step, None, shard.options(), deadline, wait=False)
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(shard.state)
-        shard.abort((9, 0))
+        shard.abort(step)
         assert asked.result() == {}
 
 

@@ -109,7 +109,7 @@ class Worker:
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, parcels, registry, self._serving, manner)
+        Serving(agent, self.engine, self.refs, parcels, registry, self.serving, manner)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
@@ -212,7 +212,8 @@ class Worker:
     def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
         return _Serving(self, context, math.inf)
 
-    def _serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+    def serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+        """The scope of a function that a peer has asked for."""
         return _Serving(self, context, deadline)
 
 
