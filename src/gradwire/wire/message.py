@@ -3,7 +3,7 @@
 A message class carries its kind as its msgspec tag; the same number stands in the frame's prefix,
 so that a reader can route a frame before decoding it. Kinds are never reused:
 
-    0x01-0x0f  agent   0x20-0x2f  autograd   0x40-0x4f  rpc   0x60-0x6f  optim
+    0x01-0x0f  agent      0x20-0x2f  autograd      0x40-0x4f  rpc
 
 This file knows nothing of what the messages mean.
 """
