@@ -83,7 +83,7 @@ class Worker:
         timeouts, wrap = options.timeouts, manner.channel
         connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
         self.agent = self._agent(connections, clock, registry)
-        self.gatherings = Gatherings(self.name, clock, self._reach)
+        self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports)
         self._serve(registry)
@@ -202,6 +202,9 @@ class Worker:
     def _reach(self, name: str) -> None:
         limit = self.agent.clock.now() + self._options.timeouts.connect
         self.agent.reach(self.directory.find(name).id, limit)
+
+    def _present(self) -> list[str]:
+        return [info.name for info in self.directory.all()]
 
     def _look(self) -> None:
         self.leaks = self.refs.leaks()
