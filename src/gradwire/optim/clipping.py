@@ -28,18 +28,16 @@ def norms_here(
     """The norm of each parameter's gradient; None for those without one."""
     parameters = [parameter_of(ref) for ref in refs]
     gradients = stepped_here().gradients(context, parameters)
-    return [
-        torch.linalg.vector_norm(gradients[p], norm_type) if p in gradients else None
-        for p in parameters
-    ]
+    return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in gradients]
 
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
     """Scale the gradients of these in place."""
     parameters = [parameter_of(ref) for ref in refs]
-    for gradient in stepped_here().gradients(context, parameters).values():
-        gradient.mul_(coefficient.to(gradient.device))
+    for gradient in stepped_here().gradients(context, parameters):
+        if gradient is not None:
+            gradient.mul_(coefficient.to(gradient.device))
 
 
 def clip_grad_norm_(

@@ -158,7 +158,7 @@ class Storages:
                 entry.generation = _Generation()
                 entry.before = own
                 parameter.data = stand_in
-                if parameter in kept:
+                if kept and parameter in kept:
                     torch.autograd.graph.increment_version(parameter)
         return apart
 
@@ -201,16 +201,16 @@ class Storages:
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
         """See Note [Between keeping and computing]. Those that graphs without hooks may keep."""
         names = frozenset(map(id, parameters))
-        kept = set(parameters)
+        kept: Iterable[torch.Tensor] = parameters
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             self._forget_those_who_went_on()
             is_read = any(spot.parameters & names for spot in self._spots.values())
-            kept = set(filter(is_kept_by_graphs, kept))
+            kept = [parameter for parameter in kept if is_kept_by_graphs(parameter)]
             look_again = kept and polled < _POLLS_OF_GRAPHS and not self._is_alone()
             if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
-        return kept
+        return set(kept)
 
     def _forget_those_who_went_on(self) -> None:
         for thread, spot in list(self._spots.items()):

@@ -29,7 +29,6 @@ from gradwire.rpc.worker import Worker
 
 Options = dict[str, Any]
 State = dict[int, Any]
-Gradients = Mapping[torch.Tensor, torch.Tensor]
 Made = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """What a group is made of: its number, those of its parameters, these, and its options."""
 
@@ -51,17 +50,19 @@ class Stepped:
         self.lost[worker] = error
         self.worker.agent.dispatch.service.submit(lambda: self.turns.worker_lost(worker))
 
-    def gradients(self, context: ContextId | None, parameters: Iterable[torch.Tensor]) -> Gradients:
-        """The gradients these have, in a context or in `.grad`."""
+    def gradients(
+        self, context: ContextId | None, parameters: Iterable[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The gradient of each, in a context or in `.grad`."""
         if context is None:
-            return {p: g for p in parameters if (g := p.grad) is not None}
+            return [parameter.grad for parameter in parameters]
         try:
-            gradients = self.worker.engine.contexts.find(context).gradients
+            find = self.worker.engine.contexts.find(context).gradients.get
         except ContextClosed:
             raise
         except UsageError:  # whoever asks knows it; it has never come here
-            return {}
-        return {p: g for p in parameters if (g := gradients.get(p)) is not None}
+            return [None for _ in parameters]
+        return [find(parameter) for parameter in parameters]
 
     def next_step(self) -> StepId:
         """A number for a step that this worker asks for."""
@@ -225,14 +226,17 @@ class Shard:
         return True
 
     def _computed(self, context: ContextId | None, options: PlainOptions | None) -> _Prepared:
-        gradients = self._here.gradients(context, self._stand_ins)
-        pairs = [(p, self._stand_ins[p]) for p in gradients]
+        found = self._here.gradients(context, self._stand_ins)
+        gradients = [gradient for gradient in found if gradient is not None]
+        all_ = zip(self._stand_ins.items(), found, strict=True)
+        pairs = [pair for pair, gradient in all_ if gradient is not None]
         state = self._optimizer.state
-        prepared = _Prepared(pairs, {s: kept_apart(state[s]) for _, s in pairs if s in state})
+        kept = {s: kept_apart(state[s]) for _, s in pairs if s in state} if state else {}
+        prepared = _Prepared(pairs, kept)
         try:
             if options is not None:
                 self._set(options)
-            for (parameter, stand_in), gradient in zip(pairs, gradients.values(), strict=True):
+            for (parameter, stand_in), gradient in zip(pairs, gradients, strict=True):
                 stand_in.data = parameter.clone()
                 stand_in.grad = gradient
             self._optimizer.step()
