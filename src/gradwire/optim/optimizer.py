@@ -25,7 +25,7 @@ import torch
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
-from gradwire.optim.clipping import by_owner, check_references, clip_grad_norm_
+from gradwire.optim.clipping import by_owner, check_references, measured
 from gradwire.optim.serving import make_shard
 from gradwire.optim.shard import Options, Shard, State, stepped_here
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
@@ -104,9 +104,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         context_id: ContextId | None = None,
     ) -> torch.Tensor:
         """Clip the gradients of all parameters together; see `gradwire.clip_grad_norm_`."""
-        return clip_grad_norm_(
-            self._refs(), max_norm, norm_type, error_if_nonfinite, context_id=context_id
-        )
+        parts = self._ask_all("norms", norm_type, context_id).values()
+        norms = {n: norm for part in parts for n, norm in part.items()}
+        with torch.no_grad():
+            in_order = [norms[n] for n in sorted(norms)]
+            total, coefficient = measured(in_order, max_norm, norm_type, error_if_nonfinite)
+        if coefficient is not None:
+            self._ask_all("scale", coefficient, context_id)
+        return total
 
     # -- groups
 

@@ -291,6 +291,16 @@ class Shard:
             else:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
+    def norms(self, norm_type: float, context: ContextId | None) -> State:
+        """The norm of each gradient, by the number of its parameter."""
+        numbers = [i for group in self._groups for i in group.indices]
+        norms = norms_of(self._here.gradients(context, self._stand_ins), norm_type)
+        return {i: norm for i, norm in zip(numbers, norms, strict=True) if norm is not None}
+
+    def scale(self, coefficient: torch.Tensor, context: ContextId | None) -> None:
+        """Scale the gradients in place."""
+        scale(self._here.gradients(context, self._stand_ins), coefficient)
+
     def state(self, indices: list[int] | None = None) -> State:
         """The state of its parameters, or of some, by number; those without any are left out.
 
@@ -348,6 +358,20 @@ def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
     if not value.is_leaf:
         raise UsageError(f"{ref} holds a tensor of shape {tuple(value.shape)} that is not a leaf")
     return value
+
+
+def norms_of(
+    gradients: Iterable[torch.Tensor | None], norm_type: float
+) -> list[torch.Tensor | None]:
+    """The norm of each gradient there is."""
+    return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in gradients]
+
+
+def scale(gradients: Iterable[torch.Tensor | None], coefficient: torch.Tensor) -> None:
+    """In place."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(coefficient.to(gradient.device))
 
 
 def kept_apart(state: object) -> object:
