@@ -77,6 +77,7 @@ _LAYERS = [
     ("agent", 0x01, "requests and answers between workers"),
     ("autograd", 0x20, "gradients"),
     ("rpc", 0x40, "functions and values"),
+    ("optim", 0x60, "steps of an optimizer"),
 ]
 
 _PARTS = """## What messages are made of

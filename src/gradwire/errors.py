@@ -104,7 +104,8 @@ class StepFailed(GradwireError):
     """A step of an optimizer failed on some worker; it is all or nothing where that can be.
 
     `stepped` names the workers whose parameters have changed, `unknown` those that did not say.
-    Both are empty unless a worker failed at the very end, after all had said that they can step.
+    Both are empty unless a worker failed at the very end, after all had said that they can step, or
+    the only worker did not answer.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
-from gradwire.optim.shard import Shard
+from gradwire.optim.shard import Shard, stepped_here
+from gradwire.optim.turns import StepId
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
@@ -242,6 +243,34 @@ def test_clipping_is_that_of_one_process(norm_type):
     assert all(torch.equal(g, p.grad) for g, p in zip(found, local, strict=True))
 
 
+@pytest.mark.parametrize(("limit", "rounds"), [(0.5, 2), (1000.0, 1)])
+@pytest.mark.parametrize("by_references", [False, True])
+def test_clipping_tells_each_worker_once_and_again_only_if_it_must_scale(
+    workers, limit, rounds, by_references
+):
+    made = parts("w1", "w2")
+    refs = refs_of(made)
+    optimizer = DistributedOptimizer(torch.optim.SGD, refs, lr=0.1)
+    slope(made)
+    calls = []
+
+    with workers[0].worker.events.subscribe(
+        lambda e: calls.append(e) if e.what == "call" else None
+    ):
+        if by_references:
+            total = gradwire.clip_grad_norm_(refs, limit)
+        else:
+            total = optimizer.clip_grad_norm_(limit)
+
+    local = local_parameters(2)
+    for p in local:
+        p.grad = torch.ones_like(p)
+    assert torch.equal(total, torch.nn.utils.clip_grad_norm_(local, limit))
+    found = [gradient for part in made for gradient in part.rpc_sync().grads()]
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, local, strict=True))
+    assert len(calls) == 2 * rounds
+
+
 def test_clipping_without_gradients_and_with_infinite_ones():
     (part,) = made = parts("w1")
     assert gradwire.clip_grad_norm_(refs_of(made), 1.0) == 0
@@ -299,11 +328,12 @@ def test_a_saved_state_is_not_that_of_a_step_which_is_dropped():
     parameter.grad = torch.ones(2)
     share = (0, (0,), [gradwire.RRef(parameter)], {})
     shard = Shard(torch.optim.Adam, [share], (), {})
-    assert shard.prepare((9, 0), None, shard.options(), 20.0, False)
+    step, deadline = StepId(9, 0), stepped_here().worker.deadline(20.0)
+    assert shard.prepare(step, None, shard.options(), deadline, wait=False)
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(shard.state)
-        shard.abort((9, 0))
+        shard.abort(step)
         assert asked.result() == {}
 
 

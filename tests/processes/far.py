@@ -269,17 +269,24 @@ def profiled() -> list[str]:
     return [event.name for event in kept.events()]
 
 
-def die_prepared(layer):
+class Fatal(torch.optim.SGD):
+    """Its first step is the last thing its process does."""
+
+    def step(self, closure=None):
+        kill_itself()
+
+
+def die_prepared(layers):
     """A trainer that is gone between prepare and commit."""
-    optimizer = gradwire.DistributedOptimizer(
-        torch.optim.SGD, [layer.rpc_sync().reference()], lr=0.5
-    )
+    refs = [layer.rpc_sync().reference() for layer in layers]
+    optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, refs, lr=0.5)
 
     def die(event):
         if event.what == "prepared":
             kill_itself()
 
     with gradwire.context() as context:
-        gradwire.backward(context, [layer.rpc_sync().forward(torch.ones(()).double())])
+        x = torch.ones(()).double()
+        gradwire.backward(context, [sum(layer.rpc_sync().forward(x) for layer in layers)])
         with home_door.find().events.subscribe(die):
             optimizer.step(context)

@@ -95,14 +95,36 @@ def test_a_worker_killed_after_others_have_committed_is_told_from_them(workers):
 
 
 def test_what_a_dead_trainer_has_prepared_is_dropped_and_others_go_on(workers):
-    (layer,), optimizer = _layers("w2")
+    layers, optimizer = _layers("w0", "w2")
 
     with pytest.raises(PeerLost, match="w1"):
-        gradwire.rpc_sync("w1", far.die_prepared, args=(layer,))
+        gradwire.rpc_sync("w1", far.die_prepared, args=(layers,))
     workers["w1"].kill()  # so that nobody waits for it in the end
 
-    assert layer.rpc_sync().value() == 2
+    assert [layer.rpc_sync().value() for layer in layers] == [2, 2]
     with gradwire.context() as context:
-        gradwire.backward(context, [_loss([layer])])
+        gradwire.backward(context, [_loss(layers)])
         optimizer.step(context)
-    assert layer.rpc_sync().value() == 1.5
+    assert [layer.rpc_sync().value() for layer in layers] == [1, 1]
+
+
+def test_a_lost_worker_has_not_stepped_alone_if_it_could_not_be_told(workers):
+    _, optimizer = _layers("w1")
+    workers["w1"].kill()
+    assert eventually(lambda: 1 in stepped_here().lost, 30)
+
+    with pytest.raises(StepFailed, match=r"no worker has stepped. w1: w1 was lost befo") as failed:
+        optimizer.step()
+
+    assert failed.value.stepped == failed.value.unknown == ()
+
+
+def test_a_worker_that_dies_while_it_steps_alone_is_lost_with_its_parameters(workers):
+    layer = gradwire.remote("w1", far.Layer, args=(2.0,))
+    optimizer = gradwire.DistributedOptimizer(far.Fatal, [layer.rpc_sync().reference()], lr=0.5)
+
+    with pytest.raises(StepFailed, match=r"s0\.\d+ failed: w1 were lost, with their p") as failed:
+        optimizer.step()
+
+    assert failed.value.stepped == failed.value.unknown == ()
+    workers["w1"].kill()  # so that nobody waits for it in the end

@@ -48,6 +48,30 @@ def test_nobody_contributes_twice_or_uninvited():
         rounds.concluded("a#0", {"a": 1})
 
 
+def test_sets_with_workers_that_are_gone_are_not_counted_for_ever():
+    rounds = Rounds()
+    for n in range(1000):
+        names = ["a", f"guest{n}"]
+        rounds.lost(f"guest{n}")
+        rounds.over(rounds.entered(names))
+        rounds.forget_without(["a", "b", f"guest{n}"])
+
+    assert rounds.sets == 1
+    assert rounds.entered(["a", "guest999"]) == "a,guest999#1"
+
+
+def test_a_round_that_goes_on_keeps_its_number_whoever_is_gone():
+    rounds = Rounds()
+    round = rounds.entered(["a", "b"])
+    rounds.contributed(round, "a", 1, ["a", "b"])
+
+    rounds.forget_without(["a"])
+    assert rounds.missing(round, ["a", "b"]) == ["b"]
+    rounds.over(round)
+    rounds.forget_without(["a"])
+    assert (len(rounds), rounds.sets) == (0, 0)
+
+
 def test_what_comes_when_a_round_is_over_is_not_kept():
     rounds = Rounds()
     round = rounds.entered(["a", "b"])
@@ -83,7 +107,7 @@ def gone(name):
 
 @pytest.fixture
 def everyone():
-    return {name: Gatherings(name, MonotonicClock(), gone) for name in NAMES}
+    return {name: Gatherings(name, MonotonicClock(), gone, lambda: NAMES) for name in NAMES}
 
 
 def test_all_receive_all_also_by_many_threads(everyone):
@@ -133,7 +157,7 @@ def test_one_that_can_be_reached_again_is_waited_for():
     def reach(name):
         everyone["a"].heard("a,b,c#0", name, name * 2, NAMES)
 
-    everyone = {name: Gatherings(name, MonotonicClock(), reach) for name in NAMES}
+    everyone = {name: Gatherings(name, MonotonicClock(), reach, lambda: NAMES) for name in NAMES}
     for name in ("b", "c"):
         everyone["a"].peer_lost(name)
 

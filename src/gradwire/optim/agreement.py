@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.errors import PeerLost, StepFailed
+from gradwire.agent.agent import Outcome
+from gradwire.agent.promise import Promise
+from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed
 from gradwire.ids import ContextId, WorkerId
+from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, maybe_plain
+from gradwire.optim.serving import StepServing
 from gradwire.optim.shard import Options, Shard, Stepped
 from gradwire.optim.turns import StepId
 from gradwire.rpc.rref import RRef
 
 Answers = dict[WorkerId, Any]
+Asking = Prepare | Commit | Abort
 _ABORT_SECONDS = 5.0
+_LATE = " after all workers were prepared"
+_ALONE_SHARE = 0.9
+"""Of the time: whoever waits for its turn in vain must say so before we have to guess."""
+
+
+class _Asked(NamedTuple):
+    """One step, as all of its workers are asked for it."""
+
+    step: StepId
+    context: ContextId | None
+    options: PlainOptions | None
+    deadline: float
 
 
 @final
@@ -23,6 +40,7 @@ class Agreement:
 
     def __init__(self, here: Stepped, shards: dict[WorkerId, RRef[Shard]]) -> None:
         self._here, self._shards = here, shards
+        here.worker.part(StepServing)
 
     def ask(
         self,
@@ -44,28 +62,87 @@ class Agreement:
 
     def step(self, context: ContextId | None, options: dict[int, Options]) -> None:
         """Take one step everywhere, or raise StepFailed."""
-        worker = self._here.worker
-        deadline = worker.step_deadline()
-        step, known = self._here.next_step(), dict(self._here.lost)
+        deadline, step = self._here.worker.step_deadline(), self._here.next_step()
+        plain = maybe_plain(options)
+        if plain is None:
+            ahead = self.ask("set_options", lambda _: (options,), None, self._left(deadline))
+            self._check_prepared(step, ahead)
+        asked = _Asked(step, context, plain, deadline)
+        if len(self._shards) == 1:
+            self._step_alone(asked)
+        else:
+            self._step_together(asked)
 
-        def prepare(owners: list[WorkerId], wait: bool) -> Answers:
-            seconds = max(0.001, deadline - worker.agent.clock.now())
-            args = (tuple(step), context, options, seconds, wait)
-            return self.ask("prepare", lambda _: args, owners, seconds)
+    def _step_alone(self, asked: _Asked) -> None:
+        """There is nobody to agree with: one message, one answer."""
+        (owner,) = self._shards
+        answer = self._send(owner, self._prepare(asked, owner, alone=True), asked.deadline)
+        has_left = isinstance(answer, Promise)
+        outcome = self._outcome(owner, answer)
+        if has_left and _is_silence(outcome):
+            self._check_committed(asked.step, {owner: outcome})
+        self._check_prepared(asked.step, {owner: outcome})
 
-        answers = prepare(list(self._shards), len(self._shards) == 1)
+    def _step_together(self, asked: _Asked) -> None:
+        step, known = asked.step, dict(self._here.lost)
+        answers = self._tell({o: self._prepare(asked, o) for o in self._shards}, asked.deadline)
         self._check_prepared(step, answers)
         if not all(answers.values()):  # See Note [Turns on many workers], optimizer.py
             self._abort(step, answers)
             answers = {}
             for owner in sorted(self._shards):
-                answers |= prepare([owner], wait=True)
+                message = self._prepare(asked, owner, wait=True)
+                answers |= self._tell({owner: message}, asked.deadline)
                 self._check_prepared(step, answers)
-        worker.events.emit("prepared", step)
+        self._here.worker.events.emit("prepared", step)
         lost = {o: e for o, e in self._here.lost.items() if known.get(o) is not e}
         self._check_prepared(step, answers | lost)
-        seconds = max(0.001, deadline - worker.agent.clock.now())
-        self._check_committed(step, self.ask("commit", lambda _: (tuple(step),), None, seconds))
+        seconds = self._left(asked.deadline)
+        commits = {o: Commit(s.hold.ref, step, seconds) for o, s in self._shards.items()}
+        self._check_committed(step, self._tell(commits, asked.deadline))
+
+    def _prepare(
+        self, asked: _Asked, owner: WorkerId, *, wait: bool = False, alone: bool = False
+    ) -> Prepare:
+        step, context, options, deadline = asked
+        seconds = self._left(deadline) * (_ALONE_SHARE if alone else 1.0)
+        ref = self._shards[owner].hold.ref
+        return Prepare(ref, step, context, options, seconds, wait, alone)
+
+    def _left(self, deadline: float) -> float:
+        return max(0.001, deadline - self._here.worker.agent.clock.now())
+
+    # -- messages
+
+    def _tell(self, messages: Mapping[WorkerId, Asking], deadline: float) -> Answers:
+        """What each shard answers, all told at once; errors are answers too."""
+        sent = {owner: self._send(owner, m, deadline) for owner, m in messages.items()}
+        return {owner: self._outcome(owner, answer) for owner, answer in sent.items()}
+
+    def _send(
+        self, owner: WorkerId, message: Asking, deadline: float
+    ) -> Promise[Outcome] | Exception:
+        """A promise of the answer, or what has kept the message from leaving."""
+        what = f"{type(message).__name__} of {message.step}"
+        try:
+            agent = self._here.worker.agent
+            return agent.request(owner, message, deadline=deadline, what=what)[1]
+        except Exception as error:
+            return error
+
+    def _outcome(self, owner: WorkerId, answer: Promise[Outcome] | Exception) -> bool | Exception:
+        if isinstance(answer, Exception):
+            return answer
+        worker = self._here.worker
+        worker.agent.wait(owner, lambda: answer.settled, answer.wait)
+        outcome = answer.wait()
+        if isinstance(outcome, Exception):
+            return worker.manner.of_call(outcome, worker.directory)
+        if not isinstance(outcome.message, Agreed):
+            return BadMessage(f"a step was answered by {type(outcome.message).__name__}")
+        return outcome.message.done
+
+    # -- what has come of it
 
     def _check_prepared(self, step: StepId, answers: Answers) -> None:
         failed = {owner: answers[owner] for owner in self._shards if _is_error(answers.get(owner))}
@@ -77,8 +154,15 @@ class Agreement:
         raise StepFailed(f"{step} failed, and no worker has stepped. {who}") from first
 
     def _abort(self, step: StepId, answers: Answers) -> None:
-        owners = [owner for owner in self._shards if owner in answers]
-        self.ask("abort", lambda _: (tuple(step),), owners, _ABORT_SECONDS)
+        deadline = self._here.worker.agent.clock.now() + _ABORT_SECONDS
+        self._tell(
+            {
+                o: Abort(s.hold.ref, step, _ABORT_SECONDS)
+                for o, s in self._shards.items()
+                if o in answers
+            },
+            deadline,
+        )
 
     def _check_committed(self, step: StepId, answers: Answers) -> None:
         if all(answer is True for answer in answers.values()):
@@ -96,7 +180,7 @@ class Agreement:
         }
         story = "; ".join(f"{self._names(who)} {what}" for what, who in says.items() if who)
         raise StepFailed(
-            f"{step} failed after all workers were prepared: {story}. "
+            f"{step} failed{'' if len(answers) == 1 else _LATE}: {story}. "
             + "; ".join(map(str, errors)),
             stepped=tuple(map(self._name, stepped)),
             unknown=tuple(map(self._name, unknown)),
@@ -109,6 +193,11 @@ class Agreement:
 
     def _name(self, owner: WorkerId) -> str:
         return self._here.worker.directory.name(owner)
+
+
+def _is_silence(answer: object) -> bool:
+    """Whether a worker that was told has not answered."""
+    return isinstance(answer, PeerLost | CallTimeout) and not isinstance(answer, RemoteError)
 
 
 def _is_error(answer: object) -> bool:

@@ -1,8 +1,8 @@
 """Clips gradients by their norm over all workers, as one process would.
 
 Each owner says the norms of its gradients; the caller takes the norm of these in the order of the
-parameters, once, and tells all of them by how much to scale. So the result is the same bit for bit,
-wherever the parameters are.
+parameters, once, and tells all of them by how much to scale, if at all. So the result is the same
+bit for bit, wherever the parameters are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.shard import parameter_of, stepped_here
+from gradwire.optim.shard import norms_of, parameter_of, scale, stepped_here
 from gradwire.rpc.api import rpc_async
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -27,19 +27,14 @@ def norms_here(
 ) -> list[torch.Tensor | None]:
     """The norm of each parameter's gradient; None for those without one."""
     parameters = [parameter_of(ref) for ref in refs]
-    gradients = stepped_here().gradients(context, parameters)
-    return [
-        torch.linalg.vector_norm(gradients[p], norm_type) if p in gradients else None
-        for p in parameters
-    ]
+    return norms_of(stepped_here().gradients(context, parameters), norm_type)
 
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
     """Scale the gradients of these in place."""
     parameters = [parameter_of(ref) for ref in refs]
-    for gradient in stepped_here().gradients(context, parameters).values():
-        gradient.mul_(coefficient.to(gradient.device))
+    scale(stepped_here().gradients(context, parameters), coefficient)
 
 
 def clip_grad_norm_(
@@ -67,13 +62,9 @@ def clip_grad_norm_(
         for share, answer in zip(shares.values(), asked, strict=True):
             for n, norm in zip(share, answer.wait(), strict=True):
                 norms[n] = norm
-        total = _total([norm for norm in norms if norm is not None], norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise UsageError(
-                f"the total norm of order {norm_type} of the gradients is non-finite: {total}",
-                hint="error_if_nonfinite=False scales them by it all the same",
-            )
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        total, coefficient = measured(norms, max_norm, norm_type, error_if_nonfinite)
+        if coefficient is None:
+            return total
         told = [
             rpc_async(owner, scale_here, args=([refs[n] for n in share], coefficient, context_id))
             for owner, share in shares.items()
@@ -81,6 +72,23 @@ def clip_grad_norm_(
         for done in told:
             done.wait()
     return total
+
+
+def measured(
+    norms: list[torch.Tensor | None],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm of all, and by how much to scale; None if nothing would change by it."""
+    total = _total([norm for norm in norms if norm is not None], norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise UsageError(
+            f"the total norm of order {norm_type} of the gradients is non-finite: {total}",
+            hint="error_if_nonfinite=False scales them by it all the same",
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return total, None if coefficient == 1.0 else coefficient
 
 
 def _total(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:

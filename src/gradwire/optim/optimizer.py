@@ -6,6 +6,8 @@ where, the parameter groups, and the agreement that all of them step or none.
     prepare   all owners at once: compute the step aside
     commit    one message to each, once all are prepared; abort, if one is not
 
+Where all parameters are on one worker there is nothing to agree on: it does both at once.
+
 Note [Turns on many workers]: a prepared step holds its parameters on each owner until it is ended.
 Two steps over the same owners could each hold what the other waits for. So the owners are first
 asked all at once, and none waits. If one is busy, all are let go, and then asked again one by one
@@ -23,7 +25,8 @@ import torch
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
-from gradwire.optim.clipping import by_owner, check_references, clip_grad_norm_
+from gradwire.optim.clipping import by_owner, check_references, measured
+from gradwire.optim.serving import make_shard
 from gradwire.optim.shard import Options, Shard, State, stepped_here
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.rpc.api import remote
@@ -101,9 +104,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         context_id: ContextId | None = None,
     ) -> torch.Tensor:
         """Clip the gradients of all parameters together; see `gradwire.clip_grad_norm_`."""
-        return clip_grad_norm_(
-            self._refs(), max_norm, norm_type, error_if_nonfinite, context_id=context_id
-        )
+        parts = self._ask_all("norms", norm_type, context_id).values()
+        norms = {n: norm for part in parts for n, norm in part.items()}
+        with torch.no_grad():
+            in_order = [norms[n] for n in sorted(norms)]
+            total, coefficient = measured(in_order, max_norm, norm_type, error_if_nonfinite)
+        if coefficient is not None:
+            self._ask_all("scale", coefficient, context_id)
+        return total
 
     # -- groups
 
@@ -146,7 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shares = [self._share(owner, group, first + n) for n, group in enumerate(groups)]
         mine = [share for share in shares if share[1]]
         with torch.no_grad():
-            return remote(owner, Shard, args=(self._cls, mine, self._args, self._kwargs))
+            return remote(owner, make_shard, args=(self._cls, mine, self._args, self._kwargs))
 
     def _share(
         self, owner: WorkerId, group: dict[str, Any], number: int

@@ -27,7 +27,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -65,7 +65,7 @@ class _Entry:
     def __init__(self, parameter: weakref.ref[torch.Tensor]) -> None:
         self.parameter = parameter
         self.generation = _Generation()
-        self.before: torch.Tensor | None = None
+        self.before: object = None
 
 
 class _Saved(NamedTuple):
@@ -137,25 +137,30 @@ class Storages:
                 self._under_hooks[thread] -= 1
                 self._under_hooks += Counter()  # drops the zeros
 
-    def replace(self, updates: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give each parameter its new values.
+    def replace(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Give each parameter the storage of its stand-in; those pairs that still have two.
 
         One that shares its storage with something else is written in place, as others look there.
         """
-        updates = list(updates)
+        apart = []
         with self._changed:
-            kept = self._wait_for_operators([parameter for parameter, _ in updates])
-            for parameter, new in updates:
-                entry = self._entries[id(parameter)]
-                if not _has_storage_of_its_own(parameter):
-                    parameter.copy_(new)
+            kept = self._wait_for_operators([parameter for parameter, _ in pairs])
+            for parameter, stand_in in pairs:
+                own = _own_storage(parameter)
+                if own is None:
+                    parameter.copy_(stand_in)
+                    apart.append((parameter, stand_in))
                     continue
+                entry = self._entries[id(parameter)]
                 entry.generation.last = parameter._version
                 entry.generation = _Generation()
-                entry.before = parameter.data
-                parameter.data = new
-                if parameter in kept:
+                entry.before = own
+                parameter.data = stand_in
+                if kept and parameter in kept:
                     torch.autograd.graph.increment_version(parameter)
+        return apart
 
     def _is_alone(self) -> bool:
         return not self._under_hooks.keys() - {threading.get_ident()}
@@ -196,16 +201,16 @@ class Storages:
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
         """See Note [Between keeping and computing]. Those that graphs without hooks may keep."""
         names = frozenset(map(id, parameters))
-        kept = set(parameters)
+        kept: Iterable[torch.Tensor] = parameters
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             self._forget_those_who_went_on()
             is_read = any(spot.parameters & names for spot in self._spots.values())
-            kept = set(filter(is_kept_by_graphs, kept))
+            kept = [parameter for parameter in kept if is_kept_by_graphs(parameter)]
             look_again = kept and polled < _POLLS_OF_GRAPHS and not self._is_alone()
             if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
-        return kept
+        return set(kept)
 
     def _forget_those_who_went_on(self) -> None:
         for thread, spot in list(self._spots.items()):
@@ -227,9 +232,9 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     return saved.tensor if last is None else saved.tensor.data
 
 
-def _has_storage_of_its_own(parameter: torch.Tensor) -> bool:
+def _own_storage(parameter: torch.Tensor) -> object | None:
+    """What holds its values; None if others look there too."""
     if parameter.layout != torch.strided:
-        return True
+        return parameter.data
     storage = parameter.untyped_storage()
-    own = parameter.numel() * parameter.element_size()
-    return storage.nbytes() == own and not storage.is_shared()
+    return storage if storage.nbytes() == parameter.nbytes and not storage.is_shared() else None

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast, final
 
 import torch
 
 from gradwire.errors import ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId
+from gradwire.optim.messages import PlainOptions
 from gradwire.optim.saving import Storages
 from gradwire.optim.turns import StepId, Turns
 from gradwire.rpc.registry import expose
@@ -28,7 +29,8 @@ from gradwire.rpc.worker import Worker
 
 Options = dict[str, Any]
 State = dict[int, Any]
-Gradients = Mapping[torch.Tensor, torch.Tensor]
+Made = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
+"""What a group is made of: its number, those of its parameters, these, and its options."""
 
 
 @final
@@ -48,17 +50,19 @@ class Stepped:
         self.lost[worker] = error
         self.worker.agent.dispatch.service.submit(lambda: self.turns.worker_lost(worker))
 
-    def gradients(self, context: ContextId | None, parameters: Sequence[torch.Tensor]) -> Gradients:
-        """The gradients these have, in a context or in `.grad`."""
+    def gradients(
+        self, context: ContextId | None, parameters: Iterable[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The gradient of each, in a context or in `.grad`."""
         if context is None:
-            return {p: p.grad for p in parameters if p.grad is not None}
+            return [parameter.grad for parameter in parameters]
         try:
-            gradients = self.worker.engine.contexts.find(context).gradients
+            find = self.worker.engine.contexts.find(context).gradients.get
         except ContextClosed:
             raise
         except UsageError:  # whoever asks knows it; it has never come here
-            return {}
-        return {p: gradients[p] for p in parameters if p in gradients}
+            return [None for _ in parameters]
+        return [find(parameter) for parameter in parameters]
 
     def next_step(self) -> StepId:
         """A number for a step that this worker asks for."""
@@ -94,7 +98,7 @@ class Shard:
     def __init__(
         self,
         cls: type[torch.optim.Optimizer],
-        groups: list[tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]],
+        groups: list[Made],
         args: tuple[object, ...],
         kwargs: Options,
     ) -> None:
@@ -102,6 +106,7 @@ class Shard:
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, _Prepared] = {}
+        self._names: frozenset[int] = frozenset()
         made = [self._made(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
         self._here.storages.register(self._stand_ins)
@@ -124,6 +129,7 @@ class Shard:
             )
         stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
         self._stand_ins |= zip(parameters, stand_ins, strict=True)
+        self._names = frozenset(map(id, self._stand_ins))
         self._groups.append(Group(number, indices, parameters))
         return {**options, "params": stand_ins}
 
@@ -151,6 +157,7 @@ class Shard:
         del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
         for parameter in (p for group in dropped for p in group.parameters):
             self._optimizer.state.pop(self._stand_ins.pop(parameter), None)
+        self._names = frozenset(map(id, self._stand_ins))
 
     def defaults(self) -> Options:
         """What a group has unless it says otherwise."""
@@ -164,7 +171,12 @@ class Shard:
             for mine, group in zip(self._groups, groups, strict=True)
         }
 
-    def _set(self, options: dict[int, Options]) -> None:
+    def set_options(self, options: dict[int, Options]) -> None:
+        """From the next step on; for options that do not travel with it."""
+        with self._turn_of_its_own():
+            self._set(options)
+
+    def _set(self, options: Mapping[int, Mapping[str, object]]) -> None:
         for mine, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             params = group["params"]
             group.clear()
@@ -172,43 +184,61 @@ class Shard:
 
     # -- a step
 
+    def step(
+        self,
+        step: StepId,
+        context: ContextId | None,
+        options: PlainOptions | None,
+        deadline: float,
+    ) -> None:
+        """Both halves at once, where no other worker takes part."""
+        turn = self._here.turns.take(step, self._names, deadline, wait=True)
+        assert turn is not None
+        try:
+            with plainly():
+                self._put_in_place(self._computed(context, options))
+        finally:
+            self._here.turns.release(turn)
+
     def prepare(
         self,
-        step: tuple[int, int],
+        step: StepId,
         context: ContextId | None,
-        options: dict[int, Options],
-        seconds: float,
+        options: PlainOptions | None,
+        deadline: float,
+        *,
         wait: bool,
     ) -> bool:
         """Compute the step aside. False if another one has a parameter and we are not to wait."""
-        name, turns = StepId(*step), self._here.turns
-        deadline = self._here.worker.agent.clock.now() + seconds
-        turn = turns.take(name, map(id, self._stand_ins), deadline, wait=wait)
+        turns = self._here.turns
+        turn = turns.take(step, self._names, deadline, wait=wait)
         if turn is None:
             return False
         try:
-            with _plainly():
-                self._compute(name, context, options)
+            with plainly():
+                self._prepared[step] = self._computed(context, options)
         except BaseException:
             turns.release(turn)
             raise
-        if not turns.ready(turn, lambda: self._undo(name)):
-            self._undo(name)
+        if not turns.ready(turn, lambda: self._undo(step)):
+            self._undo(step)
             turns.release(turn)
         return True
 
-    def _compute(
-        self, step: StepId, context: ContextId | None, options: dict[int, Options]
-    ) -> None:
-        gradients = self._here.gradients(context, list(self._stand_ins))
-        pairs = [(p, self._stand_ins[p]) for p in gradients]
+    def _computed(self, context: ContextId | None, options: PlainOptions | None) -> _Prepared:
+        found = self._here.gradients(context, self._stand_ins)
+        gradients = [gradient for gradient in found if gradient is not None]
+        all_ = zip(self._stand_ins.items(), found, strict=True)
+        pairs = [pair for pair, gradient in all_ if gradient is not None]
         state = self._optimizer.state
-        prepared = _Prepared(pairs, {s: copy.deepcopy(state[s]) for _, s in pairs if s in state})
+        kept = {s: kept_apart(state[s]) for _, s in pairs if s in state} if state else {}
+        prepared = _Prepared(pairs, kept)
         try:
-            self._set(options)
-            for parameter, stand_in in pairs:
-                stand_in.data = parameter.data.clone()
-                stand_in.grad = gradients[parameter]
+            if options is not None:
+                self._set(options)
+            for (parameter, stand_in), gradient in zip(pairs, gradients, strict=True):
+                stand_in.data = parameter.clone()
+                stand_in.grad = gradient
             self._optimizer.step()
         except BaseException:
             self._put_back(prepared)
@@ -216,7 +246,7 @@ class Shard:
         finally:
             for _, stand_in in pairs:
                 stand_in.grad = None
-        self._prepared[step] = prepared
+        return prepared
 
     def commit(self, step: tuple[int, int]) -> bool:
         """Put in place what was prepared. False if it was given up before."""
@@ -226,20 +256,22 @@ class Shard:
             return False
         prepared = self._prepared.pop(name)
         try:
-            with _plainly():
-                self._here.storages.replace((p, s.data) for p, s in prepared.stand_ins)
-                for parameter, stand_in in prepared.stand_ins:
-                    stand_in.data = parameter.data
+            with plainly():
+                self._put_in_place(prepared)
         finally:
             self._here.turns.release(turn)
         return True
+
+    def _put_in_place(self, prepared: _Prepared) -> None:
+        for parameter, stand_in in self._here.storages.replace(prepared.stand_ins):
+            stand_in.data = parameter.data
 
     def abort(self, step: tuple[int, int]) -> None:
         """Drop what was prepared, if anything was."""
         self._here.turns.give_up(StepId(*step))
 
     def _undo(self, step: StepId) -> None:
-        with _plainly():
+        with plainly():
             self._put_back(self._prepared.pop(step))
 
     def _put_back(self, prepared: _Prepared) -> None:
@@ -258,6 +290,16 @@ class Shard:
                 parameter.grad = None
             else:
                 parameter.grad = torch.zeros_like(parameter.grad)
+
+    def norms(self, norm_type: float, context: ContextId | None) -> State:
+        """The norm of each gradient, by the number of its parameter."""
+        numbers = [i for group in self._groups for i in group.indices]
+        norms = norms_of(self._here.gradients(context, self._stand_ins), norm_type)
+        return {i: norm for i, norm in zip(numbers, norms, strict=True) if norm is not None}
+
+    def scale(self, coefficient: torch.Tensor, context: ContextId | None) -> None:
+        """Scale the gradients in place."""
+        scale(self._here.gradients(context, self._stand_ins), coefficient)
 
     def state(self, indices: list[int] | None = None) -> State:
         """The state of its parameters, or of some, by number; those without any are left out.
@@ -297,7 +339,7 @@ class Shard:
         """No step is under way on these parameters inside the block."""
         here = self._here
         step, deadline = here.next_step(), here.worker.deadline(None)
-        turn = here.turns.take(step, map(id, self._stand_ins), deadline, wait=True)
+        turn = here.turns.take(step, self._names, deadline, wait=True)
         assert turn is not None
         try:
             yield
@@ -318,8 +360,39 @@ def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
     return value
 
 
+def norms_of(
+    gradients: Iterable[torch.Tensor | None], norm_type: float
+) -> list[torch.Tensor | None]:
+    """The norm of each gradient there is."""
+    return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in gradients]
+
+
+def scale(gradients: Iterable[torch.Tensor | None], coefficient: torch.Tensor) -> None:
+    """In place."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(coefficient.to(gradient.device))
+
+
+def kept_apart(state: object) -> object:
+    """A copy of a parameter's state. Mostly that is a dict of tensors and numbers.
+
+    hot: copy.deepcopy takes twenty times as long
+    """
+    if type(state) is not dict or len({*map(id, state.values())}) < len(state):
+        return copy.deepcopy(state)
+    return {
+        key: value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def plainly() -> AbstractContextManager[object]:
+    """Neither the caller's grad mode nor its inference mode reaches the parameters."""
+    return _plainly() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Neither the caller's grad mode nor its inference mode reaches the parameters."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -8,7 +8,7 @@ turn whose worker is lost or whose time is over is taken back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -58,10 +58,10 @@ class Turns:
         return len(self._turns)
 
     def take(
-        self, step: StepId, parameters: Iterable[int], deadline: float, *, wait: bool
+        self, step: StepId, parameters: frozenset[int], deadline: float, *, wait: bool
     ) -> Turn | None:
         """A turn over these; None if another step has one of them and we are not to wait."""
-        turn = Turn(step, frozenset(parameters), deadline)
+        turn = Turn(step, parameters, deadline)
         while True:
             with self._changed:
                 others = [t for t in self._turns.values() if t.parameters & turn.parameters]

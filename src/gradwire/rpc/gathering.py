@@ -24,6 +24,8 @@ GiveUp = Callable[[str, Collection[str], str], None]
 """Tell these followers of this round why they wait in vain."""
 Reach = Callable[[str], None]
 """Connect to this worker again; raises if it is gone."""
+Present = Callable[[], Collection[str]]
+"""The names of all workers there are."""
 
 _GRACE_SECONDS = 1.0
 """What a worker said before it was lost may still be on its way through our threads."""
@@ -33,8 +35,9 @@ _GRACE_SECONDS = 1.0
 class Gatherings:
     """Those of one worker."""
 
-    def __init__(self, name: str, clock: Clock, reach: Reach) -> None:
-        self._name, self._clock, self._reach = name, clock, reach
+    def __init__(self, name: str, clock: Clock, reach: Reach, present: Present) -> None:
+        self._name, self._clock = name, clock
+        self._reach, self._present = reach, present
         self._changed = threading.Condition()
         self._rounds = Rounds()
 
@@ -51,8 +54,10 @@ class Gatherings:
         """The values of all by name, ours among them, once everyone has called this."""
         leader = min(names)
         followers = sorted(set(names) - {leader})
+        present = self._present()
         with self._changed:
             round = self._rounds.entered(names)
+            self._rounds.forget_without(present)
         try:
             if leader == self._name:
                 self.heard(round, leader, value, names)

@@ -35,6 +35,11 @@ class Rounds:
     def __len__(self) -> int:
         return len(self._rounds)
 
+    @property
+    def sets(self) -> int:
+        """How many sets of names it counts the rounds of."""
+        return len(self._entered)
+
     def entered(self, names: Collection[str]) -> str:
         """This worker begins one more; what it is called."""
         together = ",".join(sorted(names))  # no name has a comma
@@ -43,6 +48,20 @@ class Rounds:
         round = f"{together}#{n}"
         self._inside.add(round)
         return round
+
+    def forget_without(self, present: Collection[str]) -> None:
+        """Drop what is known of sets whose names are not all present: they gather no more."""
+        there = set(present)
+        busy = {round.rpartition("#")[0] for round in self._inside}
+
+        def stays(together: str) -> bool:
+            return together in busy or there.issuperset(together.split(","))
+
+        self._entered = {names: n for names, n in self._entered.items() if stays(names)}
+        self._rounds = {
+            r: heard for r, heard in self._rounds.items() if stays(r.rpartition("#")[0])
+        }
+        self._lost &= there
 
     def contributed(self, round: str, name: str, value: object, names: Collection[str]) -> None:
         """The leader hears a value, maybe before it enters; what comes too late is not kept."""

@@ -83,7 +83,7 @@ class Worker:
         timeouts, wrap = options.timeouts, manner.channel
         connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
         self.agent = self._agent(connections, clock, registry)
-        self.gatherings = Gatherings(self.name, clock, self._reach)
+        self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports)
         self._serve(registry)
@@ -109,7 +109,7 @@ class Worker:
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, parcels, registry, self._serving, manner)
+        Serving(agent, self.engine, self.refs, parcels, registry, self.serving, manner)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
@@ -203,6 +203,9 @@ class Worker:
         limit = self.agent.clock.now() + self._options.timeouts.connect
         self.agent.reach(self.directory.find(name).id, limit)
 
+    def _present(self) -> list[str]:
+        return [info.name for info in self.directory.all()]
+
     def _look(self) -> None:
         self.leaks = self.refs.leaks()
 
@@ -212,7 +215,8 @@ class Worker:
     def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
         return _Serving(self, context, math.inf)
 
-    def _serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+    def serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+        """The scope of a function that a peer has asked for."""
         return _Serving(self, context, deadline)
 
 
