@@ -26,14 +26,14 @@ from gradwire.autograd.ledger import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.root import Root
-from gradwire.autograd.running import Running, Settlement
+from gradwire.autograd.running import Running
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
-from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost, UsageError
+from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, spoken_context
 from gradwire.options import Timeouts
-from gradwire.wire.tensor import decode_tensors, encode_tensors
+from gradwire.wire.tensor import encode_tensors
 
 
 @final
@@ -126,6 +126,7 @@ class Engine:
     ) -> list[torch.Tensor | None]:
         """Called by a Send: wait for its gradients."""
         running = self._running(context, edge)
+        self.root.send_starts(running)
         self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
         settlement = running.collect(edge)
         gradients = list(settlement.gradients)
@@ -158,7 +159,7 @@ class Engine:
             crossings,
         )
         self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
-        self._agent.tell(peer, message, payload, deadline=running.deadline)
+        self.root.send(running, peer, message, payload)
 
     def _running(self, id: ContextId, edge: EdgeId) -> Running:
         """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
@@ -179,13 +180,7 @@ class Engine:
         if running is None:
             self._agent.events.emit("late", message.edge)
             return
-        try:
-            came = iter(decode_tensors(message.tensors, payload))
-            gradients = [next(came) if there else None for there in message.present]
-        except (GradwireError, StopIteration) as error:
-            running.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
-            return
-        running.settle(message.edge, Settlement(gradients, message.crossings))
+        running.settle_with(message, payload)
 
     def stop(self, reason: str) -> None:
         """This worker leaves: whatever waits in a backward here wakes with an error."""

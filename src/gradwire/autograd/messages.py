@@ -23,6 +23,17 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
     """their places among the tensors of the message"""
 
 
+class Gradients(Message, frozen=True, tag=0x21):
+    """An edge is settled: the gradients of its tensors, each there or not, on their way home."""
+
+    context: ContextId
+    pass_id: PassId
+    edge: EdgeId
+    present: list[bool]
+    tensors: list[TensorHeader]
+    crossings: list[Crossing]
+
+
 class Start(Message, frozen=True, tag=0x20):
     """A pass has begun: run over these of your sends, then tell the root."""
 
@@ -37,17 +48,8 @@ class Start(Message, frozen=True, tag=0x20):
     create_graph: bool
     seconds: float
     """what is left until the pass is given up"""
-
-
-class Gradients(Message, frozen=True, tag=0x21):
-    """An edge is settled: the gradients of its tensors, each there or not, on their way home."""
-
-    context: ContextId
-    pass_id: PassId
-    edge: EdgeId
-    present: list[bool]
-    tensors: list[TensorHeader]
-    crossings: list[Crossing]
+    first: Gradients | None
+    """the first gradients of the pass, if they are for the receiver: their edge is settled"""
 
 
 class RunDone(Message, frozen=True, tag=0x22):

@@ -8,6 +8,7 @@ wait.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -15,10 +16,12 @@ import torch
 from gradwire.agent.failure import fresh
 from gradwire.autograd.context import Context
 from gradwire.autograd.ledger import Ledger
-from gradwire.autograd.messages import Crossing
+from gradwire.autograd.lineage import Lineage
+from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.state import PassState
-from gradwire.errors import BackwardTimeout, BadMessage
+from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
+from gradwire.wire.tensor import decode_tensors
 
 
 class Settlement(NamedTuple):
@@ -26,6 +29,14 @@ class Settlement(NamedTuple):
 
     gradients: list[torch.Tensor | None]
     crossings: list[Crossing]
+
+
+class Plan(NamedTuple):
+    """What the root has decided about a pass: what each of its workers is told to do."""
+
+    edges: Lineage
+    needed: int | None
+    destination: int
 
 
 @final
@@ -40,10 +51,13 @@ class Running:
         self.create_graph = False
         self.ledger: Ledger | None = None
         self.run: int | None = None
+        self.plan: Plan | None = None
+        """at the root"""
         self._state = PassState(id)
         self._changed = threading.Condition()
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
+        self._untold: Sequence[WorkerId] = ()
         self._run_over = False
         self._error: Exception | None = None
 
@@ -57,10 +71,32 @@ class Running:
         """What ended the pass, if something did."""
         return self._error
 
-    def workers_asked(self, workers: list[WorkerId]) -> None:
-        """The root is about to tell these."""
+    def workers_asked(self, workers: Sequence[WorkerId]) -> None:
+        """The root will tell these, see `take_untold`."""
         with self._changed:
             self._state.workers_asked(workers)
+            self._untold = workers
+
+    def take_untold(self) -> Sequence[WorkerId]:
+        """At the root: those who are yet to be told to run. Whoever takes them tells them.
+
+        hot: asked by every crossing of a backward
+        """
+        if not self._untold:
+            return ()
+        with self._changed:
+            untold, self._untold = self._untold, ()
+            return untold
+
+    def settle_with(self, message: Gradients, payload: memoryview | None) -> None:
+        """An edge's gradients came, as they travel."""
+        try:
+            came = iter(decode_tensors(message.tensors, payload))
+            gradients = [next(came) if there else None for there in message.present]
+        except (GradwireError, StopIteration) as error:
+            self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
+            return
+        self.settle(message.edge, Settlement(gradients, message.crossings))
 
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""

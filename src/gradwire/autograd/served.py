@@ -53,7 +53,7 @@ class Served:
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
-    def _serve_start(self, start: Start, _: Payload, source: Source) -> None:
+    def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         limit = self._agent.clock.now() + start.seconds
         said: RunDone | RunFailed
         try:
@@ -61,6 +61,8 @@ class Served:
             running = self._passes.heard_of(context, start.pass_id)
             if running is None:  # it failed before it reached us
                 return
+            if start.first is not None:
+                running.settle_with(start.first, payload)
             self._take_part(running, start)
             said = RunDone(start.context, start.pass_id)
         except BaseException as error:  # an error ends the pass everywhere
