@@ -26,7 +26,7 @@ from gradwire.autograd.ledger import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.root import Root
-from gradwire.autograd.running import Running
+from gradwire.autograd.running import Held, Running
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
@@ -144,6 +144,7 @@ class Engine:
     ) -> None:
         """Called by a Recv: settle its edge. See Note [Gradients are never shared].
 
+        The last gradients of a run, if for the root, leave when it has returned, and say so.
         Under create_graph a gradient that wants one itself crosses as values do.
         """
         running = self._running(context, edge)
@@ -159,7 +160,10 @@ class Engine:
             crossings,
         )
         self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
-        self.root.send(running, peer, message, payload)
+        if running.is_last() and peer == running.id.worker:
+            running.held = Held(message, payload)
+        else:
+            self.root.send(running, peer, message, payload)
 
     def _running(self, id: ContextId, edge: EdgeId) -> Running:
         """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
@@ -174,13 +178,15 @@ class Engine:
             )
         return running
 
-    def _serve_gradients(self, message: Gradients, payload: Payload, _: Source) -> None:
+    def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
         context = self.contexts.maybe(message.context)
         running = None if context is None else self.passes.heard_of(context, message.pass_id)
         if running is None:
             self._agent.events.emit("late", message.edge)
             return
         running.settle_with(message, payload)
+        if message.last:
+            running.worker_done(source.worker, has_changed=False)
 
     def stop(self, reason: str) -> None:
         """This worker leaves: whatever waits in a backward here wakes with an error."""

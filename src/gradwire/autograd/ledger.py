@@ -88,6 +88,11 @@ class Ledger:
         """Whether `.grad` stays as it was."""
         return self._into is not None
 
+    @property
+    def has_entries(self) -> bool:
+        """Whether there is anything to keep or to undo."""
+        return bool(self._entries)
+
     @contextmanager
     def watching(self, accumulators: Iterable[Node]) -> Iterator[None]:
         """Keep the books of what these do inside the block, for the run named in `run`."""

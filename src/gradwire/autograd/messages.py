@@ -32,6 +32,8 @@ class Gradients(Message, frozen=True, tag=0x21):
     present: list[bool]
     tensors: list[TensorHeader]
     crossings: list[Crossing]
+    last: bool = False
+    """to the root: with this the sender's part of the pass is over, and has changed no leaf"""
 
 
 class Start(Message, frozen=True, tag=0x20):
@@ -57,6 +59,8 @@ class RunDone(Message, frozen=True, tag=0x22):
 
     context: ContextId
     pass_id: PassId
+    has_changed: bool
+    """whether leaves were changed here: then it wants to hear how the pass ends"""
 
 
 class RunFailed(Message, frozen=True, tag=0x23):
@@ -68,7 +72,10 @@ class RunFailed(Message, frozen=True, tag=0x23):
 
 
 class PassEnded(Message, frozen=True, tag=0x24):
-    """The root to everyone in the pass: keep the gradients, or put back what was there before."""
+    """The root: keep the gradients of a pass, or put back what was there before.
+
+    A good end is told to those who have changed something, a failure to everyone in the pass.
+    """
 
     context: ContextId
     pass_id: PassId

@@ -164,7 +164,7 @@ class Root:
             self.give_up(running, error if isinstance(error, Exception) else None)
             raise
         self._passes.over(running)
-        for worker in running.asked:
+        for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
             try:
                 self._agent.tell(worker, ended, deadline=running.deadline)
@@ -206,7 +206,7 @@ class Root:
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
         if running is not None:
-            running.worker_done(source.worker)
+            running.worker_done(source.worker, has_changed=message.has_changed)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)

@@ -21,6 +21,7 @@ from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.state import PassState
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
+from gradwire.wire.frame import Buffer
 from gradwire.wire.tensor import decode_tensors
 
 
@@ -39,6 +40,13 @@ class Plan(NamedTuple):
     destination: int
 
 
+class Held(NamedTuple):
+    """Gradients that leave when the run is over, as they are the last thing it does."""
+
+    message: Gradients
+    payload: Sequence[Buffer]
+
+
 @final
 class Running:
     """See the top of this file. `ledger` is None until the run here has begun."""
@@ -53,6 +61,7 @@ class Running:
         self.run: int | None = None
         self.plan: Plan | None = None
         """at the root"""
+        self.held: Held | None = None
         self._state = PassState(id)
         self._changed = threading.Condition()
         self._inbox: dict[EdgeId, Settlement] = {}
@@ -129,11 +138,25 @@ class Running:
             self._state.edge_collected(edge)
             return self._inbox.pop(edge)
 
-    def worker_done(self, worker: WorkerId) -> None:
+    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
         """At the root: one worker's run is over."""
         with self._changed:
-            self._state.worker_done(worker)
+            self._state.worker_done(worker, has_changed=has_changed)
             self._changed.notify_all()
+
+    def changed_workers(self) -> list[WorkerId]:
+        """At the root, when all are done: those that have changed leaves."""
+        return self._state.changed()
+
+    def run_counted(self, sends: int, recvs: int) -> None:
+        """Here, a run begins that reaches no leaf, but so many Sends and Recvs."""
+        with self._changed:
+            self._state.run_counted(sends, recvs)
+
+    def is_last(self) -> bool:
+        """Here, a Recv runs: whether nothing is left to run after it."""
+        with self._changed:
+            return self._state.recv_through()
 
     def run_begins(self, ledger: Ledger) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""
