@@ -49,7 +49,7 @@ def test_a_worker_that_was_not_asked_cannot_be_done():
     state.workers_asked([1])
 
     with pytest.raises(BadMessage, match=r"worker 2 ended p0\.1 without having been asked"):
-        state.worker_done(2)
+        state.worker_done(2, has_changed=False)
 
 
 def test_only_the_first_error_is_told():
@@ -66,8 +66,31 @@ def test_the_root_waits_for_all_in_whatever_order(order):
     for worker in order:
         assert worker in state.unfinished()
         assert state.concerns(worker)
-        state.worker_done(worker)
+        state.worker_done(worker, has_changed=worker > 2)
 
     assert state.unfinished() == []
     assert state.concerns(0)
     assert not state.concerns(1)
+    assert state.changed() == [3, 4]
+
+
+@given(st.permutations(["send 0", "send 1", "recv", "recv"]))
+def test_the_last_recv_of_a_counted_run_is_known(order):
+    state = a_pass()
+    state.run_counted(sends=2, recvs=2)
+    told = []
+    for what in order:
+        if what == "recv":
+            told.append(state.recv_through())
+        else:
+            edge = EDGES[int(what.removeprefix("send "))]
+            state.edge_settled(edge)
+            state.edge_collected(edge)
+
+    assert told == [False, order[-1] == "recv"]
+
+
+def test_of_a_run_that_was_not_counted_no_recv_is_the_last():
+    state = a_pass()
+
+    assert not any(state.recv_through() for _ in range(3))

@@ -26,14 +26,14 @@ from gradwire.autograd.ledger import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.root import Root
-from gradwire.autograd.running import Running, Settlement
+from gradwire.autograd.running import Held, Running
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
-from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost, UsageError
+from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, spoken_context
 from gradwire.options import Timeouts
-from gradwire.wire.tensor import decode_tensors, encode_tensors
+from gradwire.wire.tensor import encode_tensors
 
 
 @final
@@ -126,9 +126,13 @@ class Engine:
     ) -> list[torch.Tensor | None]:
         """Called by a Send: wait for its gradients."""
         running = self._running(context, edge)
-        self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
+        self.root.send_starts(running)
+        if not running.has_come(edge):
+            self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
         settlement = running.collect(edge)
-        gradients = list(settlement.gradients)
+        gradients = settlement.gradients
+        if not settlement.crossings:
+            return gradients
         present = [gradient for gradient in gradients if gradient is not None]
         self.attach_recv(context, peer, settlement.crossings, present)
         alive = iter(present)
@@ -143,6 +147,7 @@ class Engine:
     ) -> None:
         """Called by a Recv: settle its edge. See Note [Gradients are never shared].
 
+        The last gradients of a run, if for the root, leave when it has returned, and say so.
         Under create_graph a gradient that wants one itself crosses as values do.
         """
         running = self._running(context, edge)
@@ -158,7 +163,10 @@ class Engine:
             crossings,
         )
         self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
-        self._agent.tell(peer, message, payload, deadline=running.deadline)
+        if running.is_last() and peer == running.id.worker:
+            running.held = Held(message, payload)
+        else:
+            self.root.send(running, peer, message, payload)
 
     def _running(self, id: ContextId, edge: EdgeId) -> Running:
         """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
@@ -173,19 +181,15 @@ class Engine:
             )
         return running
 
-    def _serve_gradients(self, message: Gradients, payload: Payload, _: Source) -> None:
+    def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
         context = self.contexts.maybe(message.context)
         running = None if context is None else self.passes.heard_of(context, message.pass_id)
         if running is None:
             self._agent.events.emit("late", message.edge)
             return
-        try:
-            came = iter(decode_tensors(message.tensors, payload))
-            gradients = [next(came) if there else None for there in message.present]
-        except (GradwireError, StopIteration) as error:
-            running.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
-            return
-        running.settle(message.edge, Settlement(gradients, message.crossings))
+        running.settle_with(message, payload)
+        if message.last:
+            running.worker_done(source.worker, has_changed=False)
 
     def stop(self, reason: str) -> None:
         """This worker leaves: whatever waits in a backward here wakes with an error."""

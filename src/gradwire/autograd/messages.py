@@ -23,6 +23,19 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
     """their places among the tensors of the message"""
 
 
+class Gradients(Message, frozen=True, tag=0x21):
+    """An edge is settled: the gradients of its tensors, each there or not, on their way home."""
+
+    context: ContextId
+    pass_id: PassId
+    edge: EdgeId
+    present: list[bool]
+    tensors: list[TensorHeader]
+    crossings: list[Crossing]
+    last: bool = False
+    """to the root: with this the sender's part of the pass is over, and has changed no leaf"""
+
+
 class Start(Message, frozen=True, tag=0x20):
     """A pass has begun: run over these of your sends, then tell the root."""
 
@@ -37,17 +50,8 @@ class Start(Message, frozen=True, tag=0x20):
     create_graph: bool
     seconds: float
     """what is left until the pass is given up"""
-
-
-class Gradients(Message, frozen=True, tag=0x21):
-    """An edge is settled: the gradients of its tensors, each there or not, on their way home."""
-
-    context: ContextId
-    pass_id: PassId
-    edge: EdgeId
-    present: list[bool]
-    tensors: list[TensorHeader]
-    crossings: list[Crossing]
+    first: Gradients | None
+    """the first gradients of the pass, if they are for the receiver: their edge is settled"""
 
 
 class RunDone(Message, frozen=True, tag=0x22):
@@ -55,6 +59,8 @@ class RunDone(Message, frozen=True, tag=0x22):
 
     context: ContextId
     pass_id: PassId
+    has_changed: bool
+    """whether leaves were changed here: then it wants to hear how the pass ends"""
 
 
 class RunFailed(Message, frozen=True, tag=0x23):
@@ -66,7 +72,10 @@ class RunFailed(Message, frozen=True, tag=0x23):
 
 
 class PassEnded(Message, frozen=True, tag=0x24):
-    """The root to everyone in the pass: keep the gradients, or put back what was there before."""
+    """The root: keep the gradients of a pass, or put back what was there before.
+
+    A good end is told to those who have changed something, a failure to everyone in the pass.
+    """
 
     context: ContextId
     pass_id: PassId

@@ -105,7 +105,7 @@ class Recv(Function):
     @staticmethod
     def forward(node: Any, side: Side, count: int, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
         """The received tensors, alive. `inputs` are those `count`, then the anchor, then links."""
-        node.side, node.count = side, count
+        node.side, node.nothing = side, (None,) * (2 + len(inputs))
         node.set_materialize_grads(False)
         tensors = inputs[:count]
         node.mark_dirty(*tensors)  # the callee may modify in place what it received
@@ -116,7 +116,7 @@ class Recv(Function):
         """Ship them. A link carries no gradient, only the order."""
         side: Side = node.side
         side.home().ship(side.context, side.edge, side.peer, list(gradients))
-        return (None,) * (2 + len(node.needs_input_grad[2:]))
+        return node.nothing
 
 
 _RECV = backward_class(Recv)
@@ -138,20 +138,3 @@ class Joined(Function):
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
         """Only the order passes."""
         return (None,) * node.count
-
-
-class Entrance(Function):
-    """An extra root that the engine runs first, so that a run we start knows its own number."""
-
-    @staticmethod
-    def forward(node: Any, enter: Any, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """A token to run from."""
-        node.enter = enter
-        node.set_materialize_grads(False)
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
-        """Tell who waits for it."""
-        node.enter()
-        return None, None

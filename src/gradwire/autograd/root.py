@@ -20,13 +20,14 @@ from gradwire.autograd.messages import (
     NOWHERE,
     TO_GRAD,
     TO_MAP,
+    Gradients,
     PassEnded,
     RunDone,
     RunFailed,
     Start,
 )
 from gradwire.autograd.passes import Passes
-from gradwire.autograd.running import Running
+from gradwire.autograd.running import Plan, Running
 from gradwire.autograd.torch_private import (
     AccumulateGrad,
     Node,
@@ -37,6 +38,7 @@ from gradwire.autograd.torch_private import (
 )
 from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
+from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
@@ -99,7 +101,14 @@ class Root:
 
         try:
             with profiling.span("gradwire backward of %s", context):
-                run.accumulate(roots, ledger, landmarks, enter, retain_graph=retain_graph)
+                run.accumulate(
+                    roots,
+                    ledger,
+                    landmarks,
+                    enter,
+                    gradients=[torch.ones_like(root) for root in roots],
+                    retain_graph=retain_graph,
+                )
         except BaseException:
             ledger.undo()
             raise
@@ -108,30 +117,49 @@ class Root:
     def _begin(
         self, running: Running, edges: Lineage, needed: int | None, destination: int
     ) -> None:
-        """Tell every worker that owns a Send of the pass."""
+        """Every worker that owns a Send of the pass takes part.
+
+        Note [Starts leave with gradients]: they are told when the first gradients leave, and one
+        whose gradients these are hears both at once. Before that nobody could do anything. They are
+        told at the latest when this worker waits.
+        """
         me = self._agent.directory.me.id
         self._passes.enter(running, current_run())
         when_run_ends(_Finish(self, running))
         owners = sorted(worker for worker in edges if worker != me)
+        running.plan = Plan(edges, needed, destination)
         running.workers_asked(owners)
         self._agent.events.emit("start", running.id)
-        seconds = running.deadline - self._agent.clock.now()
-        for worker in owners:
-            start = Start(
-                running.context.id,
-                running.id,
-                bits_to_wire(edges[worker]),
-                None if needed is None else bits_to_wire(needed),
-                destination,
-                running.retain_graph,
-                running.create_graph,
-                seconds,
-            )
+
+    def send(
+        self, running: Running, peer: WorkerId, gradients: Gradients, payload: Sequence[Buffer]
+    ) -> None:
+        """Gradients leave. See Note [Starts leave with gradients]."""
+        untold = running.take_untold()
+        first = peer in untold
+        said = _start(running, peer, self._left(running), gradients) if first else gradients
+        self._agent.tell(peer, said, payload, deadline=running.deadline)
+        if untold:
+            self._tell(running, [worker for worker in untold if worker != peer])
+
+    def send_starts(self, running: Running) -> None:
+        """This worker is about to wait: whoever has not been told to run is told now."""
+        untold = running.take_untold()
+        if untold:
+            self._tell(running, untold)
+
+    def _tell(self, running: Running, workers: Sequence[WorkerId]) -> None:
+        for worker in workers:
+            start = _start(running, worker, self._left(running))
             self._agent.tell(worker, start, deadline=running.deadline)
+
+    def _left(self, running: Running) -> float:
+        return running.deadline - self._agent.clock.now()
 
     def finish(self, running: Running) -> None:
         """The engine is through here: wait for the others, then let them keep what they have."""
         try:
+            self.send_starts(running)
             unfinished = running.unfinished()
             if unfinished:
                 self._agent.wait(
@@ -143,7 +171,7 @@ class Root:
             self.give_up(running, error if isinstance(error, Exception) else None)
             raise
         self._passes.over(running)
-        for worker in running.asked:
+        for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
             try:
                 self._agent.tell(worker, ended, deadline=running.deadline)
@@ -185,7 +213,7 @@ class Root:
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
         if running is not None:
-            running.worker_done(source.worker)
+            running.worker_done(source.worker, has_changed=message.has_changed)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
@@ -211,6 +239,24 @@ class _Finish:
     def __del__(self) -> None:
         if not self._called:
             self._root.give_up(self._running, None)
+
+
+def _start(
+    running: Running, worker: WorkerId, seconds: float, first: Gradients | None = None
+) -> Start:
+    plan = running.plan
+    assert plan is not None, "only the root has told"
+    return Start(
+        running.context.id,
+        running.id,
+        bits_to_wire(plan.edges[worker]),
+        None if plan.needed is None else bits_to_wire(plan.needed),
+        plan.destination,
+        running.retain_graph,
+        running.create_graph,
+        seconds,
+        first,
+    )
 
 
 def _check_whole(context: Context) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import final
 
 import torch
+from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
@@ -28,7 +29,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
-from gradwire.autograd.torch_private import current_run
+from gradwire.autograd.torch_private import current_run, will_execute
 from gradwire.errors import BadMessage, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
@@ -53,20 +54,41 @@ class Served:
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
-    def _serve_start(self, start: Start, _: Payload, source: Source) -> None:
+    def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         limit = self._agent.clock.now() + start.seconds
-        said: RunDone | RunFailed
         try:
             context = self._contexts.find(start.context)
             running = self._passes.heard_of(context, start.pass_id)
             if running is None:  # it failed before it reached us
                 return
+            if start.first is not None:
+                running.settle_with(start.first, payload)
             self._take_part(running, start)
-            said = RunDone(start.context, start.pass_id)
+            self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere
-            said = RunFailed(start.context, start.pass_id, self._agent.describe(error))
+            self._tell_failed(start, source.worker, error, limit)
+
+    def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:
+        """If nothing was changed here, the pass is over here too."""
+        assert running.ledger is not None, "its run is over"
+        has_changed = running.ledger.has_entries
+        if not has_changed:
+            self._passes.over(running)
+        if running.held is not None:
+            message, payload = running.held
+            last = replace(message, last=not has_changed)
+            self._agent.tell(root, last, payload, deadline=limit)
+            if not has_changed:
+                return
+        done = RunDone(running.context.id, running.id, has_changed)
+        self._agent.tell(root, done, deadline=limit)
+
+    def _tell_failed(
+        self, start: Start, root: WorkerId, error: BaseException, limit: float
+    ) -> None:
+        failed = RunFailed(start.context, start.pass_id, self._agent.describe(error))
         try:
-            self._agent.tell(source.worker, said, deadline=limit)
+            self._agent.tell(root, failed, deadline=limit)
         except GradwireError:
             self._agent.events.emit("untold", start.pass_id)
 
@@ -93,18 +115,24 @@ class Served:
         def enter() -> None:
             ledger.run = current_run()
             self._passes.enter(running, current_run())
+            if start.destination == NOWHERE or not any(landmarks):
+                recvs = sum(will_execute(r.node) for r in received)
+                running.run_counted(len(sent), recvs)
 
         sent, received, landmarks = _mine(running.context, start)
         if not sent:
             return
         tokens = [s.token for s in sent]
-        how = {"retain_graph": start.retain_graph, "create_graph": start.create_graph}
+        retain, create = start.retain_graph, start.create_graph
         span = profiling.span("gradwire backward %s of %s", running.id, running.context)
         with torch.inference_mode(False), span:
             if start.destination == NOWHERE:
-                run.run_towards([r.anchor for r in received], tokens, enter, **how)
+                anchors = [r.anchor for r in received]
+                run.run_towards(anchors, tokens, enter, retain_graph=retain, create_graph=create)
             else:
-                run.accumulate(tokens, ledger, landmarks, enter, **how)
+                run.accumulate(
+                    tokens, ledger, landmarks, enter, retain_graph=retain, create_graph=create
+                )
 
     def root_lost(self, worker: WorkerId) -> None:
         """Nobody will end the passes that began there: put back what they have changed here."""

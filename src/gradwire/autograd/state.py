@@ -6,6 +6,8 @@ Rules of this file:
   2. Every edge is settled exactly once per pass and collected exactly once by the Send that waits
      for it. What is settled may be early (before the pass is known here), never twice.
   3. A pass ends once: done when every worker asked is done, failed with the first error.
+  4. A worker that has changed no leaf has nothing to keep or to put back: for it a pass is over
+     with its run.
 
 A *run* is one execution of torch's engine over this worker's sends of the pass; it waits
 at each send until that edge is settled. The *root* is the worker where the pass began.
@@ -30,6 +32,8 @@ class PassState:
         self._collected: set[EdgeId] = set()
         self._waiting_for: set[WorkerId] = set()
         self._asked: frozenset[WorkerId] = frozenset()
+        self._changed: set[WorkerId] = set()
+        self._sends = self._recvs_left = 0
         self.failed = False
 
     @property
@@ -62,11 +66,26 @@ class PassState:
         """Edges that were settled and that no Send has asked for; none may remain after a run."""
         return sorted(self._settled - self._collected)
 
-    def worker_done(self, worker: WorkerId) -> None:
+    def run_counted(self, sends: int, recvs: int) -> None:
+        """The run here is through when these many Sends and Recvs are: it reaches no leaf."""
+        self._sends, self._recvs_left = sends, recvs
+
+    def recv_through(self) -> bool:
+        """A Recv has run. Whether that was the last thing of a run that was counted."""
+        self._recvs_left -= 1
+        return self._recvs_left == 0 and len(self._collected) == self._sends
+
+    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
         """A worker's run is over."""
         if worker not in self._waiting_for:
             raise BadMessage(f"worker {worker} ended {self.id} without having been asked to run")
         self._waiting_for.discard(worker)
+        if has_changed:
+            self._changed.add(worker)
+
+    def changed(self) -> list[WorkerId]:
+        """The workers that want to hear of a good end."""
+        return sorted(self._changed)
 
     def unfinished(self) -> list[WorkerId]:
         """Whom the root still waits for."""

@@ -1,0 +1,134 @@
+"""How many messages a backward takes, and what each says."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.rpc.manner import Manner
+from gradwire.testing import cluster
+from gradwire.wire.message import kind_of
+from tests.leftovers import assert_nothing_left, eventually
+
+HERE = sys.modules[__name__]
+WEIGHT = torch.ones(2, requires_grad=True)
+
+
+def twice(x):
+    return 2 * x
+
+
+def weighted(x):
+    return WEIGHT * x
+
+
+def relayed(x, to):
+    return gw.rpc_sync(to, twice, args=(x,))
+
+
+class Listening:
+    """Notes the kinds of what a channel sends."""
+
+    def __init__(self, channel, kinds):
+        self._channel, self._kinds = channel, kinds
+
+    def send(self, frame, deadline):
+        self._kinds.append(frame.kind)
+        self._channel.send(frame, deadline)
+
+    def __getattr__(self, name):
+        return getattr(self._channel, name)
+
+
+@pytest.fixture
+def said():
+    """The kinds of all messages, by the order in which they leave."""
+    return []
+
+
+@pytest.fixture
+def workers(said):
+    manner = Manner(channel=lambda channel: Listening(channel, said))
+    with cluster(3, expose=[HERE], manner=manner) as made:
+        yield made
+        assert_nothing_left(made)
+        WEIGHT.grad = None
+
+
+def names(workers, said):
+    named = {kind_of(kind): kind.__name__ for kind in workers[0].worker.agent.kinds.types}
+    return [named[kind] for kind in said]
+
+
+def backward_of(workers, said, function, *args):
+    """What is said in a backward over one call, but for the end of the context."""
+    x = torch.ones(2, requires_grad=True)
+
+    def program():
+        with gw.context():
+            loss = gw.rpc_sync("w1", function, args=(x, *args)).sum()
+            said.clear()
+            loss.backward()
+            return names(workers, said)
+
+    return workers[0].run(program), x.grad
+
+
+def test_over_one_call_a_backward_is_two_messages(workers, said):
+    heard, gradient = backward_of(workers, said, twice)
+
+    assert heard == ["Start", "Gradients"]
+    assert gradient.tolist() == [2, 2]
+
+
+def test_a_worker_that_has_changed_a_leaf_hears_how_the_pass_ended(workers, said):
+    heard, gradient = backward_of(workers, said, weighted)
+
+    assert heard == ["Start", "Gradients", "RunDone", "PassEnded"]
+    assert gradient.tolist() == [1, 1]
+    assert WEIGHT.grad.tolist() == [1, 1]
+
+
+def test_who_gets_no_gradients_from_the_root_is_told_when_the_first_leave(workers, said):
+    heard, gradient = backward_of(workers, said, relayed, "w2")
+
+    assert sorted(heard) == ["Gradients"] * 3 + ["RunDone"] + ["Start"] * 2
+    assert heard[0] == "Start"
+    assert gradient.tolist() == [2, 2]
+
+
+def test_a_pass_over_a_worker_without_leaves_is_over_there_with_its_run(workers, said):
+    x = torch.ones(2, requires_grad=True)
+
+    def program():
+        with gw.context():
+            gw.rpc_sync("w1", twice, args=(x,)).sum().backward()
+            return eventually(lambda: not len(workers[1].worker.engine.passes))
+
+    assert workers[0].run(program)
+
+
+@pytest.mark.parametrize("into_map", [False, True])
+def test_an_error_behind_the_last_gradients_of_a_run_is_raised(workers, into_map):
+    """The last gradients leave when the run is over, so that nothing of it goes unheard."""
+    x = torch.ones(2, requires_grad=True)
+
+    def program():
+        with gw.context() as context:
+            loss = gw.rpc_sync("w1", failing_behind, args=(x,)).sum()
+            with pytest.raises(RuntimeError, match="behind"):
+                gw.backward(context, [loss]) if into_map else loss.backward()
+            assert not gw.get_gradients(context)
+
+    workers[0].run(program)
+
+
+def failing_behind(x):
+    def fail(*_):
+        raise RuntimeError("behind the Recv")
+
+    x.grad_fn.register_hook(fail)
+    return 2 * x
