@@ -31,7 +31,7 @@ class ElasticPool:
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs inside it may submit
         self._changed = threading.Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()

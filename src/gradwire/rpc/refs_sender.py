@@ -7,12 +7,14 @@ here: the table is asked each time.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.errors import GradwireError, UsageError
+from gradwire.ids import WorkerId
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork
 from gradwire.rpc.refs_state import Action, SendAccept, SendDrop, SendFork, Verdict
 from gradwire.wire.message import Message
@@ -32,13 +34,34 @@ class RefSender:
 
     def __init__(self, agent: Agent, heard: Heard, owed: Callable[[], list[Action]]) -> None:
         self._agent, self._heard, self._owed = agent, heard, owed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection inside it may end more references
         self._later: list[tuple[float, Sending]] = []
+        self._soon: dict[WorkerId, deque[Sending]] = {}
         agent.timer.watch(self._expire)
 
     def send_soon(self, sending: Sending) -> None:
-        """From a service thread: whoever asks may hold locks, or be in a garbage collection."""
-        self._agent.dispatch.service.submit(partial(self._send, sending))
+        """From a service thread: whoever asks may hold locks, or be in a garbage collection.
+
+        One thread for each peer at a time: a message may bring a hundred references.
+        """
+        peer, mine = sending.to, deque([sending])
+        with self._lock:
+            waiting = self._soon.setdefault(peer, mine)
+            if waiting is not mine:
+                waiting.append(sending)
+                return
+        if not self._agent.dispatch.service.submit(partial(self._send_all, peer)):
+            del self._soon[peer]  # this worker has shut down
+
+    def _send_all(self, peer: WorkerId) -> None:
+        while True:
+            with self._lock:
+                waiting = self._soon[peer]
+                if not waiting:
+                    del self._soon[peer]
+                    return
+                sending = waiting.popleft()
+            self._send(sending)
 
     def _send(self, sending: Sending) -> None:
         message = _message(sending)

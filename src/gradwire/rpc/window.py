@@ -22,7 +22,7 @@ class Window:
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most, self._clock = most, clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting = 0
         self._under_way: Counter[WorkerId] = Counter()
