@@ -70,11 +70,11 @@ class Agent:
         self.directory = directory
         self.clock = clock
         self.events = events
-        self.kinds = Kinds([Failure, Done])
-        self.dispatch = Dispatch(self.kinds, directory.me.name, threads)
+        self.limits = limits
+        self.kinds = Kinds([Failure, Done], limits.elements)
+        self.dispatch = Dispatch(self.kinds, directory.me.name, threads, limits.unserved)
         self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
         self._connections = connections
-        self._limits = limits
         self._type_of, self._name_of = type_of, name_of
         self._lock = threading.Lock()
         self._calls = CallTable()
@@ -198,10 +198,10 @@ class Agent:
     ) -> Frame:
         """What is over the limits is refused here: its receiver would give up the connection."""
         head, body = encode(message), sum(len(part) for part in payload)
-        if len(head) > self._limits.head or body > self._limits.payload:
+        if len(head) > self.limits.head or body > self.limits.payload:
             raise CannotTravel(
                 f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
-                f"over the limits of {self._limits.head} and {self._limits.payload}",
+                f"over the limits of {self.limits.head} and {self.limits.payload}",
                 hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
             )
         return Frame(kind_of(type(message)), flags, request, head, payload)
@@ -209,8 +209,8 @@ class Agent:
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
         failure = describe(error, self.directory.me.name, self._name_of)
-        if len(encode(failure)) > self._limits.head:
-            failure = clipped(failure, self._limits.head // 8)
+        if len(encode(failure)) > self.limits.head:
+            failure = clipped(failure, self.limits.head // 8)
         try:
             self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
         except GradwireError:

@@ -6,7 +6,7 @@ import msgspec
 
 from gradwire.agent.messages import Failure
 from gradwire.ids import ContextId, EdgeId, PassId, WorkerId
-from gradwire.wire.message import Message
+from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
 
 TO_GRAD, TO_MAP, NOWHERE = 0, 1, 2
@@ -35,7 +35,7 @@ class Start(Message, frozen=True, tag=0x20):
     destination: int
     retain_graph: bool
     create_graph: bool
-    seconds: float
+    seconds: Seconds
     """what is left until the pass is given up"""
 
 

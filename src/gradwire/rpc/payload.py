@@ -20,6 +20,7 @@ from gradwire.options import Limits
 from gradwire.rpc import arrays, kinds, named
 from gradwire.rpc.tags import END_OF_TAGS, FIRST_EXTENSION
 from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, spoken
+from gradwire.wire.elements import check_arrived, check_leaving
 
 __all__ = ["Codec", "Names", "Packed"]
 
@@ -89,6 +90,7 @@ class Codec:
         walk = Packing(self._packers, self._learn, self._names, self._limits.depth)
         try:
             data = self._encode(walk.node(value))
+            check_leaving(data, self._limits.elements)
         except CannotTravel as refusal:
             raise _placed(refusal, place) from None
         except RecursionError:
@@ -106,6 +108,7 @@ class Codec:
         hot: every argument and result
         """
         walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
+        check_arrived(data, self._limits.elements)
         try:
             value = walk.value(self._decode(data))
         except GradwireError:

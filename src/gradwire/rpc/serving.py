@@ -80,6 +80,7 @@ class Serving:
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
+        self._refs.check_room(source.worker)
         promise = self._refs.creation_arrived(keep.ref, keep.fork)
         at_once = not self._manner.answers_when_made
 
@@ -102,7 +103,7 @@ class Serving:
     ) -> Content | None:
         """What the function returned; None if it will be handed to `later`."""
         if call.context is not None:
-            self._engine.contexts.heard_of(call.context)
+            self._engine.contexts.heard_of(call.context, source.worker)
         with self._inside(call.context, deadline), _modes(call):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context

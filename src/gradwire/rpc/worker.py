@@ -81,7 +81,8 @@ class Worker:
         self.face: object = None
         """what another face of this library keeps with its worker"""
         timeouts, wrap = options.timeouts, manner.channel
-        connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
+        most = options.limits.connections
+        connections = Connections(directory, job, transports, listener, timeouts, clock, wrap, most)
         self.agent = self._agent(connections, clock, registry)
         self.gatherings = Gatherings(self.name, clock, self._reach)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
