@@ -91,6 +91,8 @@ class Options:
     """
     shared_memory: bool = True
     """between workers of this machine, large tensors go through memory that both can write to"""
+    checksum: bool = False
+    """the tensors that this worker sends have a checksum; messages themselves always have one"""
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -202,12 +202,14 @@ def crossing_there_and_back(times: int):
 
 def test_edges_of_one_peer_are_limited_and_counted_down_when_a_context_ends():
     with limited(edges=5) as workers:
+        edges = workers[1].worker.engine._edges
         for _ in range(3):
             workers[0].run(crossing_there_and_back, 5)
+            assert eventually(lambda: edges.taken(0) == 0)
         with pytest.raises(BadMessage, match="5 edges open here already") as refused:
             workers[0].run(crossing_there_and_back, 6)
         assert "Limits(edges=…)" in str(refused.value)
-        assert eventually(lambda: workers[1].worker.engine._edges.taken(0) == 0)
+        assert eventually(lambda: edges.taken(0) == 0)
 
 
 # --- contexts, references, connections ------------------------------------------------------------

@@ -24,9 +24,11 @@ from gradwire.wire.frame import (
     IN_BLOCK,
     IS_ANSWER,
     PREFIX,
+    SUMS_PAYLOAD,
     TAKES_BLOCKS,
     Frame,
     Prefix,
+    check_content,
     decode_prefix,
 )
 
@@ -52,7 +54,7 @@ class Intake:
         self.limits = limits
         self._sock, self._guard, self._stall = sock, guard, stall
         self._pool, self._shared = pool, shared
-        self._known_flags = IS_ANSWER | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
+        self._known_flags = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
         self._spin = Spin()
@@ -117,6 +119,7 @@ class Intake:
             if self._shared is not None and prefix.flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
             payload = self._payload_of(prefix)
+            check_content(prefix, head, payload)
             return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
         except PeerLost:
             raise
