@@ -13,6 +13,7 @@ from gradwire.errors import (
     GraphCutWarning,
     JoinTimeout,
     NotExposed,
+    OverLimit,
     PeerError,
     PeerLost,
     RefLeakWarning,
@@ -27,7 +28,15 @@ from gradwire.nn.remote_module import RemoteModule
 from gradwire.optim.clipping import clip_grad_norm_
 from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts
-from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
+from gradwire.rpc.api import (
+    get_worker_info,
+    init_rpc,
+    refusals,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from gradwire.rpc.asynchronous import async_execution
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
@@ -51,6 +60,7 @@ __all__ = [  # in the order one learns them
     "expose",
     "get_worker_info",
     "WorkerInfo",
+    "refusals",
     # keep something elsewhere
     "remote",
     "RRef",
@@ -73,6 +83,7 @@ __all__ = [  # in the order one learns them
     "PeerError",
     "PeerLost",
     "BadMessage",
+    "OverLimit",
     "DeadlinePassed",
     "CallTimeout",
     "BackwardTimeout",

@@ -21,13 +21,18 @@ from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.timer import Timer
 from gradwire.errors import (
+    BadMessage,
     CallTimeout,
     CannotTravel,
     DeadlinePassed,
     GradwireError,
+    NotExposed,
+    OverLimit,
     PeerLost,
+    RemoteError,
     UsageError,
 )
 from gradwire.events import Events
@@ -66,7 +71,9 @@ class Agent:
         limits: Limits,
         type_of: TypeOf,
         name_of: NameOf,
+        refusals: Refusals,
     ) -> None:
+        self._refusals = refusals
         self.directory = directory
         self.clock = clock
         self.events = events
@@ -282,11 +289,22 @@ class Agent:
         try:
             job()
         except BaseException as error:  # whatever it is, the asker must be told
+            self.note(source.worker, error)
             if source.request == 0:
                 name = self.directory.name(source.worker)
                 _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
             else:
                 self.answer_with(source, error)
+
+    def note(self, peer: WorkerId, error: BaseException) -> None:
+        """What a peer asked for ended so: count it if that was a refusal of ours."""
+        kind = next((kind for type_, kind in _REFUSALS if isinstance(error, type_)), None)
+        if kind is None or isinstance(error, RemoteError):
+            return
+        name = self.directory.name(peer)
+        if self._refusals.count(kind, name):
+            me = self.directory.me.name
+            _log.warning("%s refused %s: %s; more of this kind is only counted", me, name, error)
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
@@ -309,6 +327,7 @@ class Agent:
         with self._lock:
             lost = self._calls.channel_lost(channel)
         name = self.directory.name(worker)
+        self.note(worker, reason)
         for n, pending in lost:
             call = CallId(self.directory.me.id, n)
             error = PeerLost(f"{name} was lost before answering {call} ({pending.what}): {reason}")
@@ -322,6 +341,11 @@ class Agent:
             listener(worker, PeerLost(f"{name} was lost: {reason}"))
 
 
+_REFUSALS = (
+    (NotExposed, "not exposed"),
+    (OverLimit, "over limit"),
+    (BadMessage, "bad message"),
+)
 _FAILURE_SECONDS = 10.0
 """How long an error may take to leave. The one who waits for it has a deadline of its own."""
 

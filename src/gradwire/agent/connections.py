@@ -19,7 +19,7 @@ from gradwire.agent.lines import Line, Lines, OnFrame
 from gradwire.agent.members_state import Member
 from gradwire.agent.messages import Hello
 from gradwire.agent.pool import Job
-from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import DeadlinePassed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.options import Timeouts
 from gradwire.transport.address import Transports
@@ -190,7 +190,7 @@ class Connections:
                 self._channels[worker] = [*known, channel]
         if too_many:
             channel.close("one connection too many")
-            raise BadMessage(
+            raise OverLimit(
                 f"{self._directory.name(worker)} has {len(known)} connections with this worker",
                 hint="close some, or raise Limits(connections=…)",
             )

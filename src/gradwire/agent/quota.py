@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from typing import final
 
-from gradwire.errors import BadMessage
+from gradwire.errors import OverLimit
 from gradwire.ids import WorkerId
 
 
@@ -20,7 +20,7 @@ class Quota:
         self._taken: Counter[WorkerId] = Counter()
 
     def take(self, peer: WorkerId, count: int = 1) -> None:
-        """So many more; BadMessage, and nothing is taken, if that is over the limit."""
+        """So many more; OverLimit, and nothing is taken, if that is over the limit."""
         with self._lock:
             taken = self._taken[peer] + count
             if taken > self._most:
@@ -40,9 +40,9 @@ class Quota:
             return self._taken[peer]
 
 
-def over(what: str, most: int) -> BadMessage:
+def over(what: str, most: int) -> OverLimit:
     """The refusal of one too many."""
-    return BadMessage(
+    return OverLimit(
         f"a peer has {most} {what} open here already, which is the limit",
         hint=f"end some of them, or raise Limits({what}=…) on the worker that refused",
     )

@@ -1,32 +1,32 @@
-"""What was refused, by kind and peer: counted each time, told the first time."""
+"""What a worker has refused: how often, and whether that is worth a line in the log."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Final, final
+from typing import final
 
-_MOST_PEERS: Final = 4096
-"""Kinds and peers that are told apart; strangers choose the names of peers."""
+_MOST_REMEMBERED = 1024
 
 
 @final
 class Refusals:
-    """Of one worker."""
+    """Counted by kind. Peers are remembered up to a number; whoever comes later is only counted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def count(self, kind: str, peer: str) -> bool:
-        """One more; True if it is the first of its kind from this peer, and should be logged."""
+        """Count one more; True the first time for this kind and peer, so that it is logged."""
         with self._lock:
             self._counts[kind] += 1
-            if (kind, peer) in self._told or len(self._told) >= _MOST_PEERS:
-                return False
-            self._told.add((kind, peer))
-            return True
+            is_first = (kind, peer) not in self._logged
+            if is_first and len(self._logged) < _MOST_REMEMBERED:
+                self._logged.add((kind, peer))
+                return True
+        return False
 
     def seen(self) -> dict[str, int]:
         """How often each kind was refused."""

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Final, final
 
 from gradwire.agent.pool import Job
-from gradwire.errors import BadMessage
+from gradwire.errors import OverLimit
 from gradwire.ids import WorkerId
 from gradwire.wire.frame import Frame
 
@@ -35,7 +35,7 @@ class Unserved:
         with self._lock:
             waiting = self._waiting[peer]
             if waiting and waiting + size > self._most:
-                raise BadMessage(
+                raise OverLimit(
                     f"{waiting} bytes of messages wait to be served, and {size} more have come: "
                     f"the limit is {self._most}",
                     hint="wait for answers before sending more, or raise Limits(unserved=…) there",

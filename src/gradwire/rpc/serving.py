@@ -94,6 +94,7 @@ class Serving:
                 self._agent.answer(source, Done(), deadline=deadline)
             content = self._run(call, payload, source, deadline, settle)
         except BaseException as error:  # whoever fetches the value is told
+            self._agent.note(source.worker, error)
             content = Raised(self._agent.describe(error))
         if content is not None:
             settle(content)

@@ -21,6 +21,7 @@ from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
 from gradwire.agent.membership import Membership
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
@@ -76,6 +77,7 @@ class Worker:
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
+        self.refusals = Refusals()
         self.leaks: list[str] = []
         """what others still held of ours when all had let go"""
         self.face: object = None
@@ -192,6 +194,7 @@ class Worker:
             limits=self._options.limits,
             type_of=sent_exception if self.manner.pickle else registry.exception_type,
             name_of=exception_name,
+            refusals=self.refusals,
         )
 
     def _way_out(self, transports: Transports) -> Leaver | Membership:

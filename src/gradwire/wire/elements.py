@@ -8,7 +8,7 @@ msgpack gives some number or other; the decoder refuses it.
 
 from __future__ import annotations
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import CannotTravel, OverLimit
 
 _Data = bytes | bytearray | memoryview
 
@@ -56,9 +56,9 @@ def has_more_than(data: _Data, most: int) -> bool:
 
 
 def check_arrived(data: _Data, most: int) -> None:
-    """BadMessage if a peer sent more values than that."""
+    """OverLimit if a peer sent more values than that."""
     if len(data) > most and has_more_than(data, most):
-        raise BadMessage(
+        raise OverLimit(
             f"a message holds more than {most} values",
             hint="its sender should send tensors or arrays; or raise Limits(elements=…) here",
         )

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, OverLimit
 from gradwire.options import Limits
 
 PREFIX = struct.Struct("<HHIQQII")
@@ -105,7 +105,7 @@ def decode_prefix(data: Buffer, limits: Limits, known_flags: int = IS_ANSWER) ->
     if flags & ~known_flags:
         raise BadMessage(f"a frame has unknown flags {flags & ~known_flags:#06x}")
     if head > limits.head:
-        raise BadMessage(f"a message head of {head} bytes is over the limit of {limits.head}")
+        raise OverLimit(f"a message head of {head} bytes is over the limit of {limits.head}")
     if payload > limits.payload:
-        raise BadMessage(f"a payload of {payload} bytes is over the limit of {limits.payload}")
+        raise OverLimit(f"a payload of {payload} bytes is over the limit of {limits.payload}")
     return Prefix(kind, flags, head, payload, request, content, told)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, CannotTravel, OverLimit
 from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT, Buffer
 from gradwire.wire.header import (
@@ -87,9 +87,9 @@ def decode_tensors(
     hot: every message with tensors
     """
     if len(headers) > limits.tensors:
-        raise BadMessage(f"{len(headers)} tensors are over the limit of {limits.tensors}")
+        raise OverLimit(f"{len(headers)} tensors are over the limit of {limits.tensors}")
     if limits.dimensions < MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
-        raise malformed(f"a tensor has more than {limits.dimensions} dimensions, the limit")
+        raise OverLimit(f"a tensor has more than {limits.dimensions} dimensions, the limit")
     block = _Block(payload)
     return [_decode(header, block) for header in headers]
 
