@@ -38,6 +38,7 @@ from gradwire.rpc.api import (
     shutdown,
 )
 from gradwire.rpc.asynchronous import async_execution
+from gradwire.rpc.codecs import register_codec
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -58,6 +59,7 @@ __all__ = [  # in the order one learns them
     "Future",
     "async_execution",
     "expose",
+    "register_codec",
     "get_worker_info",
     "WorkerInfo",
     "refusals",

@@ -93,6 +93,10 @@ class Options:
     """between workers of this machine, large tensors go through memory that both can write to"""
     checksum: bool = False
     """the tensors that this worker sends have a checksum; messages themselves always have one"""
+    pickle: bool = False
+    """what is not data travels as pickles, between workers that all have this set: whoever may send
+    one may run anything here
+    """
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)

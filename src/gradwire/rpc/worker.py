@@ -104,15 +104,22 @@ class Worker:
         self.refs = Refs(agent)
         reference = manner.reference or RRef
         self.refs.make = lambda hold: reference._of(self, hold)
-        codec: Codec | PickleCodec = Codec(registry, options.limits)
-        if manner.pickle:
-            codec = PickleCodec(manner.reducers)
-        codec.extend(reference, _RREF_TAG, reference._pack, self.refs.unpacked)
+        codec = self._codec(registry, reference)
         leaves = manner.leaves_outside_contexts
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
         Serving(agent, self.engine, self.refs, parcels, registry, self._serving, manner)
+
+    def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
+        """The way values travel; a pickle is made and loaded only where somebody asked for it."""
+        refs, options, manner = self.refs, self._options, self.manner
+        pickles = PickleCodec(manner.reducers) if manner.pickle or options.pickle else None
+        data = Codec(registry, options.limits, pickles)
+        for codec in (data, pickles):
+            if codec is not None:
+                codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
+        return pickles if manner.pickle and pickles is not None else data
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
