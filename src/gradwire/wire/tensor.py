@@ -47,6 +47,7 @@ from gradwire.wire.sparse import PARTS, put_together, take_apart
 __all__ = ["TensorHeader", "decode_tensors", "encode_tensors"]
 
 _LIMITS = Limits()
+_INDEX_TYPES = (torch.int64, torch.int32)
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 _NAMES_WITHOUT_NUMPY = ("torch.bfloat16", "torch.complex32", "torch.float8", "torch.float4")
 _WITHOUT_NUMPY = {dtype for dtype in DTYPE_CODES if str(dtype).startswith(_NAMES_WITHOUT_NUMPY)}
@@ -271,11 +272,13 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
     if any(part.layout != STRIDED or part.flags or part.device for part in header.parts):
         raise malformed("a part of a sparse tensor is not a plain dense tensor")
     parts = [_rebuild_dense(part, block) for part in header.parts]
+    if any(part.dtype not in _INDEX_TYPES for part in parts[:-1]):
+        raise malformed("the indices of a sparse tensor are no integers")  # torch would cast them
     if parts[-1].dtype is not dtype or (header.coalesced and layout is not torch.sparse_coo):
         raise malformed(f"the parts do not make a {layout} tensor of {dtype}")
     try:
         return _insist(lambda: put_together(parts, header.shape, layout, header.coalesced))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, Warning) as error:
         raise malformed(f"not a valid {layout} tensor: {error}") from error
 
 
