@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -83,13 +84,38 @@ def test_only_options_reads_the_environment():
     assert readers == ["options.py"]
 
 
-def test_nothing_that_a_peer_sent_is_unpickled():
-    importers = [spoken(p) for p in FILES if any(n.split(".")[0] == "pickle" for n in imports(p))]
+UNPICKLERS = {"pickle", "_pickle", "pickletools", "copyreg", "cloudpickle", "dill", "joblib"} | {
+    "marshal", "shelve", "xmlrpc", "_compat_pickle", "torch.serialization", "torch.multiprocessing"
+}  # fmt: skip
 
-    assert importers == [
-        "launch/luggage.py",  # between run() and its own children
-        "rpc/pickled.py",  # where the manner of compat asks for it
+
+def test_one_module_pickles():
+    importers = {
+        spoken(path)
+        for path in FILES
+        for name in imports(path)
+        if name in UNPICKLERS or name.split(".")[0] in UNPICKLERS
+    }
+
+    assert importers == {"rpc/pickled.py"}
+
+
+def test_nothing_else_loads_objects_by_another_name():
+    ways = ("torch.load(", "np.load(", "numpy.load(", "allow_pickle", "torch.save(", "recv_obj")
+    found = {(spoken(path), way) for path in FILES for way in ways if way in path.read_text()}
+
+    assert not found
+    receivers = [
+        p for p in FILES if "multiprocessing" in p.read_text() and ".recv()" in p.read_text()
     ]
+    assert not [spoken(path) for path in receivers], "Connection.recv() unpickles"
+
+
+def test_what_is_between_a_process_and_its_children_is_for_the_launcher_only():
+    calls = re.compile(r"\b(?:loads|dumps)\(")
+    users = {spoken(path) for path in FILES if calls.search(path.read_text())}
+
+    assert users == {"launch/luggage.py", "rpc/pickled.py"}
 
 
 def test_what_unpickles_is_reached_by_the_launcher_only():

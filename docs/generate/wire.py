@@ -6,6 +6,7 @@ import inspect
 import struct
 import typing
 from collections.abc import Iterator
+from zlib import crc32
 
 import msgspec
 
@@ -44,10 +45,12 @@ The limits on `head` and `payload` (`gradwire.Limits`) are checked before anythi
 
 _PREFIX_WORDS = {
     "kind": "which message; the same number is the first element of the head",
-    "flags": "bit 0: this is an answer; bits 8 and 9: shared memory, see below; the others are 0",
+    "flags": "bit 0: an answer; bit 1: the payload is in `content_sum`; 8 and 9: shared memory",
     "head_length": "bytes of the head",
     "payload_length": "bytes of the payload",
     "request": "the number of the request that this is or answers; 0: no answer is wanted",
+    "content_sum": "CRC-32 of the head; with bit 1 of the flags, of the payload after it too",
+    "prefix_sum": "CRC-32 of the bytes of the prefix before it",
 }
 
 _SHARED = """### Payloads in shared memory
@@ -142,9 +145,11 @@ def _frame() -> str:
 
 def _place_in_prefix(name: str) -> int:
     """Where a field is in the prefix, found by packing a frame that says so."""
-    numbers = dict(zip(frame.Prefix._fields, (1, 0, 2, 3, 4), strict=True))
-    sample = frame.Frame(1, 0, 4, b"hh", [b"ppp"])
-    return frame.PREFIX.unpack(frame.encode_prefix(sample)).index(numbers[name])
+    sample = frame.encode_prefix(frame.Frame(1, 0, 4, b"hh", [b"ppp"]))
+    packed = frame.PREFIX.unpack(sample)
+    told = (1, 0, 2, 3, 4, crc32(b"hh"), crc32(sample[:-4]))
+    numbers = dict(zip(frame.Prefix._fields, told, strict=True))
+    return packed.index(numbers[name])
 
 
 def _messages() -> Iterator[str]:

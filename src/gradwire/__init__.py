@@ -13,6 +13,7 @@ from gradwire.errors import (
     GraphCutWarning,
     JoinTimeout,
     NotExposed,
+    OverLimit,
     PeerError,
     PeerLost,
     RefLeakWarning,
@@ -27,8 +28,17 @@ from gradwire.nn.remote_module import RemoteModule
 from gradwire.optim.clipping import clip_grad_norm_
 from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts
-from gradwire.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
+from gradwire.rpc.api import (
+    get_worker_info,
+    init_rpc,
+    refusals,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from gradwire.rpc.asynchronous import async_execution
+from gradwire.rpc.codecs import register_codec
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -49,8 +59,10 @@ __all__ = [  # in the order one learns them
     "Future",
     "async_execution",
     "expose",
+    "register_codec",
     "get_worker_info",
     "WorkerInfo",
+    "refusals",
     # keep something elsewhere
     "remote",
     "RRef",
@@ -73,6 +85,7 @@ __all__ = [  # in the order one learns them
     "PeerError",
     "PeerLost",
     "BadMessage",
+    "OverLimit",
     "DeadlinePassed",
     "CallTimeout",
     "BackwardTimeout",

@@ -10,6 +10,7 @@ GradwireError              a RuntimeError, so that older programs still catch it
 ├── PeerError              a peer did not do its part
 │   ├── PeerLost           its connection ended, or it went silent
 │   └── BadMessage         it sent something no correct peer sends
+│       └── OverLimit      it sent or holds more than `Limits` let it
 ├── DeadlinePassed         a wait was given up (also a TimeoutError)
 │   ├── CallTimeout        nobody answered a call before its deadline
 │   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
@@ -82,6 +83,10 @@ class PeerLost(PeerError):
 
 class BadMessage(PeerError):
     """It sent something no correct peer sends."""
+
+
+class OverLimit(BadMessage):
+    """It sent or holds more than the limits of the worker that refused it; see `Limits`."""
 
 
 class DeadlinePassed(GradwireError, TimeoutError):

@@ -48,12 +48,28 @@ class Limits:
 
     head: int = 1 << 26
     """bytes of a message without its tensors"""
-    payload: int = 1 << 36
+    payload: int = 1 << 34
     """bytes of the tensors of one message"""
+    tensors: int = 1 << 16
+    """tensors in one message"""
+    dimensions: int = 64
+    """of one tensor; torch itself has no operators for more than 64"""
     depth: int = 64
     """containers within containers"""
+    elements: int = 1 << 20
+    """numbers, texts and containers in one message, wherever they are in it"""
     in_flight: int = 1 << 28
     """bytes of calls to one peer that have no answer yet; who would send more waits"""
+    unserved: int = 1 << 32
+    """bytes of messages of one peer that wait to be served; a peer that sends more is cut off"""
+    connections: int = 8
+    """that one peer has with this worker at a time"""
+    contexts: int = 1 << 12
+    """that one peer has made known here and that are open still"""
+    edges: int = 1 << 18
+    """of one peer, over all contexts that are open here, and the depth of a graph"""
+    references: int = 1 << 18
+    """to values of this worker, in the hands of one peer"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -75,6 +91,12 @@ class Options:
     """
     shared_memory: bool = True
     """between workers of this machine, large tensors go through memory that both can write to"""
+    checksum: bool = False
+    """the tensors that this worker sends have a checksum; messages themselves always have one"""
+    pickle: bool = False
+    """what is not data travels as pickles, between workers that all have this set: whoever may send
+    one may run anything here
+    """
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -20,7 +20,7 @@ from torch import nn
 
 from gradwire.errors import BadMessage, CannotTravel, NotExposed
 from gradwire.options import Limits
-from gradwire.rpc import arrays, kinds, named, tags
+from gradwire.rpc import arrays, codecs, kinds, named, tags
 from gradwire.rpc.payload import Codec
 
 
@@ -424,7 +424,8 @@ def test_a_tag_that_is_not_free_is_our_own_bug(tag, why):
 
 
 def test_tags_are_never_shared():
-    tables = (kinds.UNPACKERS, arrays.UNPACKERS, named.UNPACKERS)
+    own = {tags.PICKLED: None}
+    tables = (kinds.UNPACKERS, arrays.UNPACKERS, named.UNPACKERS, codecs.UNPACKERS, own)
     numbers = [n for name, n in vars(tags).items() if name.isupper() and n < tags.FIRST_EXTENSION]
 
     assert sorted(numbers) == sorted(tag for table in tables for tag in table)
@@ -463,7 +464,11 @@ def test_what_is_not_data_is_refused_by_its_type(codec, value, what):
 
     assert what in refusal.message
     assert refusal.place == "args"
-    assert "@gradwire.expose" in refusal.hint
+    if "does not travel" in what:
+        assert "gradwire.register_codec on both workers" in refusal.hint
+        assert "Options(pickle=True) on both" in refusal.hint
+    else:
+        assert "@gradwire.expose" in refusal.hint
 
 
 @pytest.mark.parametrize(
@@ -481,7 +486,7 @@ def test_what_is_not_data_is_refused_by_its_type(codec, value, what):
     ids=lambda value: type(value).__name__,
 )
 def test_a_subclass_is_refused_rather_than_changed(codec, value, base):
-    assert refused(codec, value).hint == f"send it as a plain {base}"
+    assert refused(codec, value).hint.startswith(f"send it as a plain {base}, give its class a c")
 
 
 def test_an_unknown_type_is_refused_the_second_time_too(codec):

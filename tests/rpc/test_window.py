@@ -25,7 +25,7 @@ KIB = torch.zeros(256)
 def workers():
     GATES["open"] = threading.Event()
     SEEN.clear()
-    options = gw.Options(limits=gw.Limits(in_flight=4 << 10))
+    options = gw.Options(limits=gw.Limits(in_flight=8 << 10))
     with cluster(2, expose=[HERE], options=options) as made:
         yield made
         GATES["open"].set()
@@ -53,7 +53,9 @@ def test_no_more_is_under_way_than_the_window_holds(workers):
 
         caller = threading.Thread(target=workers[0].run, args=(flood,))
         caller.start()
-        assert eventually(lambda: len(SEEN) == 3)  # the fourth would not fit with its head
+        assert eventually(
+            lambda: len(SEEN) == 3
+        )  # the fourth would not fit with its head; each counts 1 KiB more
         assert len(workers[0].worker.agent._calls) == 3
         GATES["open"].set()
         caller.join(30)

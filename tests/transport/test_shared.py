@@ -24,7 +24,8 @@ from gradwire.transport.memfd import can_share, make
 from gradwire.transport.shared import MOST_BLOCKS, NOTE, Lender, SharedMemory
 from gradwire.transport.sockets import SocketChannel
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import IN_BLOCK, PREFIX, TAKES_BLOCKS, Frame
+from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Frame
+from gradwire.wire.frame import sealed as prefix_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system has no memfd")
@@ -370,7 +371,7 @@ def test_a_closed_channel_makes_no_block(pair, shared):
 
 def announced(number: int, is_new: int, length: int) -> bytes:
     flags = TAKES_BLOCKS | IN_BLOCK
-    return PREFIX.pack(1, flags, 0, length, 0) + NOTE.pack(number, is_new)
+    return prefix_of(1, flags, 0, length, 0) + NOTE.pack(number, is_new)
 
 
 def tell(sock: socket.socket, said: bytes, *files: int) -> None:
@@ -482,7 +483,7 @@ def test_descriptors_that_no_frame_speaks_of_are_closed(peer):
     before = descriptors()
     file = os.open("/dev/null", os.O_RDONLY)
     for _ in range(20):
-        tell(theirs, PREFIX.pack(1, 0, 0, 0, 0), *[file] * 9)
+        tell(theirs, prefix_of(1, 0, 0, 0, 0), *[file] * 9)
         channel.recv()
     os.close(file)
     assert descriptors() <= before + 2

@@ -21,7 +21,7 @@ from gradwire.options import Limits
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.listener import SocketListener
 from gradwire.transport.sockets import SocketChannel
-from gradwire.wire.frame import PREFIX, Frame, encode_prefix
+from gradwire.wire.frame import Frame, encode_prefix, sealed
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])
 BYTES = encode_prefix(FRAME) + b"headpayload"
@@ -339,7 +339,7 @@ def test_a_channel_shows_its_state(pair):
 
 def test_a_promise_over_the_limits_is_refused_before_any_of_it_arrives(pair):
     ours, theirs = pair
-    theirs.sendall(PREFIX.pack(1, 0, 0, 1001, 0))
+    theirs.sendall(sealed(1, 0, 0, 1001, 0))
     with pytest.raises(BadMessage, match="a payload of 1001 bytes is over the limit of 1000"):
         as_channel(ours, limits=Limits(payload=1000)).recv()
     assert theirs.recv(1) == b""
@@ -351,7 +351,7 @@ def test_a_promise_alone_takes_no_memory(pair):
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     ours, theirs = pair
-    theirs.sendall(PREFIX.pack(1, 0, 0, 1 << 30, 0) + b"that was all")
+    theirs.sendall(sealed(1, 0, 0, 1 << 30, 0) + b"that was all")
     theirs.shutdown(socket.SHUT_WR)
     before = resident()
     with pytest.raises(PeerLost, match="in the middle of a message") as caught:
@@ -362,7 +362,7 @@ def test_a_promise_alone_takes_no_memory(pair):
 
 def test_a_promise_of_more_than_there_is_ends_the_channel(pair):
     ours, theirs = pair
-    theirs.sendall(PREFIX.pack(1, 0, 0, 1 << 50, 0))
+    theirs.sendall(sealed(1, 0, 0, 1 << 50, 0))
     with pytest.raises(PeerLost, match=f"closed here: no memory for a payload of {1 << 50} bytes"):
         as_channel(ours, limits=Limits(payload=1 << 60)).recv()
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradwire.errors import BadMessage, CannotTravel
+from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT
 from gradwire.wire.header import DTYPE_CODES, DTYPES, INFERENCE, LAYOUT_CODES, order_of, strides_of
-from gradwire.wire.tensor import MAX_TENSORS, TensorHeader, decode_tensors, encode_tensors
+from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 
 FLOAT32 = DTYPE_CODES[torch.float32]
 INT64 = DTYPE_CODES[torch.int64]
@@ -373,9 +374,9 @@ def test_a_tensor_of_a_transform_is_refused():
 
 def test_too_many_tensors_are_refused_on_both_ends():
     with pytest.raises(CannotTravel, match=r"65537 tensors .* limit of 65536\nhint: stack them"):
-        encode_tensors([torch.ones(0)] * (MAX_TENSORS + 1))
+        encode_tensors([torch.ones(0)] * (Limits().tensors + 1))
     with pytest.raises(BadMessage, match="65537 tensors are over the limit of 65536"):
-        decode_tensors([TensorHeader(FLOAT32, (0,))] * (MAX_TENSORS + 1), None)
+        decode_tensors([TensorHeader(FLOAT32, (0,))] * (Limits().tensors + 1), None)
 
 
 def test_a_read_only_block_is_our_own_bug():

@@ -22,13 +22,18 @@ from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.timer import Timer
 from gradwire.errors import (
+    BadMessage,
     CallTimeout,
     CannotTravel,
     DeadlinePassed,
     GradwireError,
+    NotExposed,
+    OverLimit,
     PeerLost,
+    RemoteError,
     UsageError,
 )
 from gradwire.events import Events
@@ -67,15 +72,17 @@ class Agent:
         limits: Limits,
         type_of: TypeOf,
         name_of: NameOf,
+        refusals: Refusals,
     ) -> None:
+        self._refusals = refusals
         self.directory = directory
         self.clock = clock
         self.events = events
-        self.kinds = Kinds([Failure, Done])
-        self.dispatch = Dispatch(self.kinds, directory.me.name, threads)
+        self.limits = limits
+        self.kinds = Kinds([Failure, Done], limits.elements)
+        self.dispatch = Dispatch(self.kinds, directory.me.name, threads, limits.unserved)
         self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
         self._connections = connections
-        self._limits = limits
         self._type_of, self._name_of = type_of, name_of
         self._lock = threading.Lock()
         self._calls = CallTable()
@@ -196,10 +203,10 @@ class Agent:
     ) -> Frame:
         """What is over the limits is refused here: its receiver would give up the connection."""
         head, body = encode(message), sum(map(len, payload)) if payload else 0
-        if len(head) > self._limits.head or body > self._limits.payload:
+        if len(head) > self.limits.head or body > self.limits.payload:
             raise CannotTravel(
                 f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
-                f"over the limits of {self._limits.head} and {self._limits.payload}",
+                f"over the limits of {self.limits.head} and {self.limits.payload}",
                 hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
             )
         return Frame(kind_of(type(message)), flags, request, head, payload)
@@ -207,8 +214,8 @@ class Agent:
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
         failure = describe(error, self.directory.me.name, self._name_of)
-        if len(encode(failure)) > self._limits.head:
-            failure = clipped(failure, self._limits.head // 8)
+        if len(encode(failure)) > self.limits.head:
+            failure = clipped(failure, self.limits.head // 8)
         try:
             self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
         except GradwireError:
@@ -280,11 +287,23 @@ class Agent:
         try:
             job()
         except BaseException as error:  # whatever it is, the asker must be told
+            self.note(source.worker, error)
             if source.request == 0:
                 name = self.directory.name(source.worker)
                 _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
             else:
                 self.answer_with(source, error)
+
+    def note(self, peer: WorkerId, error: BaseException) -> None:
+        """What a peer asked for ended so: count it if that was a refusal of ours."""
+        kind = next((kind for type_, kind in _REFUSALS if isinstance(error, type_)), None)
+        if kind is None or isinstance(error, RemoteError):
+            return
+        name = self.directory.name(peer)
+        if self._refusals.count(kind, name):
+            # As text: a log that is kept must not keep what the frames of the error hold.
+            said = (self.directory.me.name, name, str(error))
+            _log.warning("%s refused %s: %s; more of this kind is only counted", *said)
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
@@ -307,6 +326,7 @@ class Agent:
         with self._lock:
             lost = self._calls.channel_lost(channel)
         name = self.directory.name(worker)
+        self.note(worker, reason)
         for n, pending in lost:
             call = CallId(self.directory.me.id, n)
             error = PeerLost(f"{name} was lost before answering {call} ({pending.what}): {reason}")
@@ -320,6 +340,11 @@ class Agent:
             listener(worker, PeerLost(f"{name} was lost: {reason}"))
 
 
+_REFUSALS = (
+    (NotExposed, "not exposed"),
+    (OverLimit, "over limit"),
+    (BadMessage, "bad message"),
+)
 _FAILURE_SECONDS = 10.0
 """How long an error may take to leave. The one who waits for it has a deadline of its own."""
 

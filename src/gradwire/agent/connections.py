@@ -19,7 +19,7 @@ from gradwire.agent.lines import Line, Lines, OnFrame
 from gradwire.agent.members_state import Member
 from gradwire.agent.messages import Hello
 from gradwire.agent.pool import Job
-from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import DeadlinePassed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.options import Timeouts
 from gradwire.transport.address import Transports
@@ -50,7 +50,9 @@ class Connections:
         timeouts: Timeouts,
         clock: Clock,
         wrap: Callable[[Channel], Channel] = lambda channel: channel,
+        most_of_a_peer: int = 8,
     ) -> None:
+        self._most_of_a_peer = most_of_a_peer
         self._directory = directory
         self._wrap = wrap
         self._job = job
@@ -183,8 +185,15 @@ class Connections:
         channel = self._wrap(channel)
         with self._lock:
             closed, known = self._closed, self._channels.get(worker, [])
-            if not closed:
+            too_many = len(known) >= self._most_of_a_peer
+            if not closed and not too_many:
                 self._channels[worker] = [*known, channel]
+        if too_many:
+            channel.close("one connection too many")
+            raise OverLimit(
+                f"{self._directory.name(worker)} has {len(known)} connections with this worker",
+                hint="close some, or raise Limits(connections=…)",
+            )
         if closed:
             channel.close("this worker has left")
             raise PeerLost(f"{self._directory.me.name} has left")

@@ -17,6 +17,7 @@ import msgspec
 
 from gradwire.agent.pace import Pace
 from gradwire.agent.pool import ElasticPool, Job
+from gradwire.agent.unserved import Unserved
 from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel
@@ -65,8 +66,9 @@ def payload_of(frame: Frame) -> Payload:
 class Dispatch:
     """The table of handlers of one worker."""
 
-    def __init__(self, kinds: Kinds, name: str, threads: int) -> None:
+    def __init__(self, kinds: Kinds, name: str, threads: int, most_unserved: int) -> None:
         self._kinds = kinds
+        self._unserved = Unserved(most_unserved)
         self._served: dict[int, _Served] = {}
         self._pace = Pace()
         self.user = ElasticPool(f"gradwire {name} user", threads)
@@ -104,7 +106,7 @@ class Dispatch:
         pool = self.user if served.lane is Lane.USER else self.service
         if may_run and self._pace.is_short(what) and pool.has_room():
             return partial(pool.run_here, measured)
-        pool.submit(measured)
+        pool.submit(self._unserved.counted(source.worker, frame, measured))
         return None
 
     def _measured(self, what: Hashable, job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -64,6 +65,8 @@ class Context:
 
     id: ContextId
     recv_origin: MaybeRecv
+    source: WorkerId | None = None
+    """the peer that made it known here; None if it was opened here"""
     lock: threading.Lock = field(default_factory=threading.Lock)
     sent: list[Sent | None] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
@@ -72,6 +75,8 @@ class Context:
     """why nothing more can be differentiated here"""
     ended: set[PassId] = field(default_factory=set)
     called: set[WorkerId] = field(default_factory=set)
+    edges_of: Counter[WorkerId] = field(default_factory=Counter)
+    """how many of its edges came from each peer"""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     walk: Walk = field(init=False)
 

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from typing import final
 
+from gradwire.agent.quota import Quota
 from gradwire.autograd.context import Context
 from gradwire.autograd.nodes import origin_of_recv
 from gradwire.errors import ContextClosed, UsageError
@@ -18,7 +19,8 @@ _CLOSED_REMEMBERED = 20_000
 class Contexts:
     """Opened here or heard of from a peer; a closed one is not created again by a late message."""
 
-    def __init__(self, me: WorkerId, name: str, *, first: int = 0) -> None:
+    def __init__(self, me: WorkerId, name: str, *, first: int = 0, most: int = 1 << 12) -> None:
+        self._quota = Quota("contexts", most)
         self._me, self._name = me, name
         self._lock = threading.Lock()
         self._count = first
@@ -39,15 +41,18 @@ class Contexts:
         """The context, if it is open here."""
         return self._open.get(id)
 
-    def heard_of(self, id: ContextId) -> Context | None:
-        """A peer works in this context: the one we know, or a new one; None if it was closed."""
+    def heard_of(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
+        """A peer works in this context: the one we know, or a new one; None if it was closed.
+
+        A new one counts as one of `source`, whoever opened it: that a peer says it is not enough.
+        """
         context = self._open.get(id)
         if context is not None:
             return context
         with self._lock:
             if id in self._closed or opener_of(id) == self._me:
                 return self._open.get(id)
-            return self._open.get(id) or self._made(id)
+            return self._open.get(id) or self._made(id, source)
 
     def find(self, id: ContextId) -> Context:
         """The context, or an error that says what became of it."""
@@ -68,7 +73,10 @@ class Contexts:
             self._closed[id] = None
             if len(self._closed) > _CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
-            return self._open.pop(id, None)
+            context = self._open.pop(id, None)
+        if context is not None and context.source is not None:
+            self._quota.give_back(context.source)
+        return context
 
     def opened_by(self, worker: WorkerId) -> list[ContextId]:
         """The contexts that end with this worker."""
@@ -80,7 +88,9 @@ class Contexts:
         with self._lock:
             return list(self._open)
 
-    def _made(self, id: ContextId) -> Context:
-        context = Context(id, partial(origin_of_recv, id))
+    def _made(self, id: ContextId, source: WorkerId | None = None) -> Context:
+        if source is not None:
+            self._quota.take(source)
+        context = Context(id, partial(origin_of_recv, id), source)
         self._open[id] = context
         return context

@@ -9,6 +9,7 @@ has copied its bytes by then, so that whoever else holds the buffer may write to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import final
@@ -17,7 +18,9 @@ import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
+from gradwire.autograd.checking import check_crossing
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.forgetting import Forgetting
@@ -30,7 +33,7 @@ from gradwire.autograd.running import Held, Running
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
-from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
+from gradwire.errors import ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, spoken_context
 from gradwire.options import Timeouts
 from gradwire.wire.tensor import encode_tensors
@@ -54,7 +57,10 @@ class Engine:
         self.directory = agent.directory
         self._me = me.id
         self._waiting = agent.dispatch.user.waiting
-        self.contexts = Contexts(me.id, me.name, first=first_of(agent.directory.myself.life))
+        self.limits = agent.limits
+        self._edges = Quota("edges", agent.limits.edges)
+        first = first_of(agent.directory.myself.life)
+        self.contexts = Contexts(me.id, me.name, first=first, most=agent.limits.contexts)
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
         self.passes = Passes(me.id, me.name, timeouts.backward, agent.clock, agent.timer)
         locks = LeafLocks()
@@ -92,17 +98,23 @@ class Engine:
 
         False, and they stay as they are, once the context is closed.
         """
-        context = self.contexts.heard_of(id)
+        context = self.contexts.heard_of(id, peer)
         if context is None:
             return False
+        if crossings:
+            self._count_edges(context, peer, len(crossings))
         for crossed in crossings:
-            if not all(0 <= place < len(tensors) for place in crossed.tensors):
-                raise BadMessage(f"{crossed.edge} names a tensor that its message does not have")
+            check_crossing(crossed, peer, tensors, self.limits.edges)
             taken = [tensors[place] for place in crossed.tensors]
             alive = crossing.arrive(context, self, self._me, peer, crossed, taken)
             for place, tensor in zip(crossed.tensors, alive, strict=True):
                 tensors[place] = tensor
         return True
+
+    def _count_edges(self, context: Context, peer: WorkerId, count: int) -> None:
+        self._edges.take(peer, count)
+        with context.lock:
+            context.edges_of[peer] += count
 
     def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
         """The message did not leave: forget its crossings."""
@@ -153,7 +165,7 @@ class Engine:
         running = self._running(context, edge)
         present = [gradient for gradient in gradients if gradient is not None]
         crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
-        headers, payload = encode_tensors(present)
+        headers, payload = encode_tensors(present, self.limits)
         message = Gradients(
             context,
             running.id,
@@ -187,7 +199,7 @@ class Engine:
         if running is None:
             self._agent.events.emit("late", message.edge)
             return
-        running.settle_with(message, payload)
+        running.settle_with(message, payload, self.limits)
         if message.last:
             running.worker_done(source.worker, has_changed=False)
 
@@ -227,6 +239,10 @@ class Engine:
         if context is None:
             return
         closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
+        with context.lock:
+            edges_of, context.edges_of = context.edges_of, Counter()
+        for peer, count in edges_of.items():
+            self._edges.give_back(peer, count)
         for running in self.passes.in_context(id):
             running.fail(closed)
             # What began elsewhere is ended by its root, which knows whether it ended well.

@@ -6,7 +6,7 @@ import msgspec
 
 from gradwire.agent.messages import Failure
 from gradwire.ids import ContextId, EdgeId, PassId, WorkerId
-from gradwire.wire.message import Message
+from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
 
 TO_GRAD, TO_MAP, NOWHERE = 0, 1, 2
@@ -48,7 +48,7 @@ class Start(Message, frozen=True, tag=0x20):
     destination: int
     retain_graph: bool
     create_graph: bool
-    seconds: float
+    seconds: Seconds
     """what is left until the pass is given up"""
     first: Gradients | None
     """the first gradients of the pass, if they are for the receiver: their edge is settled"""

@@ -21,6 +21,7 @@ from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.state import PassState
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
+from gradwire.options import Limits
 from gradwire.wire.frame import Buffer
 from gradwire.wire.tensor import decode_tensors
 
@@ -99,10 +100,10 @@ class Running:
             untold, self._untold = self._untold, ()
             return untold
 
-    def settle_with(self, message: Gradients, payload: memoryview | None) -> None:
+    def settle_with(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
         """An edge's gradients came, as they travel."""
         try:
-            came = iter(decode_tensors(message.tensors, payload))
+            came = iter(decode_tensors(message.tensors, payload, limits))
             gradients = [next(came) if there else None for there in message.present]
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))

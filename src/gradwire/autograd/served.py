@@ -62,7 +62,7 @@ class Served:
             if running is None:  # it failed before it reached us
                 return
             if start.first is not None:
-                running.settle_with(start.first, payload)
+                running.settle_with(start.first, payload, self._agent.limits)
             self._take_part(running, start)
             self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere

@@ -11,30 +11,25 @@ their names.
 
 from __future__ import annotations
 
-import importlib
-import io
-import pickle
-from types import ModuleType
 from typing import Any
 
 from gradwire.errors import UsageError
-from gradwire.rpc.names import maybe_at, one_main, steps
+from gradwire.rpc.names import maybe_at, steps
+from gradwire.rpc.pickled import dumps, loads
 
 
 def packed(value: object, what: str, *, hint: str | None = None) -> bytes:
     """The object as bytes; `what` names it should it not be possible."""
-    file = io.BytesIO()
     try:
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        return dumps(value)
     except Exception as error:  # reducing runs the object's own code, which may raise anything
         raise UsageError(f"{what} cannot be pickled: {error}", hint=hint) from error
-    return file.getvalue()
 
 
 def unpacked(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa: ANN401
     """The object that these bytes stand for; `what` names it should it not be possible."""
     try:
-        return pickle.loads(data)
+        return loads(data)
     except Exception as error:
         raise UsageError(f"{what} cannot be unpickled here: {error}", hint=hint) from error
 
@@ -43,10 +38,3 @@ def maybe_exception(name: str) -> type[BaseException] | None:
     """The exception type that a process of ours names, in whichever module of ours it is."""
     found = maybe_at(steps(name))
     return found if isinstance(found, type) and issubclass(found, BaseException) else None
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
-        if isinstance(value, ModuleType):
-            return importlib.import_module, (one_main(value.__name__),)
-        return NotImplemented

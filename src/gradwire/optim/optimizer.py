@@ -27,7 +27,7 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
 from gradwire.optim.clipping import by_owner, check_references, measured
 from gradwire.optim.serving import make_shard
-from gradwire.optim.shard import Options, Shard, State, stepped_here
+from gradwire.optim.shard import Options, Shard, State, check_class, stepped_here
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
@@ -242,10 +242,7 @@ class _State(Mapping[Ref, dict[str, Any]]):
 
 
 def _check_class(cls: type[torch.optim.Optimizer]) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise UsageError(
-            f"{cls!r} is no optimizer class", hint="pass a class such as torch.optim.Adam"
-        )
+    check_class(cls)
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(

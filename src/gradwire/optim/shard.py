@@ -74,6 +74,14 @@ def stepped_here() -> Stepped:
     return cast(Worker, home_door.find()).part(Stepped)
 
 
+def check_class(cls: object) -> None:
+    """Whether it is an optimizer of torch's kind at all."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UsageError(
+            f"{cls!r:.200} is no optimizer class", hint="pass a class such as torch.optim.Adam"
+        )
+
+
 class Group(NamedTuple):
     """One owner's part of a parameter group: its number, its parameters, and their numbers."""
 
@@ -102,6 +110,7 @@ class Shard:
         args: tuple[object, ...],
         kwargs: Options,
     ) -> None:
+        check_class(cls)  # here too: who asks may be any peer
         self._here = stepped_here()
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}

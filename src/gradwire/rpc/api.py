@@ -80,6 +80,15 @@ def get_worker_info(name: To | None = None) -> WorkerInfo:
     return directory.me if name is None else directory.find(name)
 
 
+def refusals() -> dict[str, int]:
+    """What this worker has refused so far: how often, by kind.
+
+    `not exposed`, `bad message` and `over limit` are what peers asked for and sent. The first of
+    each kind from each peer is in the log, with the reason.
+    """
+    return _here().refusals.seen()
+
+
 def rpc_sync(
     to: To,
     func: Callable[..., T],

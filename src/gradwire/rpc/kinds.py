@@ -100,7 +100,9 @@ def _pack_ordered_dict(walk: Packing, value: OrderedDict[object, object]) -> obj
 
 def _unpack_ordered_dict(walk: Unpacking, node: Node) -> object:
     metadata, *flat = walk.children(node)
-    value = _filled(OrderedDict[object, object](), flat)
+    # Not OrderedDict[…](): that leaves an attribute on it, and it could not be sent on.
+    empty: OrderedDict[object, object] = OrderedDict()
+    value = _filled(empty, flat)
     if metadata is not None:
         value._metadata = metadata  # type: ignore[attr-defined]
     return value

@@ -16,12 +16,14 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
 
 def transports_for(options: Options) -> Transports:
     """All that can reach another process."""
-    stall, limits = options.timeouts.stall, options.limits
+    stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
     shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
     return Transports(
         {
-            "unix": UnixTransport(stall=stall, limits=limits, shared_bytes=shared_bytes),
-            "tcp": TcpTransport(stall=stall, limits=limits),
+            "unix": UnixTransport(
+                stall=stall, limits=limits, shared_bytes=shared_bytes, checksum=checksum
+            ),
+            "tcp": TcpTransport(stall=stall, limits=limits, checksum=checksum),
         }
     )
 

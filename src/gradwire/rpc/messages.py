@@ -7,7 +7,7 @@ import msgspec
 from gradwire.autograd.messages import Crossing
 from gradwire.ids import ContextId, ForkId, RefId, WorkerId
 from gradwire.wire.header import TensorHeader
-from gradwire.wire.message import Message
+from gradwire.wire.message import Message, Seconds
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,7 @@ class Call(Message, frozen=True, tag=0x40):
     context: ContextId | None
     grad_enabled: bool
     inference: bool
-    seconds: float
+    seconds: Seconds
     keep: Kept | None = None
 
 
@@ -63,7 +63,7 @@ class Fetch(Message, frozen=True, tag=0x42):
 
     ref: RefId
     context: ContextId | None
-    seconds: float
+    seconds: Seconds
 
 
 class Fork(Message, frozen=True, tag=0x43):
@@ -98,4 +98,4 @@ class BackwardFrom(Message, frozen=True, tag=0x47):
     ref: RefId
     context: ContextId
     retain_graph: bool
-    seconds: float
+    seconds: Seconds

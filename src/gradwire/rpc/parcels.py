@@ -12,6 +12,7 @@ from typing import Any, final
 
 import msgspec
 
+from gradwire.agent.unserved import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
 from gradwire.autograd.torch_private import has_tangent
@@ -36,7 +37,7 @@ class Packed(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         """Bytes that the receiver will hold."""
-        size = len(self.parcel.data)
+        size = EACH + len(self.parcel.data)
         return size + sum(map(len, self.payload)) if self.payload else size
 
 
@@ -80,7 +81,7 @@ class Parcels:
                     "a tensor with a forward-mode tangent, which does not cross workers",
                     hint="differentiate in reverse, or leave dual_level() before the call",
                 )
-            headers, payload = encode_tensors(packed.tensors)
+            headers, payload = encode_tensors(packed.tensors, self._engine.limits)
             crossings: list[Crossing] = []
             if context is not None:
                 crossings = self._engine.attach_send(context, to, packed.tensors)
@@ -105,7 +106,7 @@ class Parcels:
             return Unpacked(self._codec.unpack(parcel.data, ()))
         crossings: Sequence[Crossing] = parcel.crossings
         with self._refs.unpacking(parcel.references):
-            tensors = decode_tensors(parcel.tensors, payload)
+            tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
             if crossings:
                 if context is None:
                     raise BadMessage("a message outside of any context came with edges")

@@ -9,7 +9,7 @@ enums, and runs no other code of a user's but the __hash__ and __eq__ of keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -17,19 +17,21 @@ from torch import Tensor
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
 from gradwire.options import Limits
-from gradwire.rpc import arrays, kinds, named
+from gradwire.rpc import arrays, codecs, kinds, named, tags
 from gradwire.rpc.tags import END_OF_TAGS, FIRST_EXTENSION
-from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, spoken
+from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, exactly, spoken
+from gradwire.wire.elements import check_arrived, check_leaving
 
 __all__ = ["Codec", "Names", "Packed"]
 
 T = TypeVar("T")
 
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
-_GENERAL_HINT = (
-    "send its parts, or a reference to it; a dataclass, namedtuple or enum travels once it is "
-    "exposed with @gradwire.expose"
+_TWO_WAYS = (
+    "give its class a codec with gradwire.register_codec on both workers, or let what is not data "
+    "travel as pickles with Options(pickle=True) on both"
 )
+_PICKLE_HINT = "Options(pickle=True) loads them; whoever may send one may run anything here"
 
 
 class Packed(NamedTuple):
@@ -39,20 +41,32 @@ class Packed(NamedTuple):
     tensors: list[Tensor]
 
 
+class Odd(Protocol):
+    """A way for what is not data."""
+
+    def pack(self, value: object, place: str) -> Packed:
+        """The value in its way, and the tensors in it."""
+
+    def unpack(self, data: bytes, tensors: Sequence[Tensor]) -> object:
+        """The same again."""
+
+
 @final
 class Codec:
     """What travels between workers as arguments and results, and how.
 
-    May be used by many threads at once.
+    May be used by many threads at once. With `odd`, what is not data travels too, in that way.
     """
 
-    def __init__(self, names: Names, limits: Limits) -> None:
-        self._names, self._limits = names, limits
+    def __init__(self, names: Names, limits: Limits, odd: Odd | None = None) -> None:
+        self._names, self._limits, self._odd = names, limits, odd
         self._packers: dict[type, Packer] = {**kinds.PACKERS, **arrays.PACKERS, **named.PACKERS}
         self._unpackers: dict[int, Unpacker] = {
             **kinds.UNPACKERS,
             **arrays.UNPACKERS,
             **named.UNPACKERS,
+            **codecs.UNPACKERS,
+            tags.PICKLED: self._unpack_odd,
         }
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes | memoryview], object] = msgspec.msgpack.Decoder().decode
@@ -89,6 +103,7 @@ class Codec:
         walk = Packing(self._packers, self._learn, self._names, self._limits.depth)
         try:
             data = self._encode(walk.node(value))
+            check_leaving(data, self._limits.elements)
         except CannotTravel as refusal:
             raise _placed(refusal, place) from None
         except RecursionError:
@@ -106,6 +121,7 @@ class Codec:
         hot: every argument and result
         """
         walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
+        check_arrived(data, self._limits.elements)
         try:
             value = walk.value(self._decode(data))
         except GradwireError:
@@ -119,11 +135,27 @@ class Codec:
         return value
 
     def _learn(self, kind: type) -> Packer:
-        packer = named.maybe_packer(kind)
+        packer = codecs.maybe_packer(kind) or named.maybe_packer(kind)
+        if packer is None and self._odd is not None:
+            packer = self._pack_odd
         if packer is None:
             raise _refusal(kind)
         self._packers[kind] = packer
         return packer
+
+    def _pack_odd(self, walk: Packing, value: object) -> object:
+        assert self._odd is not None
+        packed, first = self._odd.pack(value, spoken(type(value))), len(walk.tensors)
+        walk.tensors.extend(packed.tensors)
+        return [tags.PICKLED, packed.data, first, len(packed.tensors)]
+
+    def _unpack_odd(self, walk: Unpacking, node: Node) -> object:
+        _, data, first, count = node
+        if self._odd is None:
+            raise BadMessage("a pickle came, which this worker does not load", hint=_PICKLE_HINT)
+        places = range(exactly(first, int), exactly(first, int) + exactly(count, int))
+        tensors = [walk.tensor(place) for place in places]
+        return self._odd.unpack(exactly(data, bytes), tensors)
 
 
 def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel:
@@ -139,5 +171,5 @@ def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel
 
 def _refusal(kind: type) -> CannotTravel:
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
-    hint = _GENERAL_HINT if base is None else f"send it as a plain {base.__name__}"
+    hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
     return CannotTravel(f"a value of type {spoken(kind)} does not travel", hint=hint)

@@ -1,7 +1,9 @@
 """Values of any kind, as a pickle with its tensors and references beside it. Not for strangers.
 
 Whoever may send a pickle may run anything here. A worker packs and unpacks this way only if its
-manner says so, which is how programs written for torch.distributed.rpc send what they like.
+options or its manner say so, which is how programs written for torch.distributed.rpc send what they
+like. No other module imports pickle: what a process and its own children tell each other goes
+through here as well.
 
 Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
 nn.Parameter among the arguments or in their containers, and arrives as a plain tensor. Inside
@@ -15,12 +17,13 @@ import importlib.util
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, final
 
 from torch import Tensor, nn
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
+from gradwire.rpc.names import one_main
 from gradwire.rpc.payload import Packed
 
 T = TypeVar("T")
@@ -86,6 +89,26 @@ def sent_exception(name: str) -> type[BaseException] | None:
     except (ImportError, AttributeError, ValueError):
         return None
     return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def dumps(value: object) -> bytes:
+    """A pickle for a process that this one starts; modules go by their names."""
+    file = io.BytesIO()
+    _PlainPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:  # noqa: ANN401
+    """What `dumps` made a pickle of. Never for what came from a peer: see launch/luggage.py."""
+    return pickle.loads(data)
+
+
+class _PlainPickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        """Modules have no pickle of their own."""
+        if isinstance(value, ModuleType):
+            return importlib.import_module, (one_main(value.__name__),)
+        return NotImplemented
 
 
 class _Pickler(pickle.Pickler):

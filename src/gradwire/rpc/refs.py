@@ -18,6 +18,7 @@ from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
+from gradwire.agent.quota import over
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
@@ -77,6 +78,7 @@ class Refs:
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
         self._closed = False
+        self._asked = 0
         self.abandoned = False
         """whether this worker has let go of all that lives elsewhere"""
         self.make: Made
@@ -136,6 +138,20 @@ class Refs:
         return content.value
 
     # -- a creating call
+
+    def check_room(self, peer: WorkerId) -> None:
+        """BadMessage if a peer holds as many references to our values as it may.
+
+        They are counted now and then: more often, the fewer it may hold.
+        """
+        most = self._agent.limits.references
+        with self._lock:
+            self._asked += 1
+            if self._asked % (1 + most // 64):
+                return
+            held = self._table.forks_of(peer)
+        if peer != self._agent.directory.me.id and held >= most:
+            raise over("references", most)
 
     def creation_arrived(self, ref: RefId, fork: ForkId | None) -> Promise[Content]:
         """A call has come whose result stays here; without a fork, from this worker itself.
@@ -312,6 +328,7 @@ class Refs:
     # -- what other workers say
 
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
+        self.check_room(source.worker)
         with self._lock:
             verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
         self._answer(source, Counted(verdict.value))

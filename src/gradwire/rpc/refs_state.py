@@ -391,6 +391,12 @@ class RefTable:
             for fork, holder in value.forks.items()
         ]
 
+    def forks_of(self, worker: WorkerId) -> int:
+        """How many forks of our values a worker holds."""
+        return sum(
+            holder == worker for value in self._values.values() for holder in value.forks.values()
+        )
+
     def unsettled(self) -> bool:
         """Whether a fork held here is not counted yet, or one made here not accepted."""
         waiting = any(fork.stage in _WAITING for fork in self._held.values())

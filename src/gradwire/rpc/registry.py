@@ -165,7 +165,7 @@ class Registry:
         if not self._allows(cls, definer, name):
             hint = _WRAP_HINT if _is_fenced(definer) else _CLASS_HINT
             raise NotExposed(f"{spoken} is not exposed on this worker", hint=hint)
-        if not _is_method(vars(definer)[name]):
+        if not _is_method(vars(definer)[name], definer):
             raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
         bound: Function = vars(definer)[name].__get__(value, cls)
         return bound
@@ -199,7 +199,9 @@ class Registry:
         if definer is None or not self._allows(cls, definer, method):
             return None
         raw = vars(definer)[method]
-        return raw.__get__(None, cls) if isinstance(raw, staticmethod | classmethod) else None
+        if not isinstance(raw, staticmethod | classmethod) or not _is_method(raw, definer):
+            return None
+        return raw.__get__(None, cls)
 
     def _allows(self, cls: type, definer: type, method: str) -> bool:
         """Whether `method`, defined by `definer`, may be called on objects of `cls`.
@@ -255,8 +257,17 @@ def _is_defined_as(value: object, home: str, name: str) -> bool:
     return one_main(getattr(value, "__module__", "")) == home
 
 
-def _is_method(raw: object) -> bool:
-    return isinstance(raw, _METHOD_KINDS)
+def _is_method(raw: object, definer: type) -> bool:
+    """Whether it is a method, and not a function of Python's or torch's that a class holds."""
+    if not isinstance(raw, _METHOD_KINDS):
+        return False
+    if _is_fenced(definer):
+        return True
+    function = getattr(raw, "func", getattr(raw, "__func__", raw))
+    home = str(getattr(function, "__module__", None)).partition(".")[0]
+    return home == definer.__module__.partition(".")[0] or not (
+        home == "torch" or home in sys.stdlib_module_names
+    )
 
 
 def _is_private(name: str) -> bool:

@@ -81,6 +81,7 @@ class Serving:
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
+        self._refs.check_room(source.worker)
         promise = self._refs.creation_arrived(keep.ref, keep.fork)
         at_once = not self._manner.answers_when_made
 
@@ -94,6 +95,7 @@ class Serving:
                 self._agent.answer(source, Done(), deadline=deadline)
             content = self._run(call, payload, source, deadline, settle)
         except BaseException as error:  # whoever fetches the value is told
+            self._agent.note(source.worker, error)
             content = Raised(self._agent.describe(error))
         if content is not None:
             settle(content)
@@ -103,7 +105,7 @@ class Serving:
     ) -> Content | None:
         """What the function returned; None if it will be handed to `later`."""
         if call.context is not None:
-            self._engine.contexts.heard_of(call.context)
+            self._engine.contexts.heard_of(call.context, source.worker)
         with self._inside(call.context, deadline), _modes(call):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context

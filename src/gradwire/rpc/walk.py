@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, final
 
 from torch import Tensor
 
-from gradwire.errors import BadMessage, CannotTravel, NotExposed
+from gradwire.errors import BadMessage, CannotTravel, NotExposed, OverLimit
 
 Node = list[object]
 Packer = Callable[["Packing", Any], object]
@@ -136,7 +136,7 @@ class Unpacking:
     def children(self, node: Node, first: int = 1) -> list[object]:
         """The values inside a node, from its element `first` on."""
         if not self._left:
-            raise BadMessage("a packed value is nested deeper than the limit")
+            raise OverLimit("a packed value is nested deeper than the limit")
         self._left -= 1
         value = self.value
         values = [child if type(child) in _LEAVES else value(child) for child in node[first:]]

@@ -21,6 +21,7 @@ from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
 from gradwire.agent.membership import Membership
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
@@ -76,12 +77,14 @@ class Worker:
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
+        self.refusals = Refusals()
         self.leaks: list[str] = []
         """what others still held of ours when all had let go"""
         self.face: object = None
         """what another face of this library keeps with its worker"""
         timeouts, wrap = options.timeouts, manner.channel
-        connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
+        most = options.limits.connections
+        connections = Connections(directory, job, transports, listener, timeouts, clock, wrap, most)
         self.agent = self._agent(connections, clock, registry)
         self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
@@ -101,15 +104,22 @@ class Worker:
         self.refs = Refs(agent)
         reference = manner.reference or RRef
         self.refs.make = lambda hold: reference._of(self, hold)
-        codec: Codec | PickleCodec = Codec(registry, options.limits)
-        if manner.pickle:
-            codec = PickleCodec(manner.reducers)
-        codec.extend(reference, _RREF_TAG, reference._pack, self.refs.unpacked)
+        codec = self._codec(registry, reference)
         leaves = manner.leaves_outside_contexts
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
         Serving(agent, self.engine, self.refs, parcels, registry, self.serving, manner)
+
+    def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
+        """The way values travel; a pickle is made and loaded only where somebody asked for it."""
+        refs, options, manner = self.refs, self._options, self.manner
+        pickles = PickleCodec(manner.reducers) if manner.pickle or options.pickle else None
+        data = Codec(registry, options.limits, pickles)
+        for codec in (data, pickles):
+            if codec is not None:
+                codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
+        return pickles if manner.pickle and pickles is not None else data
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
@@ -191,6 +201,7 @@ class Worker:
             limits=self._options.limits,
             type_of=sent_exception if self.manner.pickle else registry.exception_type,
             name_of=exception_name,
+            refusals=self.refusals,
         )
 
     def _way_out(self, transports: Transports) -> Leaver | Membership:

@@ -223,7 +223,7 @@ def a_frame_over_the_limits_is_refused(make_pair: MakePair) -> None:
     for frame, limits, text in (
         (over_head, Limits(head=8), "a message head of 9 bytes is over the limit of 8"),
         (over_payload, Limits(payload=8), "a payload of 9 bytes is over the limit of 8"),
-        (Frame(0, 2, 0, b"", []), Limits(), "a frame has unknown flags 0x0002"),
+        (Frame(0, 4, 0, b"", []), Limits(), "a frame has unknown flags 0x0004"),
     ):
         with _connected(make_pair) as (here, there):
             there.limits = limits

@@ -24,8 +24,10 @@ from gradwire.wire.frame import (
     IN_BLOCK,
     IS_ANSWER,
     PREFIX,
+    SUMS_PAYLOAD,
     TAKES_BLOCKS,
     Frame,
+    check_content,
     decode_prefix,
 )
 
@@ -51,7 +53,7 @@ class Intake:
         self.limits = limits
         self._sock, self._guard, self._stall = sock, guard, stall
         self._pool, self._shared = pool, shared
-        self._known_flags = IS_ANSWER | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
+        self._known_flags = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
         self._spin = Spin()
@@ -112,12 +114,13 @@ class Intake:
             self._fill(PREFIX.size)
             prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
             self._start += PREFIX.size
-            kind, flags, head_length, payload_length, request = prefix
+            kind, flags, head_length, payload_length, request, _, _ = prefix
             head = self._read_head(head_length)
             if self._shared is not None and flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
             has_payload = payload_length or flags & IN_BLOCK
             payload = self._payload_of(flags, payload_length) if has_payload else ()
+            check_content(prefix, head, payload)
             return Frame(kind, flags & IS_ANSWER, request, head, payload)
         except PeerLost:
             raise

@@ -26,7 +26,14 @@ from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.intake import Intake
 from gradwire.transport.shared import Ancillary, SharedMemory
-from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Buffer, Frame, encode_prefix
+from gradwire.wire.frame import (
+    IN_BLOCK,
+    SUMS_PAYLOAD,
+    TAKES_BLOCKS,
+    Buffer,
+    Frame,
+    encode_prefix,
+)
 
 _MOST_PARTS: Final = 1024
 _JOINED: Final = 1 << 12
@@ -52,7 +59,9 @@ class SocketChannel:
         stall: float,
         pool: BlockPool,
         shared: SharedMemory | None = None,
+        checksum: bool = False,
     ) -> None:
+        self._flags = (TAKES_BLOCKS if shared else 0) | (SUMS_PAYLOAD if checksum else 0)
         self.remote = remote
         self._stall = stall
         self._sock = sock
@@ -90,14 +99,14 @@ class SocketChannel:
         hot: benchmarks of round trips and of bandwidth
         """
         if self._shared is None:
-            self._transmit(_parts_of(frame), (), deadline)
+            self._transmit(_parts_of(frame, self._flags), (), deadline)
             return
         loan = self._shared.place(frame.payload)
         if loan is None:
-            self._transmit(_parts_of(frame, TAKES_BLOCKS), (), deadline)
+            self._transmit(_parts_of(frame, self._flags), (), deadline)
             return
         with loan:
-            prefix = encode_prefix(frame, TAKES_BLOCKS | IN_BLOCK)
+            prefix = encode_prefix(frame, self._flags | IN_BLOCK)
             self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
 
     def recv(self) -> Frame:
@@ -200,7 +209,7 @@ def as_timeval(seconds: float) -> bytes:
     return struct.pack("ll", int(whole), int(fraction * 1e6))
 
 
-def _parts_of(frame: Frame, flags: int = 0) -> list[Buffer]:
+def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
     """What goes to the kernel: one piece if it is small, as that is the cheaper call."""
     prefix = encode_prefix(frame, flags)
     head, payload = frame.head, frame.payload

@@ -42,8 +42,9 @@ class TcpTransport:
         limits: Limits | None = None,
         stall: float | None = None,
         pool: BlockPool | None = None,
+        checksum: bool = False,
     ) -> None:
-        self._wrapping = Wrapping(limits, stall, pool)
+        self._wrapping = Wrapping(limits, stall, pool, checksum=checksum)
 
     def listen(self, address: str) -> SocketListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""

@@ -50,10 +50,11 @@ class UnixTransport:
         pool: BlockPool | None = None,
         shared_bytes: int = SHARED_AT_MOST,
         shared_from: int = SHARED_FROM,
+        checksum: bool = False,
     ) -> None:
         is_sharing = shared_bytes > 0 and can_share()
         share = partial(SharedMemory, shared_bytes, shared_from) if is_sharing else None
-        self._wrapping = Wrapping(limits, stall, pool, share)
+        self._wrapping = Wrapping(limits, stall, pool, share, checksum)
 
     def listen(self, address: str) -> SocketListener:
         """Make the socket; it is removed again by `close`, and so is a directory made for it."""

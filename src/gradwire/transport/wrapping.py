@@ -16,7 +16,8 @@ from gradwire.transport.sockets import SocketChannel
 class Wrapping:
     """Turns connected sockets into channels, with the same limits and one pool of blocks.
 
-    `share` makes the shared memory of a channel, where it is to have some.
+    `share` makes the shared memory of a channel, where it is to have some. With `checksum` what
+    they send has one over its tensors too.
     """
 
     def __init__(
@@ -25,7 +26,9 @@ class Wrapping:
         stall: float | None,
         pool: BlockPool | None,
         share: Callable[[], SharedMemory] | None = None,
+        checksum: bool = False,
     ) -> None:
+        self._checksum = checksum
         self._limits = limits or Limits()
         self._pool = pool or BlockPool()
         self._share = share
@@ -40,4 +43,5 @@ class Wrapping:
             stall=self.stall,
             pool=self._pool,
             shared=self._share() if self._share else None,
+            checksum=self._checksum,
         )

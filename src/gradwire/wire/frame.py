@@ -1,14 +1,18 @@
 """One message on its way: a fixed prefix, a head (msgpack) and a payload (raw tensor bytes).
 
-    prefix   24 bytes, little endian:
-             kind u16, flags u16, head length u32, payload length u64, request u64
+    prefix   32 bytes, little endian:
+             kind u16, flags u16, head length u32, payload length u64, request u64,
+             checksum of the content u32, checksum of the prefix up to here u32
     head     the message, encoded by wire/message.py
     payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
 
 `request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
 marks an answer. Bits 8 and 9 are a unix channel's own (transport/shared.py): whoever sets 8 can
-read payloads from shared memory, and 9 says that this one lies there. The other bits are reserved
-for the checksum and must be 0.
+read payloads from shared memory, and 9 says that this one lies there. The other bits must be 0.
+
+Checksums are CRC-32. That of the content is over the head and, where bit 1 of `flags` is set, over
+the payload too. They find what a broken machine on the way has changed, before a length or a number
+is believed; TCP's own sum does not see a proxy that swaps a bit. They keep out nobody.
 This file knows lengths and limits, not what a message means.
 """
 
@@ -17,17 +21,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
 
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, OverLimit
 from gradwire.options import Limits
 
-PREFIX = struct.Struct("<HHIQQ")
+PREFIX = struct.Struct("<HHIQQII")
+_BEFORE_SUM = struct.Struct("<HHIQQI")
+_SUM = struct.Struct("<I")
 ALIGNMENT = 64
 IS_ANSWER = 1
+SUMS_PAYLOAD = 1 << 1
 TAKES_BLOCKS = 1 << 8
 IN_BLOCK = 1 << 9
 
 Buffer = bytes | bytearray | memoryview
+
+_SUMS = "something between the workers changes bytes, or the sender is no worker"
 
 
 class Frame(NamedTuple):
@@ -53,13 +63,36 @@ class Prefix(NamedTuple):
     head_length: int
     payload_length: int
     request: int
+    content_sum: int
+    prefix_sum: int
 
 
 def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
     """The bytes that go before head and payload; `flags` are the channel's own."""
     kind, own_flags, request, head, payload = frame
+    flags |= own_flags
     length = sum(map(len, payload)) if payload else 0
-    return PREFIX.pack(kind, own_flags | flags, len(head), length, request)
+    content = crc32(head)
+    if flags & SUMS_PAYLOAD:
+        for part in payload:
+            content = crc32(part, content)
+    return sealed(kind, flags, len(head), length, request, content)
+
+
+def sealed(kind: int, flags: int, head: int, payload: int, request: int, content: int = 0) -> bytes:
+    """A prefix of these numbers, with its checksum; that of no content is 0."""
+    prefix = _BEFORE_SUM.pack(kind, flags, head, payload, request, content)
+    return prefix + _SUM.pack(crc32(prefix))
+
+
+def check_content(prefix: Prefix, head: Buffer, payload: Sequence[Buffer]) -> None:
+    """BadMessage if head or payload are not what was sent."""
+    content = crc32(head)
+    if prefix.flags & SUMS_PAYLOAD:
+        for part in payload:
+            content = crc32(part, content)
+    if content != prefix.content_sum:
+        raise BadMessage(f"a message of kind {prefix.kind:#06x} was changed on its way", hint=_SUMS)
 
 
 def decode_prefix(
@@ -67,11 +100,15 @@ def decode_prefix(
 ) -> Prefix:
     """The prefix at `start` of `data`, refused if it promises more than allowed."""
     prefix = Prefix._make(PREFIX.unpack_from(data, start))
-    _, flags, head, payload, _ = prefix
+    _, flags, head, payload, _, _, told = prefix
+    if crc32(data[start : start + _BEFORE_SUM.size]) != told:
+        raise BadMessage(
+            "the prefix of a frame is not what was sent, or no frame at all", hint=_SUMS
+        )
     if flags & ~known_flags:
         raise BadMessage(f"a frame has unknown flags {flags & ~known_flags:#06x}")
     if head > limits.head:
-        raise BadMessage(f"a message head of {head} bytes is over the limit of {limits.head}")
+        raise OverLimit(f"a message head of {head} bytes is over the limit of {limits.head}")
     if payload > limits.payload:
-        raise BadMessage(f"a payload of {payload} bytes is over the limit of {limits.payload}")
+        raise OverLimit(f"a payload of {payload} bytes is over the limit of {limits.payload}")
     return prefix

@@ -3,19 +3,25 @@
 A message class carries its kind as its msgspec tag; the same number stands in the frame's prefix,
 so that a reader can route a frame before decoding it. Kinds are never reused:
 
-    0x01-0x0f  agent      0x20-0x2f  autograd      0x40-0x4f  rpc
+    0x01-0x0f  agent      0x20-0x2f  autograd      0x40-0x4f  rpc      0x60-0x6f  optim
 
 This file knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import final
+from typing import Annotated, final
 
 import msgspec
 
 from gradwire.errors import BadMessage
+from gradwire.wire.elements import check_arrived
+
+_LARGEST = sys.float_info.max
+Seconds = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+"""A duration that a peer tells: a number, and finite. A deadline that is none would never pass."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +47,8 @@ def encode(message: Message) -> bytes:
 class Kinds:
     """The messages one worker understands."""
 
-    def __init__(self, types: Iterable[type[Message]] = ()) -> None:
+    def __init__(self, types: Iterable[type[Message]] = (), elements: int = 1 << 20) -> None:
+        self._elements = elements
         self._decoders: dict[int, msgspec.msgpack.Decoder[Message]] = {}
         self.types: list[type[Message]] = []
         for message_type in types:
@@ -59,6 +66,7 @@ class Kinds:
         decoder = self._decoders.get(kind)
         if decoder is None:
             raise BadMessage(f"a message of unknown kind {kind:#06x}")
+        check_arrived(head, self._elements)
         try:
             return decoder.decode(head)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, CannotTravel, OverLimit
+from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT, Buffer
 from gradwire.wire.header import (
     ALL_FLAGS,
@@ -30,6 +31,7 @@ from gradwire.wire.header import (
     INFERENCE,
     LAYOUT_CODES,
     LAYOUTS,
+    MAX_DIMS,
     META,
     REQUIRES_GRAD,
     STRIDED,
@@ -42,16 +44,18 @@ from gradwire.wire.header import (
 )
 from gradwire.wire.sparse import PARTS, put_together, take_apart
 
-__all__ = ["MAX_TENSORS", "TensorHeader", "decode_tensors", "encode_tensors"]
+__all__ = ["TensorHeader", "decode_tensors", "encode_tensors"]
 
-MAX_TENSORS = 1 << 16
-
+_LIMITS = Limits()
+_INDEX_TYPES = (torch.int64, torch.int32)
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 _NAMES_WITHOUT_NUMPY = ("torch.bfloat16", "torch.complex32", "torch.float8", "torch.float4")
 _WITHOUT_NUMPY = {dtype for dtype in DTYPE_CODES if str(dtype).startswith(_NAMES_WITHOUT_NUMPY)}
 
 
-def encode_tensors(tensors: Sequence[Tensor]) -> tuple[list[TensorHeader], list[Buffer]]:
+def encode_tensors(
+    tensors: Sequence[Tensor], limits: Limits = _LIMITS
+) -> tuple[list[TensorHeader], list[Buffer]]:
     """Headers, and the buffers whose concatenation is the payload they point into.
 
     The buffers are views: they keep the tensors alive, but show whatever is written into them until
@@ -59,10 +63,10 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[list[TensorHeader], list[
 
     hot: every message with tensors
     """
-    if len(tensors) > MAX_TENSORS:
+    if len(tensors) > limits.tensors:
         raise CannotTravel(
-            f"{len(tensors)} tensors in one message are over the limit of {MAX_TENSORS}",
-            hint="stack them, or send them in several calls",
+            f"{len(tensors)} tensors in one message are over the limit of {limits.tensors}",
+            hint="stack them, send them in several calls, or raise Limits(tensors=…) on both ends",
         )
     payload = _Payload()
     headers: list[TensorHeader] = []
@@ -74,15 +78,19 @@ def encode_tensors(tensors: Sequence[Tensor]) -> tuple[list[TensorHeader], list[
     return headers, payload.buffers
 
 
-def decode_tensors(headers: Sequence[TensorHeader], payload: memoryview | None) -> list[Tensor]:
+def decode_tensors(
+    headers: Sequence[TensorHeader], payload: memoryview | None, limits: Limits = _LIMITS
+) -> list[Tensor]:
     """The tensors, lying on `payload`: that very object lives until the last of them dies.
 
     It must be writable bytes, must never be released by hand, and nobody else may write to it.
 
     hot: every message with tensors
     """
-    if len(headers) > MAX_TENSORS:
-        raise BadMessage(f"{len(headers)} tensors are over the limit of {MAX_TENSORS}")
+    if len(headers) > limits.tensors:
+        raise OverLimit(f"{len(headers)} tensors are over the limit of {limits.tensors}")
+    if limits.dimensions < MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
+        raise OverLimit(f"a tensor has more than {limits.dimensions} dimensions, the limit")
     block = _Block(payload)
     return [_decode(header, block) for header in headers]
 
@@ -265,11 +273,13 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
     if any(part.layout != STRIDED or part.flags or part.device for part in header.parts):
         raise malformed("a part of a sparse tensor is not a plain dense tensor")
     parts = [_rebuild_dense(part, block) for part in header.parts]
+    if any(part.dtype not in _INDEX_TYPES for part in parts[:-1]):
+        raise malformed("the indices of a sparse tensor are no integers")  # torch would cast them
     if parts[-1].dtype is not dtype or (header.coalesced and layout is not torch.sparse_coo):
         raise malformed(f"the parts do not make a {layout} tensor of {dtype}")
     try:
         return _insist(lambda: put_together(parts, header.shape, layout, header.coalesced))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, Warning) as error:
         raise malformed(f"not a valid {layout} tensor: {error}") from error
 
 

@@ -1,0 +1,82 @@
+"""A seeded minute of hostile bytes for each run of the tests, and what Hypothesis thinks of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.mutate import Mutator
+from tests.fuzz.run import MOST_GROWTH, campaign
+from tests.fuzz.targets import TARGETS, Defect
+
+EXECUTIONS = {
+    "frame": 40_000,
+    "message": 150_000,
+    "payload": 120_000,
+    "tensors": 40_000,
+    "world": 5_000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_bytes_give_a_value_or_a_typed_error(name):
+    report = campaign(name, 20_240_607, executions=EXECUTIONS[name])
+    assert report.executions == EXECUTIONS[name]
+    assert report.grown < MOST_GROWTH
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_correct_peers_send_is_taken(name):
+    """The seeds are what they should be: else the mutants of them would be noise."""
+    target = TARGETS[name]
+    seeds = target.seeds()
+    assert len(seeds) > 3
+    with target.open() as run:
+        for data in seeds:
+            run(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400))
+def test_any_bytes_are_read_as_frames_or_refused(data):
+    with TARGETS["frame"].open() as run:
+        run(b"\0" + data)
+        run(b"\1" + data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 255), st.binary(max_size=300))
+def test_any_bytes_are_read_as_messages_or_refused(kind, data):
+    with TARGETS["message"].open() as run:
+        run(bytes([kind]) + data)
+
+
+def test_a_mutator_repeats_itself():
+    seeds = TARGETS["payload"].seeds()
+    first, second, other = Mutator(1, seeds), Mutator(1, seeds), Mutator(2, seeds)
+    made = [first.next() for _ in range(200)]
+    assert made == [second.next() for _ in range(200)]
+    assert made != [other.next() for _ in range(200)]
+    assert len(set(made)) > 150
+
+
+def test_a_defect_shows_the_input_that_found_it(monkeypatch):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def broken():
+        def run(data):
+            if len(data) > 3:
+                raise Defect("something else")
+
+        yield run
+
+    target = TARGETS["payload"]._replace(open=broken)
+    monkeypatch.setitem(TARGETS, "payload", target)
+    with pytest.raises(Defect, match="something else") as found:
+        campaign("payload", 1, executions=100)
+    assert "target payload, input b" in found.value.__notes__[0]

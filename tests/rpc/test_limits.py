@@ -1,0 +1,353 @@
+"""How much a peer may send, open and hold: each limit is an option, and says so when it is met."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire
+from gradwire.agent.quota import Quota
+from gradwire.agent.unserved import EACH, Unserved
+from gradwire.autograd.checking import check_crossing
+from gradwire.autograd.messages import Crossing
+from gradwire.errors import BadMessage, CannotTravel, PeerLost
+from gradwire.ids import EdgeId
+from gradwire.options import Limits, Options
+from gradwire.rpc.messages import Call, Parcel
+from gradwire.rpc.payload import Codec
+from gradwire.rpc.registry import Registry
+from gradwire.rpc.window import Window
+from gradwire.testing import cluster
+from gradwire.wire.elements import check_arrived, has_more_than
+from gradwire.wire.frame import Frame
+from gradwire.wire.header import TensorHeader
+from gradwire.wire.message import Kinds, encode, kind_of
+from gradwire.wire.tensor import decode_tensors, encode_tensors
+from tests.gates import GATES
+from tests.leftovers import eventually
+
+HERE = sys.modules[__name__]
+FLOODED = Options(threads=1, limits=Limits(unserved=20 * EACH, in_flight=10 * EACH))
+
+
+def echo(x):
+    return x
+
+
+def double(x):
+    return 2 * x
+
+
+def limited(n: int = 2, **limits: int):
+    return cluster(n, expose=[HERE], options=Options(limits=Limits(**limits)))
+
+
+# --- how many values ------------------------------------------------------------------------------
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text()
+    | st.binary() | st.binary(min_size=250, max_size=70_000) | st.text(min_size=30, max_size=300),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20),
+    max_leaves=60,
+)  # fmt: skip
+
+
+def count(value: object) -> int:
+    if isinstance(value, list):
+        return 1 + sum(map(count, value))
+    if isinstance(value, dict):
+        return 1 + sum(1 + count(item) for item in value.values())
+    return 1
+
+
+@given(plain)
+def test_values_are_counted_without_decoding_them(value):
+    data = msgspec.msgpack.encode(value)
+    assert not has_more_than(data, count(value))
+    assert has_more_than(data, count(value) - 1)
+
+
+@given(st.binary(max_size=200), st.integers(0, 50))
+def test_any_bytes_are_counted(data, most):
+    assert has_more_than(data, most) in (True, False)
+
+
+def test_every_kind_of_msgpack_value_is_stepped_over():
+    for data in (msgspec.msgpack.Ext(5, b"x" * n) for n in (1, 2, 4, 8, 16, 3, 300, 70_000)):
+        packed = msgspec.msgpack.encode([data, 1])
+        assert not has_more_than(packed, 3)
+        assert has_more_than(packed, 2)
+    for size in (16, 70_000):
+        assert not has_more_than(msgspec.msgpack.encode([None] * size), size + 1)
+        assert has_more_than(msgspec.msgpack.encode([None] * size), size)
+        assert not has_more_than(msgspec.msgpack.encode(dict.fromkeys(range(size))), 2 * size + 1)
+
+
+def test_many_tiny_values_are_refused_before_they_are_made():
+    codec = Codec(Registry(), Limits())
+    bomb = b"\xdd" + (1 << 26).to_bytes(4, "big") + b"\x90" * (1 << 23)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessage, match="a message holds more than 1048576 values"):
+            codec.unpack(bomb, ())
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_headers_are_refused_before_they_are_made():
+    parcel = Parcel(b"", [TensorHeader(0, ())] * 100, [], [])
+    head = encode(Call("f", parcel, None, True, False, 1.0))
+    kinds = Kinds([Call], elements=300)
+    with pytest.raises(BadMessage, match="a message holds more than 300 values"):
+        kinds.decode(kind_of(Call), head)
+    assert Kinds([Call], elements=1000).decode(kind_of(Call), head).parcel == parcel
+
+
+def test_too_many_values_do_not_leave():
+    with limited(elements=100) as workers:
+        many = list(range(98))  # beside them stand the argument list and the keywords
+        assert workers[0].run(gradwire.rpc_sync, "w1", echo, ([7] * 80,)) == [7] * 80
+        with pytest.raises(CannotTravel, match="more than 100 numbers, texts and containers"):
+            workers[0].run(gradwire.rpc_sync, "w1", echo, (many,))
+        assert workers[0].run(gradwire.rpc_sync, "w1", echo, ("x" * 1000,)) == "x" * 1000
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def test_the_number_of_tensors_is_an_option_on_both_ends():
+    few = Limits(tensors=2)
+    with pytest.raises(CannotTravel, match="3 tensors in one message are over the limit of 2"):
+        encode_tensors([torch.ones(1)] * 3, few)
+    headers, _ = encode_tensors([torch.ones(0)] * 3)
+    with pytest.raises(BadMessage, match="3 tensors are over the limit of 2"):
+        decode_tensors(headers, None, few)
+
+
+def test_the_number_of_dimensions_is_an_option():
+    headers, _ = encode_tensors([torch.ones(0, 1, 1)])
+    assert decode_tensors(headers, None, Limits(dimensions=3))[0].shape == (0, 1, 1)
+    with pytest.raises(BadMessage, match="a tensor has more than 2 dimensions"):
+        decode_tensors(headers, None, Limits(dimensions=2))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1 << 62, 4), (1 << 32, 1 << 32), (1 << 62,), (0, 1 << 62, 4), (-1, -1), (1 << 63,)],
+)
+@pytest.mark.parametrize("device", ["", "meta"])
+def test_a_shape_whose_bytes_overflow_is_refused(shape, device):
+    with pytest.raises(BadMessage):
+        decode_tensors([TensorHeader(11, shape, device=device)], None)
+
+
+# --- durations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf")])
+def test_a_duration_that_is_no_number_is_refused(seconds):
+    head = encode(Call("f", Parcel(b"", [], [], []), None, True, False, seconds))
+    with pytest.raises(BadMessage, match="Expected `float`"):
+        Kinds([Call]).decode(kind_of(Call), head)
+
+
+# --- edges ----------------------------------------------------------------------------------------
+
+GOOD = Crossing(EdgeId(1, 0), 1, {1: b"\1"}, [0])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"edge": EdgeId(2, 0)}, "e2.0 is no edge of w1"),
+        ({"edge": EdgeId(1, -1)}, "is no edge of w1"),
+        ({"edge": EdgeId(1, 800)}, "is no edge of w1, or over the limit of 800"),
+        ({"depth": 0}, "is 0 deep"),
+        ({"depth": -1}, "is -1 deep"),
+        ({"depth": 1 << 62}, "deep, the limit is 800"),
+        ({"lineage": {1: bytes(1000)}}, "depends on edges that w1 cannot have"),
+        ({"lineage": {-1: b""}}, "depends on edges that w-1 cannot have"),
+        ({"tensors": []}, "has no tensors"),
+        ({"tensors": [0, 0]}, "or one of them twice"),
+        ({"tensors": [3]}, "names a tensor that its message does not have"),
+        ({"tensors": [-1]}, "names a tensor that its message does not have"),
+        ({"tensors": [1]}, "names a tensor that has no gradient"),
+        ({"tensors": [2]}, "or another edge already"),
+    ],
+)
+def test_a_crossing_is_checked_before_a_node_is_made(change, why):
+    tensors = [torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1, requires_grad=True)]
+    check_crossing(GOOD, 1, tensors, 100)
+    with pytest.raises(BadMessage, match=why):
+        check_crossing(msgspec.structs.replace(GOOD, **change), 1, tensors, 100)
+
+
+def crossing_there_and_back(times: int):
+    x = torch.ones(1, requires_grad=True)
+    with gradwire.context():
+        for _ in range(times):
+            x = gradwire.rpc_sync("w1", double, (x,))
+    return x
+
+
+def test_edges_of_one_peer_are_limited_and_counted_down_when_a_context_ends():
+    with limited(edges=5) as workers:
+        edges = workers[1].worker.engine._edges
+        for _ in range(3):
+            workers[0].run(crossing_there_and_back, 5)
+            assert eventually(lambda: edges.taken(0) == 0)
+        with pytest.raises(BadMessage, match="5 edges open here already") as refused:
+            workers[0].run(crossing_there_and_back, 6)
+        assert "Limits(edges=…)" in str(refused.value)
+        assert eventually(lambda: edges.taken(0) == 0)
+
+
+# --- contexts, references, connections ------------------------------------------------------------
+
+
+def call_in_a_context(everyone_called: threading.Barrier):
+    with gradwire.context():
+        try:
+            return gradwire.rpc_sync("w1", echo, (1,))
+        except BadMessage as error:
+            return error.message
+        finally:
+            everyone_called.wait(30)
+
+
+def call_in_contexts(member, count: int) -> list:
+    """What calls in so many contexts, all open at once, bring."""
+    barrier = threading.Barrier(count)
+    with ThreadPoolExecutor(count) as pool:
+        calls = [pool.submit(member.run, call_in_a_context, barrier) for _ in range(count)]
+        return [call.result() for call in calls]
+
+
+def test_contexts_of_one_peer_are_limited():
+    with limited(contexts=3) as workers:
+        contexts = workers[1].worker.engine.contexts
+        for _ in range(2):
+            assert call_in_contexts(workers[0], 3) == [1, 1, 1]
+            assert eventually(lambda: not len(contexts))
+        came = call_in_contexts(workers[0], 4)
+        assert came.count(1) == 3
+        assert "a peer has 3 contexts open here already, which is the limit" in came
+
+
+def test_a_context_counts_as_its_senders_whoever_is_said_to_have_opened_it():
+    with limited(contexts=2) as workers:
+        contexts = workers[1].worker.engine.contexts
+        for claimed in (5, 6):
+            contexts.heard_of(claimed << 48, 0)
+        with pytest.raises(BadMessage, match="2 contexts open here already"):
+            contexts.heard_of(7 << 48, 0)
+
+
+def hold(count: int):
+    return [gradwire.remote("w1", echo, (n,)).to_here() and None for n in range(count)]
+
+
+def hold_all(count: int):
+    references = [gradwire.remote("w1", echo, (n,)) for n in range(count)]
+    return [reference.to_here() for reference in references]
+
+
+def test_references_of_one_peer_are_limited():
+    with limited(references=4) as workers:
+        assert workers[0].run(hold_all, 4) == [0, 1, 2, 3]
+        gc.collect()
+        assert eventually(lambda: not workers[1].worker.refs.statistics().owned)
+        with pytest.raises(gradwire.GradwireError):
+            workers[0].run(hold_all, 6)
+        gc.collect()
+        assert eventually(lambda: not workers[1].worker.refs.statistics().owned)
+        workers[0].run(hold, 4)
+
+
+def test_a_quota_is_taken_and_given_back_by_peer():
+    quota = Quota("apples", 2)
+    quota.take(1)
+    quota.take(1)
+    quota.take(2, 2)
+    with pytest.raises(BadMessage, match=r"2 apples open here already(.|\n)*Limits\(apples=…\)"):
+        quota.take(1)
+    quota.give_back(1)
+    quota.take(1)
+    assert (quota.taken(1), quota.taken(2), quota.taken(3)) == (2, 2, 0)
+
+
+# --- what waits to be served ----------------------------------------------------------------------
+
+
+def test_a_peer_that_sends_more_than_may_wait_is_cut_off():
+    unserved = Unserved(3 * EACH)
+    frame = Frame(1, 0, 0, b"", ())
+    ran = []
+    jobs = [unserved.counted(1, frame, lambda: ran.append(1)) for _ in range(3)]
+    with pytest.raises(BadMessage, match=r"3072 bytes of messages wait(.|\n)*Limits\(unserved=…\)"):
+        unserved.counted(1, frame, ran.clear)
+    unserved.counted(2, frame, ran.clear)
+    jobs[0]()
+    assert ran == [1]
+    unserved.counted(1, frame, ran.clear)
+
+
+def test_a_job_that_fails_waits_no_longer_and_a_large_one_waits_alone():
+    unserved = Unserved(EACH)
+    large = Frame(1, 0, 0, bytes(10 * EACH), ())
+
+    def fail() -> None:
+        raise ValueError
+
+    job = unserved.counted(1, large, fail)
+    with pytest.raises(BadMessage):
+        unserved.counted(1, large, fail)
+    with pytest.raises(ValueError):  # noqa: PT011
+        job()
+    unserved.counted(1, large, fail)
+
+
+def wait_for(gate):
+    GATES[gate].wait(10)
+
+
+def test_a_flood_of_requests_ends_the_connection(gate):
+    with cluster(2, expose=[HERE], options=FLOODED) as workers:
+        calls = workers[0].worker.calls
+        calls._window = Window(1 << 40, workers[0].worker.agent.clock)  # a peer that does not wait
+        waiting = [workers[0].run(gradwire.rpc_async, "w1", wait_for, (gate,)) for _ in range(40)]
+        with pytest.raises(PeerLost, match="w1 was lost before answering"):
+            waiting[-1].wait()
+        GATES[gate].set()
+
+
+def test_a_correct_peer_waits_instead(gate):
+    with cluster(2, expose=[HERE], options=FLOODED) as workers:
+        GATES[gate].set()
+        waiting = [workers[0].run(gradwire.rpc_async, "w1", wait_for, (gate,)) for _ in range(40)]
+        assert [one.wait() for one in waiting] == [None] * 40
+
+
+@pytest.mark.parametrize("field", list(Limits.__slots__))
+def test_every_limit_is_a_positive_number(field):
+    with pytest.raises(gradwire.UsageError, match=f"limit {field}=0 is not a positive number"):
+        Limits(**{field: 0})
+
+
+def test_what_is_large_is_checked_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr("gradwire.wire.elements.has_more_than", lambda *_: seen.append(1))
+    check_arrived(b"\xc0" * 10, 10)
+    assert not seen
+    check_arrived(b"\xc0" * 11, 10)
+    assert seen
