@@ -26,7 +26,7 @@ from gradwire.options import SECRET_VARIABLES, Options, SecretSource, secret_fro
 LEAST_BYTES = 32
 _MOST_BYTES = 4096
 _PRIVATE = 0o600
-_FROM_PIPE: Door[bytes] = Door("the secret that was read from a pipe, which gives it once")
+_FROM_PIPE: Door[tuple[int, bytes]] = Door("what was read from a pipe, which gives it once")
 
 _MAKE_ONE = (
     "python -c 'import secrets; print(secrets.token_hex(32))' > FILE; chmod 600 FILE; then "
@@ -97,9 +97,11 @@ def _in_file(path: str) -> Secret:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise UsageError(f"the secret in {path} cannot be read: {error}", hint=_MAKE_ONE) from error
-    with os.fdopen(file, "rb") as opened:
+    try:
         _check_private(os.fstat(file), path)
-        return _stripped(opened.read(_MOST_BYTES + 1), path)
+        return _stripped(_read_all(file, path), path)
+    finally:
+        os.close(file)
 
 
 def _check_private(status: os.stat_result, path: str) -> None:
@@ -123,13 +125,15 @@ def _in_descriptor(number: int) -> Secret:
     try:
         data = os.pread(number, _MOST_BYTES + 1, 0)
     except OSError:  # a pipe, or nothing
-        data = _FROM_PIPE.maybe_default() or _read_all(number, origin)
-        _FROM_PIPE.set_default(data)
+        known, data = _FROM_PIPE.maybe_default() or (None, b"")
+        if known != number:
+            data = _read_all(number, origin)
+            _FROM_PIPE.set_default((number, data))
     return _stripped(data, origin)
 
 
 def _read_all(number: int, origin: str) -> bytes:
-    """What a pipe gives until its other end is closed; whoever passes it closes it."""
+    """What it gives until its end: for a pipe, until whoever passed it on closes the other one."""
     data = b""
     try:
         while len(data) <= _MOST_BYTES and (more := os.read(number, _MOST_BYTES)):
