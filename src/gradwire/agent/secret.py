@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import stat
 from pathlib import Path
 from typing import NoReturn, final
@@ -26,6 +27,7 @@ from gradwire.options import SECRET_VARIABLES, Options, SecretSource, secret_fro
 LEAST_BYTES = 32
 _MOST_BYTES = 4096
 _PRIVATE = 0o600
+_READ_SECONDS = 5.0
 _FROM_PIPE: Door[tuple[int, bytes]] = Door("what was read from a pipe, which gives it once")
 
 _MAKE_ONE = (
@@ -136,14 +138,27 @@ def _read_all(number: int, origin: str) -> bytes:
     """What it gives until its end: for a pipe, until whoever passed it on closes the other one."""
     data = b""
     try:
-        while len(data) <= _MOST_BYTES and (more := os.read(number, _MOST_BYTES)):
+        while len(data) <= _MOST_BYTES and _is_ready(number, origin):
+            more = os.read(number, _MOST_BYTES)
+            if not more:
+                break
             data += more
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"the secret in {origin} cannot be read: {error}",
             hint="pass the descriptor on when the process is started (pass_fds)",
         ) from error
     return data
+
+
+def _is_ready(number: int, origin: str) -> bool:
+    ready, _, _ = select.select([number], [], [], _READ_SECONDS)
+    if not ready:
+        raise UsageError(
+            f"the secret in {origin} did not come to its end within {_READ_SECONDS:g} s",
+            hint="close the writing end of the pipe when the secret is written",
+        )
+    return True
 
 
 def _stripped(data: bytes, origin: str) -> Secret:
