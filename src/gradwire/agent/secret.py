@@ -59,7 +59,7 @@ class Secret:
 
     def key(self, purpose: str) -> bytes:
         """A key for one purpose, which tells nothing of those for others."""
-        return hmac.digest(self._data, f"gradwire key: {purpose}".encode(), "sha256")
+        return hmac.digest(self._data, f"key of gradwire: {purpose}".encode(), "sha256")
 
 
 def fresh_secret() -> Secret:

@@ -1,0 +1,97 @@
+"""Who may speak, between real processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import gradwire
+from gradwire import JoinTimeout, NotTrusted, Options, Timeouts, UsageError
+from gradwire.agent import handshake
+from gradwire.agent.secret import fresh_secret, write_secret
+from gradwire.rpc.rref import home_door
+from gradwire.transport.unix import UnixTransport
+from tests.processes import far
+from tests.processes.conftest import TIMEOUTS
+
+
+def test_a_process_without_the_secret_is_refused_by_a_worker_that_goes_on(workers):
+    worker = home_door.find()
+    address = worker.directory.address(worker.directory.find("w1").id)
+    channel = UnixTransport().connect(address, time.monotonic() + 10)
+
+    with pytest.raises(NotTrusted, match="w1 has another secret than w9"):
+        handshake.prove(
+            channel,
+            fresh_secret(),
+            worker.agent._connections._job,
+            "w9",
+            "w1",
+            time.monotonic() + 10,
+        )
+    channel.close()
+
+    assert gradwire.rpc_sync("w1", far.here) == "w1"
+    assert gradwire.rpc_sync("w1", far.refused) == {"secret": 1}
+
+
+def _join_and_leave(rank: int, options: Options) -> None:
+    gradwire.init_rpc(f"w{rank}", rank, 2, options)
+    gradwire.shutdown()
+
+
+def test_two_processes_with_two_secrets_do_not_meet(hosts, tmp_path):
+    (host,) = hosts.take(1)
+    place = f"file://{tmp_path}/meeting"
+    one, other = (write_secret(tmp_path / name) for name in ("one", "other"))
+    soon = Timeouts(join=3)
+    host.begin(_join_and_leave, 0, Options(init_method=place, secret=one, timeouts=soon))
+
+    with pytest.raises(NotTrusted, match="was not written with this worker's secret"):
+        _join_and_leave(1, Options(init_method=place, secret=other, timeouts=TIMEOUTS))
+    with pytest.raises(JoinTimeout, match="w0 waited in vain for rank 1 to join"):
+        host.finish()
+
+
+def test_two_processes_with_one_secret_do(hosts, tmp_path):
+    (host,) = hosts.take(1)
+    secret = write_secret(tmp_path / "secret")
+    options = Options(init_method=f"file://{tmp_path}/meeting", secret=secret, timeouts=TIMEOUTS)
+    host.begin(_join_and_leave, 0, options)
+    _join_and_leave(1, options)
+    host.finish()
+
+
+def _without_secret(options: Options) -> None:
+    kept = os.environ.pop("GRADWIRE_SECRET_FILE")
+    try:
+        _join_and_leave(0, options)
+    finally:
+        os.environ["GRADWIRE_SECRET_FILE"] = kept
+
+
+def test_a_process_without_any_secret_is_no_worker(hosts, tmp_path):
+    (host,) = hosts.take(1)
+
+    with pytest.raises(UsageError, match="this worker was given no secret"):
+        host.do(_without_secret, Options(init_method=f"file://{tmp_path}/meeting"))
+
+
+def look() -> tuple[bool, str, int]:
+    """Whether this process shows its secret, where that is, and who may read it."""
+    path = Path(home_door.find()._options.secret)
+    shown = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
+    return path.read_bytes() in shown, str(path), path.stat().st_mode & 0o777
+
+
+def test_a_run_has_a_secret_of_its_own_that_it_shows_nowhere(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_SECRET_FILE")
+
+    looks = [gradwire.run(look, 2) for _ in range(2)]
+
+    assert [(shows, mode) for shows, _, mode in looks] == [(False, 0o600)] * 2
+    assert len({path for _, path, _ in looks}) == 2
+    assert not any(Path(path).exists() for _, path, _ in looks)
