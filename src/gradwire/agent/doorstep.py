@@ -48,7 +48,7 @@ class Doorstep:
     def open(self, spawn: Spawn, welcome: Welcome) -> None:
         """Begin to accept. `welcome(channel, deadline)` lets one in, or raises why it does not."""
         self._spawn, self._welcome = spawn, welcome
-        spawn("accept", self._accept)
+        self._spawn("accept", self._accept)
 
     def close(self, reason: str) -> None:
         """Accept no more, and send away who stands there; idempotent."""
