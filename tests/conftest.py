@@ -47,6 +47,12 @@ def secret(tmp_path_factory):
         yield path
 
 
+@pytest.fixture
+def no_secret(monkeypatch):
+    """As a program finds the world that nobody has prepared for it."""
+    monkeypatch.delenv("GRADWIRE_SECRET_FILE")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left_behind():
     """Checked around each file of tests, as clusters are often shared by all tests of a file."""

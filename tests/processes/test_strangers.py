@@ -87,9 +87,7 @@ def look() -> tuple[bool, str, int]:
     return path.read_bytes() in shown, str(path), path.stat().st_mode & 0o777
 
 
-def test_a_run_has_a_secret_of_its_own_that_it_shows_nowhere(monkeypatch):
-    monkeypatch.delenv("GRADWIRE_SECRET_FILE")
-
+def test_a_run_has_a_secret_of_its_own_that_it_shows_nowhere(no_secret):
     looks = [gradwire.run(look, 2) for _ in range(2)]
 
     assert [(shows, mode) for shows, _, mode in looks] == [(False, 0o600)] * 2

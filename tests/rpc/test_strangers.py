@@ -23,6 +23,8 @@ from gradwire.agent.messages import Hello
 from gradwire.agent.secret import Secret, find_secret, fresh_secret
 from gradwire.rpc.joining import join
 from gradwire.rpc.worker import Worker
+from gradwire.testing import cluster
+from gradwire.testing.clock import ManualClock
 from gradwire.transport.address import Transports
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
@@ -352,6 +354,14 @@ def test_another_worker_at_the_address_is_noticed(lonely):
     assert "another worker than w1 listens there" in refusal_of(lonely, answer).message
 
 
+def test_a_clock_that_moves_when_told_does_not_hurry_a_handshake():
+    clock = ManualClock()
+    clock.advance(-1000.0)  # as if the test had taken so long to come here
+
+    with cluster(2, expose=[far], clock=clock) as workers:
+        assert workers[0].run(gradwire.rpc_sync, "w1", far.here) == "w1"
+
+
 # -- before anything is opened
 
 
@@ -379,6 +389,13 @@ def test_insecure_listens_anywhere_and_says_so_at_each_start(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert all(line.startswith("insecure=True: workers may speak beyond") for line in said)
+
+
+def test_a_meeting_place_that_cannot_be_found_is_named():
+    options = Options(init_method="tcp://nowhere.invalid:1", timeouts=Timeouts(join=1))
+
+    with pytest.raises(UsageError, match=r"there is no way from here to nowhere\.invalid"):
+        join("a", 1, 2, options)
 
 
 def test_where_workers_meet_elsewhere_they_need_tls_or_the_word():

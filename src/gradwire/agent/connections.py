@@ -7,6 +7,7 @@ What a frame means is not known here: it is handed to `on_frame` together with w
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import final
 
@@ -118,12 +119,12 @@ class Connections:
             return self._adopt(worker, near)
         limit = min(deadline, self._clock.now() + self._timeouts.connect)
         channel = self._transports.connect(self._directory.address(worker), limit)
-        name = self._directory.name(worker)
+        me, name = self._directory.me.name, self._directory.name(worker)
+        until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
         try:
-            me = self._directory.me.name
-            handshake.prove(channel, self._secret, self._job, me, name, limit)
-            self._greet(channel, limit)
-            theirs = self._heard(channel, limit)
+            handshake.prove(channel, self._secret, self._job, me, name, until)
+            self._greet(channel, until)
+            theirs = self._heard(channel, until)
             self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
         except BaseException as error:
             channel.close("the handshake failed")
@@ -143,15 +144,15 @@ class Connections:
             return DeadlinePassed(story, hint=error.hint)
         return PeerLost(story, hint=error.hint)
 
-    def _welcome(self, channel: Channel, limit: float) -> None:
+    def _welcome(self, channel: Channel, until: float) -> None:
         """Let in who connected, once it has shown who it is; or raise why not."""
         directory = self._directory
-        name = handshake.examine(channel, self._secret, self._job, directory.me.name, limit)
+        name = handshake.examine(channel, self._secret, self._job, directory.me.name, until)
         self._doorstep.proven(channel)
-        theirs = self._heard(channel, limit)
+        theirs = self._heard(channel, until)
         member = introduction.check(theirs, name, directory, dialled=None)
         self._admit(member)
-        self._greet(channel, limit)
+        self._greet(channel, until)
         self._adopt(member.id, channel)
 
     def _greet(self, channel: Channel, deadline: float) -> None:
@@ -220,5 +221,5 @@ class Connections:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:  # or close() could find a thread that cannot be joined yet
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)

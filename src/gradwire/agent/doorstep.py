@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import final
@@ -46,7 +47,10 @@ class Doorstep:
         self._closed = False
 
     def open(self, spawn: Spawn, welcome: Welcome) -> None:
-        """Begin to accept. `welcome(channel, deadline)` lets one in, or raises why it does not."""
+        """Begin to accept. `welcome(channel, deadline)` lets one in, or raises why it does not.
+
+        That deadline is on the clock of channels.
+        """
         self._spawn, self._welcome = spawn, welcome
         self._spawn("accept", self._accept)
 
@@ -108,7 +112,7 @@ class Doorstep:
 
     def _greet(self, channel: Channel) -> None:
         try:
-            self._welcome(channel, self._clock.now() + self._seconds)
+            self._welcome(channel, time.monotonic() + self._seconds)
         except Refusal as refusal:
             self._refuse(refusal.reason.name.lower(), channel, refusal.message)
         except DeadlinePassed:

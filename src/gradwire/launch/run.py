@@ -83,7 +83,8 @@ def run(
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, Crew() as crew:
         given_in(Path(directory)).write_bytes(given)
-        write_secret(secret_in(Path(directory)))
+        if options.secret is None:
+            write_secret(secret_in(Path(directory)))
         workers = orders_for(world_size, options, Path(directory))
         watch = Watch(world_size, _patience(options.timeouts, timeout), time.monotonic())
         for orders in workers:

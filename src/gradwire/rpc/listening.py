@@ -6,6 +6,7 @@ import logging
 import socket
 
 from gradwire.agent.refusals import Refusals
+from gradwire.errors import UsageError
 from gradwire.options import Options, rendezvous_host
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
@@ -60,8 +61,14 @@ def listen(transports: Transports, options: Options) -> Listener:
 
 def _address_towards(host: str) -> str:
     """Our own address on the route to a host; asking costs no packet."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        found: str = probe.getsockname()[0]
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise UsageError(
+            f"there is no way from here to {host}, where the workers meet: {error}",
+            hint="correct init_method or MASTER_ADDR, or say where to listen: Options(listen=…)",
+        ) from error
     return f"[{found}]" if family == socket.AF_INET6 else found

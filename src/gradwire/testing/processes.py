@@ -52,8 +52,10 @@ def process_cluster(
         hosts = hosts or stack.enter_context(Hosts(n - 1))
         others = {host.name: host for host in hosts.take(n - 1)}
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-test-"))
-        write_secret(secret_in(Path(directory)))
-        mine, *theirs = orders_for(n, options or Options(), Path(directory))
+        options = options or Options()
+        if options.secret is None:
+            write_secret(secret_in(Path(directory)))
+        mine, *theirs = orders_for(n, options, Path(directory))
         for host, orders in zip(others.values(), theirs, strict=True):
             host.begin(_serve, orders, exposed)
         stack.enter_context(_sent_home(others, mine.options))

@@ -149,7 +149,6 @@ class MemoryChannel:
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""
-        self._check_open()
         self._put(self._pack(frame), deadline)
 
     def _put(self, parcel: _Parcel, deadline: float) -> None:

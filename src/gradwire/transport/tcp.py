@@ -80,7 +80,8 @@ class TcpTransport:
                 f"{address} is beyond this machine, where plain TCP is not spoken: whoever sees "
                 "the traffic could read and change it",
                 hint="use TLS with a certificate for each worker, listen on 127.0.0.1 or a unix "
-                "socket, or pass Options(insecure=True) if nobody else is on the network",
+                "socket, or pass Options(insecure=True) if nobody else is on the network "
+                "(GRADWIRE_INSECURE=1 under gradwire.compat)",
             )
         return places
 
