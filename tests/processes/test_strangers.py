@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from gradwire.agent import handshake
 from gradwire.agent.secret import fresh_secret, write_secret
 from gradwire.rpc.rref import home_door
 from gradwire.transport.unix import UnixTransport
+from tests.leftovers import eventually
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -36,6 +39,49 @@ def test_a_process_without_the_secret_is_refused_by_a_worker_that_goes_on(worker
 
     assert gradwire.rpc_sync("w1", far.here) == "w1"
     assert gradwire.rpc_sync("w1", far.refused) == {"secret": 1}
+
+
+NOBODY = 65534
+
+
+def _knock_as_nobody(path: str) -> str:
+    """What another user of this machine gets at a socket, by a process that does only this."""
+    out, into = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            with socket.socket(socket.AF_UNIX) as knocking:
+                knocking.settimeout(10)
+                knocking.connect(path)
+                os.write(into, b"heard " + knocking.recv(10))
+        except OSError as error:
+            os.write(into, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    os.waitpid(child, 0)
+    with os.fdopen(out) as said:
+        return said.read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_of_this_machine_does_not_get_in(workers):
+    worker = home_door.find()
+    path = Path(worker.directory.myself.address.removeprefix("unix://"))
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert _knock_as_nobody(str(path)) == "PermissionError"
+
+    path.parent.chmod(0o755)
+    path.chmod(0o666)  # opened by hand: then the kernel's word remains
+    assert _knock_as_nobody(str(path)) in ("heard ", "ConnectionResetError")
+    assert eventually(lambda: worker.refusals.seen() == {"another user": 1})
+    assert gradwire.rpc_sync("w1", far.here) == "w1"
 
 
 def _join_and_leave(rank: int, options: Options) -> None:

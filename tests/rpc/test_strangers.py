@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import resource
 import socket
@@ -275,6 +276,20 @@ def _allow_handles(count: int) -> None:
         if hard != resource.RLIM_INFINITY and hard < 2 * count:
             pytest.skip(f"only {hard} file descriptors")
         resource.setrlimit(resource.RLIMIT_NOFILE, (2 * count, hard))
+
+
+def test_a_call_costs_no_proof(world, monkeypatch):
+    """Who is there is settled once for a connection."""
+    made = []
+    real = hmac.digest
+    monkeypatch.setattr(hmac, "digest", lambda *args: made.append(args) or real(*args))
+
+    world.prove()
+    proofs = len(made)
+    for _ in range(20):
+        assert world.call() == "b"
+
+    assert proofs == len(made) > 0
 
 
 # -- the other end
