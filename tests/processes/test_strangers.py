@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import gradwire
 from gradwire import JoinTimeout, NotTrusted, Options, Timeouts, UsageError
 from gradwire.agent import handshake
-from gradwire.agent.secret import fresh_secret, write_secret
+from gradwire.agent.secret import Secret, fresh_secret, write_secret
 from gradwire.rpc.rref import home_door
 from gradwire.transport.unix import UnixTransport
 from tests.leftovers import eventually
@@ -126,16 +128,44 @@ def test_a_process_without_any_secret_is_no_worker(hosts, tmp_path):
         host.do(_without_secret, Options(init_method=f"file://{tmp_path}/meeting"))
 
 
-def look() -> tuple[bool, str, int]:
+def test_a_process_finds_its_secret_in_a_descriptor(no_secret):
+    told = "0123456789abcdef" * 2
+    code = (
+        "from gradwire import Options; from gradwire.agent.secret import find_secret; "
+        "print([find_secret(Options()).key('x').hex() for _ in range(2)])"
+    )
+    out, into = os.pipe()
+    os.write(into, told.encode())
+    os.close(into)
+    environment = os.environ | {"GRADWIRE_SECRET_FD": str(out)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        pass_fds=[out],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(out)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([Secret(told.encode()).key("x").hex()] * 2)
+
+
+def look() -> tuple[bool, str, list[int]]:
     """Whether this process shows its secret, where that is, and who may read it."""
     path = Path(home_door.find()._options.secret)
     shown = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
-    return path.read_bytes() in shown, str(path), path.stat().st_mode & 0o777
+    modes = [place.stat().st_mode & 0o777 for place in (path, path.parent)]
+    return path.read_bytes() in shown, str(path), modes
 
 
 def test_a_run_has_a_secret_of_its_own_that_it_shows_nowhere(no_secret):
     looks = [gradwire.run(look, 2) for _ in range(2)]
 
-    assert [(shows, mode) for shows, _, mode in looks] == [(False, 0o600)] * 2
+    assert [(shows, modes) for shows, _, modes in looks] == [(False, [0o600, 0o700])] * 2
     assert len({path for _, path, _ in looks}) == 2
     assert not any(Path(path).exists() for _, path, _ in looks)

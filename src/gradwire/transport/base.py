@@ -48,7 +48,7 @@ class Channel(Protocol):
     """
 
     limits: Limits
-    """What the peer may promise in a prefix; narrow it until the peer has authenticated."""
+    """What the peer may promise in a prefix."""
 
     @property
     def peer_names(self) -> tuple[str, ...] | None:
