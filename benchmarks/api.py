@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 TORCH, GRADWIRE = "torch.distributed.rpc", "gradwire"
@@ -25,6 +26,11 @@ class Api:
     backward: Callable[..., Any]
     get_gradients: Callable[..., Any]
     optimizer: Callable[..., Any]
+
+
+def secret_beside(place: str) -> Path:
+    """The file with the secret of those who meet at a place."""
+    return Path(place).with_name("secret")
 
 
 def load(side: str) -> Api:
@@ -66,7 +72,8 @@ def _gradwire() -> Api:
 
     def begin(rank: int, size: int, place: str, *, tcp: bool, exposed: list) -> None:
         listen = "tcp://127.0.0.1:0" if tcp else "unix"
-        options = gradwire.Options(init_method=f"file://{place}", listen=listen)
+        secret = str(secret_beside(place))
+        options = gradwire.Options(init_method=f"file://{place}", listen=listen, secret=secret)
         gradwire.init_rpc(f"w{rank}", rank, size, options, expose=exposed)
 
     return Api(

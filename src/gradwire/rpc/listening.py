@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
+from gradwire.agent.refusals import Refusals
+from gradwire.errors import UsageError
 from gradwire.options import Options, rendezvous_host
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
@@ -12,18 +15,34 @@ from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
+_log = logging.getLogger("gradwire")
 
 
-def transports_for(options: Options) -> Transports:
-    """All that can reach another process."""
+def transports_for(options: Options, refusals: Refusals | None = None) -> Transports:
+    """All that can reach another process; plain TCP beyond this machine only if asked for."""
     stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
     shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
+    counted = refusals or Refusals()
+
+    def refused(kind: str, remote: str) -> None:
+        if counted.count(kind, remote):
+            _log.warning("refused %s: %s", remote, kind)
+
     return Transports(
         {
             "unix": UnixTransport(
-                stall=stall, limits=limits, shared_bytes=shared_bytes, checksum=checksum
+                stall=stall,
+                limits=limits,
+                shared_bytes=shared_bytes,
+                checksum=checksum,
+                refused=refused,
             ),
-            "tcp": TcpTransport(stall=stall, limits=limits, checksum=checksum),
+            "tcp": TcpTransport(
+                stall=stall,
+                limits=limits,
+                checksum=checksum,
+                this_host_only=not options.insecure,
+            ),
         }
     )
 
@@ -34,6 +53,11 @@ def listen(transports: Transports, options: Options) -> Listener:
     Workers that meet on this machine speak over a unix socket. If they meet elsewhere, peers reach
     us at the address from which this machine would speak to the meeting place.
     """
+    if options.insecure:
+        _log.warning(
+            "insecure=True: workers may speak beyond this machine without TLS, and whoever can see "
+            "the traffic can read and change it"
+        )
     if options.listen == "unix":
         return transports.listen("unix://")
     if options.listen != "auto":
@@ -46,8 +70,14 @@ def listen(transports: Transports, options: Options) -> Listener:
 
 def _address_towards(host: str) -> str:
     """Our own address on the route to a host; asking costs no packet."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        found: str = probe.getsockname()[0]
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise UsageError(
+            f"there is no way from here to {host}, where the workers meet: {error}",
+            hint="correct init_method or MASTER_ADDR, or say where to listen: Options(listen=…)",
+        ) from error
     return f"[{found}]" if family == socket.AF_INET6 else found

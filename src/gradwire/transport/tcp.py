@@ -34,7 +34,7 @@ _Resolved: TypeAlias = tuple[socket.AddressFamily, tuple[object, ...]]
 
 @final
 class TcpTransport:
-    """tcp://host:port"""
+    """tcp://host:port, on this host only if so made."""
 
     def __init__(
         self,
@@ -43,15 +43,18 @@ class TcpTransport:
         stall: float | None = None,
         pool: BlockPool | None = None,
         checksum: bool = False,
+        this_host_only: bool = False,
     ) -> None:
         self._wrapping = Wrapping(limits, stall, pool, checksum=checksum)
+        self._this_host_only = this_host_only
 
     def listen(self, address: str) -> SocketListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""
         where = _tcp_address(address)
         host = where.place or _DEFAULT_HOST
         try:
-            sock = _listening(host, where.port or 0)
+            family, place = self._allowed(address, host, where.port or 0)[0]
+            sock = _listening(family, place)
         except OSError as error:
             raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
         bound = Address("tcp", host, sock.getsockname()[1])
@@ -63,8 +66,25 @@ class TcpTransport:
         if not (where.place and where.port):
             raise UsageError(f"{address} does not say which host and port to connect to")
         with _named_errors(address):
-            sock = _connected(where.place, where.port, deadline, self._wrapping.stall)
+            places = self._allowed(address, where.place, where.port)
+            sock = _connected(places, deadline, self._wrapping.stall)
         return self._wrapping.channel(sock, address)
+
+    def _allowed(self, address: str, host: str, port: int) -> list[_Resolved]:
+        """Where the host is; UsageError if one of the places is beyond this host, and may not be.
+
+        What is looked at is what is used, whatever the name means a moment later.
+        """
+        places = _resolve(host, port)
+        if self._this_host_only and not all(_is_near(place) for _, place in places):
+            raise UsageError(
+                f"{address} is beyond this machine, where plain TCP is not spoken: whoever sees "
+                "the traffic could read and change it",
+                hint="use TLS with a certificate for each worker, listen on 127.0.0.1 or a unix "
+                "socket, or pass Options(insecure=True) if nobody else is on the network "
+                "(GRADWIRE_INSECURE=1 under gradwire.compat)",
+            )
+        return places
 
     def _accepted(self, sock: socket.socket) -> SocketChannel:
         host, port = sock.getpeername()[:2]
@@ -89,8 +109,11 @@ def _resolve(host: str, port: int) -> list[_Resolved]:
         raise socket.gaierror(socket.EAI_NONAME, "name or service not known") from error
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    family, place = _resolve(host, port)[0]
+def _is_near(place: tuple[object, ...]) -> bool:
+    return ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
+
+
+def _listening(family: socket.AddressFamily, place: tuple[object, ...]) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,9 +135,9 @@ def _named_errors(address: str) -> Iterator[None]:
         raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
 
 
-def _connected(host: str, port: int, deadline: float, stall: float) -> socket.socket:
+def _connected(places: list[_Resolved], deadline: float, stall: float) -> socket.socket:
     failure: OSError = TimeoutError("no time was left")
-    for family, place in _resolve(host, port):
+    for family, place in places:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -161,7 +184,6 @@ def _tune_near(sock: socket.socket) -> None:
 
     Elsewhere the system chooses them as it learns how long the way is; a fixed size would end that.
     """
-    host = str(sock.getpeername()[0]).partition("%")[0]
-    if ipaddress.ip_address(host).is_loopback:
+    if _is_near(sock.getpeername()):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEAR_BUFFER)

@@ -70,6 +70,7 @@ class FaultyChannel:
 
     def __init__(self, inner: Channel, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
+        self.peer_names, self.binding = inner.peer_names, inner.binding
 
     @property
     def limits(self) -> Limits:
@@ -84,6 +85,14 @@ class FaultyChannel:
     def remote(self) -> str:
         """The address of the other end."""
         return self._inner.remote
+
+    def say(self, words: bytes, deadline: float) -> None:
+        """Say it: there is no handshake to disturb."""
+        self._inner.say(words, deadline)
+
+    def hear(self, length: int, deadline: float) -> bytes:
+        """What the other end says."""
+        return self._inner.hear(length, deadline)
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
