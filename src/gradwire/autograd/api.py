@@ -106,6 +106,11 @@ def check_root(root: torch.Tensor) -> torch.Tensor:
     if root.numel() != 1:
         shape = tuple(root.shape)
         raise UsageError(f"a root of shape {shape} is not a scalar, all roots need to be scalar")
+    if not root.dtype.is_floating_point:
+        raise UsageError(
+            f"a root of type {root.dtype} is not real, all roots need to be real",
+            hint="take its real part, its absolute value or its square first",
+        )
     if root.grad_fn is None:
         raise UsageError(
             "a root does not have a valid gradient function.",

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.autograd.torch_private import Node, current_run
@@ -40,23 +40,26 @@ class LeafLocks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._locks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._locks: MutableMapping[torch.Tensor, threading.RLock] = WeakIdKeyDictionary()
 
     def of(self, leaf: torch.Tensor) -> threading.RLock:
         """The lock of this leaf."""
         with self._lock:
-            if leaf not in self._locks:
-                self._locks[leaf] = threading.RLock()
-            return self._locks[leaf]  # type: ignore[no-any-return]
+            lock = self._locks.get(leaf)
+            if lock is None:
+                lock = self._locks[leaf] = threading.RLock()
+            return lock
 
-    def acquire(self, leaf: torch.Tensor) -> None:
+    def acquire(self, leaf: torch.Tensor) -> threading.RLock:
         """Take the lock of this leaf, or say that its hooks hold it too long."""
-        if not self.of(leaf).acquire(timeout=_LEAF_SECONDS):
+        lock = self.of(leaf)
+        if not lock.acquire(timeout=_LEAF_SECONDS):
             raise BackwardTimeout(
                 f"a leaf of shape {tuple(leaf.shape)} was held for {_LEAF_SECONDS:g} s "
                 "by the hooks of another backward",
                 hint="a hook on a leaf must not wait for a pass that needs the same leaf",
             )
+        return lock
 
 
 @dataclass(slots=True)
@@ -71,6 +74,14 @@ class _Entry:
     version: int = 0
 
 
+class _Opened(NamedTuple):
+    """A leaf whose `.grad` is in use: its entry, the `.grad` to come back, the lock held for it."""
+
+    entry: _Entry
+    own: Gradient
+    lock: threading.RLock
+
+
 @final
 class Ledger:
     """The gradients of one run. `into` is the context's map, or None for `.grad` itself."""
@@ -79,8 +90,8 @@ class Ledger:
         self._locks = locks
         self._into = into
         self._entries: list[_Entry] = []
-        self._open: dict[torch.Tensor, Gradient] = {}
-        self._given: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._open: dict[int, _Opened] = {}
+        self._given: set[int] = set()
         self.run: int | None = None
 
     @property
@@ -93,21 +104,21 @@ class Ledger:
         """Whether there is anything to keep or to undo."""
         return bool(self._entries)
 
-    @contextmanager
-    def watching(self, accumulators: Iterable[Node]) -> Iterator[None]:
-        """Keep the books of what these do inside the block, for the run named in `run`."""
+    def watch(self, accumulators: Iterable[Node]) -> list[RemovableHandle]:
+        """Keep the books of what these do, for the run named in `run`, until `unwatch`."""
         handles = []
         for node in accumulators:
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
             handles.append(node.register_prehook(_Before(self, leaf)))
             handles.append(node.register_hook(_After(self, leaf)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for leaf in list(self._open):  # reopened, or a hook raised between the two of ours
-                self.after(leaf)
+        return handles
+
+    def unwatch(self, handles: list[RemovableHandle]) -> None:
+        """The run is over."""
+        for handle in handles:
+            handle.remove()
+        for opened in list(self._open.values()):  # or a hook raised between the two of ours
+            self.after(opened.entry.leaf)
 
     def before(self, leaf: torch.Tensor, gradient: Gradient = None) -> Gradient:
         """The engine is about to add to this leaf; another gradient, if it should add that one.
@@ -115,56 +126,60 @@ class Ledger:
         AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
         to two leaves is copied for both, as in torch.distributed.autograd.
         """
-        self._locks.acquire(leaf)
+        lock = self._locks.acquire(leaf)
         own = leaf.grad
-        self._open[leaf] = own
         current = own if self._into is None else self._into.get(leaf)
         copy = None if current is None else current.detach().clone()
-        self._entries.append(_Entry(leaf, current, copy, _version(current)))
+        entry = _Entry(leaf, current, copy, _version(current))
+        self._entries.append(entry)
+        self._open[id(leaf)] = _Opened(entry, own, lock)
         if self._into is None:
             return None
         leaf.grad = current
-        return self._apart(gradient)
+        return self._apart(gradient) if current is None else None
 
     def _apart(self, gradient: Gradient) -> Gradient:
+        """By identity: as long as a leaf may keep a tensor, its number is nobody else's."""
         if gradient is None:
             return None
-        if gradient in self._given:
+        if id(gradient) in self._given:
             return gradient.clone()
-        self._given[gradient] = True
+        self._given.add(id(gradient))
         return None
 
     def maybe_after(self, leaf: torch.Tensor) -> None:
         """The engine has been at this leaf, unless a hook raised before ours could run."""
-        if leaf in self._open:
+        if id(leaf) in self._open:
             self.after(leaf)
 
     def after(self, leaf: torch.Tensor) -> None:
         """The engine has added to this leaf, and its hooks have run."""
-        own = self._open.pop(leaf)
-        entry = next(entry for entry in reversed(self._entries) if entry.leaf is leaf)
-        entry.new = leaf.grad
-        entry.version = _version(leaf.grad)
+        entry, own, lock = self._open.pop(id(leaf))
+        new = entry.new = leaf.grad
+        entry.version = _version(new)
         if self._into is not None:
-            if leaf.grad is None:  # also if a hook has used it up
+            if new is None:  # also if a hook has used it up
                 self._into.pop(leaf, None)
             else:
-                self._into[leaf] = leaf.grad
+                self._into[leaf] = new
             leaf.grad = own
-        self._locks.of(leaf).release()
+        lock.release()
 
     def reopen(self, others: Iterable[torch.Tensor]) -> None:
         """The engine is through, its callbacks are not: they may write to these leaves too.
 
         In one order for all runs, since here a run holds more than one lock.
         """
-        touched = {id(entry.leaf): entry.leaf for entry in self._entries}
-        for leaf in sorted((touched | {id(leaf): leaf for leaf in others}).values(), key=id):
-            if id(leaf) not in touched:
+        touched = {id(entry.leaf): entry for entry in self._entries}
+        leaves = {id(leaf): leaf for leaf in others}
+        leaves |= {number: entry.leaf for number, entry in touched.items()}
+        for number in sorted(leaves):
+            leaf, entry = leaves[number], touched.get(number)
+            if entry is None:
                 self.before(leaf)
                 continue
-            self._locks.acquire(leaf)
-            self._open[leaf] = leaf.grad
+            lock = self._locks.acquire(leaf)
+            self._open[number] = _Opened(entry, leaf.grad, lock)
             if self._into is not None:
                 leaf.grad = self._into.get(leaf)
 

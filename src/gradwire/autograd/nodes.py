@@ -138,20 +138,3 @@ class Joined(Function):
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
         """Only the order passes."""
         return (None,) * node.count
-
-
-class Entrance(Function):
-    """An extra root that the engine runs first, so that a run we start knows its own number."""
-
-    @staticmethod
-    def forward(node: Any, enter: Any, anchor: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """A token to run from."""
-        node.enter = enter
-        node.set_materialize_grads(False)
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
-        """Tell who waits for it."""
-        node.enter()
-        return None, None

@@ -3,7 +3,7 @@
 Note [Which pass a node runs for]: passes of one context may follow each other, run at once from
 several threads, or nest. The number of the current engine run tells them apart. A native backward
 is entered here by the first crossing it meets; a run that we start enters itself through an extra
-root (nodes.Entrance).
+root (run.py).
 """
 
 from __future__ import annotations

@@ -101,7 +101,14 @@ class Root:
 
         try:
             with profiling.span("gradwire backward of %s", context):
-                run.accumulate(roots, ledger, landmarks, enter, retain_graph=retain_graph)
+                run.accumulate(
+                    roots,
+                    ledger,
+                    landmarks,
+                    enter,
+                    gradients=[torch.ones_like(root) for root in roots],
+                    retain_graph=retain_graph,
+                )
         except BaseException:
             ledger.undo()
             raise

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, final
 
 import torch
 
 from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import Ledger
-from gradwire.autograd.nodes import Entrance
 from gradwire.autograd.torch_private import (
     replica_parameters,
+    run_engine,
     set_sequence_number,
     when_run_ends,
     will_execute,
 )
 from gradwire.errors import UsageError
 
+Tensors = Sequence[torch.Tensor]
+
 _BEFORE_ALL = 1 << 62
+_ONE = torch.ones(())
+"""What a token is given. Nobody sees it: a Send asks for its gradients, and no user has a token."""
 
 
 def accumulate(
-    tokens: Sequence[torch.Tensor],
+    roots: Tensors,
     ledger: Ledger,
     landmarks: Landmarks,
     enter: Callable[[], None],
     *,
+    gradients: Tensors | None = None,
     retain_graph: bool,
     create_graph: bool = False,
 ) -> None:
-    """Run from these tokens to every leaf they reach, keeping the books in the ledger."""
+    """Run from these roots to every leaf they reach, keeping the books in the ledger.
+
+    Without `gradients` the roots are tokens.
+    """
 
     def checked() -> None:
         enter()
@@ -46,60 +54,96 @@ def accumulate(
         unused = [leaf for sink in sinks for leaf in replica_parameters(sink)]
         when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
 
-    entrance, _ = _entrance(checked)
-    roots = [*tokens, entrance]
-    with ledger.watching(landmarks.accumulators), _drained():
-        # Of one element each: torch puts a one there. Given to it, it would be checked, for which
-        # torch imports half a second's worth of modules, the first time.
-        torch.autograd.backward(roots, retain_graph=retain_graph, create_graph=create_graph)
+    begin = checked if any(landmarks) else enter
+    watched = ledger.watch(landmarks.accumulators)
+    try:
+        _run(roots, gradients, begin, None, retain_graph, create_graph)
+    finally:
+        ledger.unwatch(watched)
 
 
 def run_towards(
-    anchors: Sequence[torch.Tensor],
-    tokens: Sequence[torch.Tensor],
+    anchors: Tensors,
+    tokens: Tensors,
     enter: Callable[[], None],
     *,
     retain_graph: bool,
     create_graph: bool,
 ) -> None:
     """Run from these tokens, only to what leads to the anchors; leaves keep nothing."""
-    entrance, way_in = _entrance(enter)
-    roots = [*tokens, entrance]
-    with _drained():
-        torch.autograd.grad(
-            roots,
-            [*anchors, way_in],
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
+    _run(tokens, None, enter, anchors, retain_graph, create_graph)
+
+
+def _run(
+    roots: Tensors,
+    gradients: Tensors | None,
+    enter: Callable[[], None],
+    inputs: Tensors | None,
+    retain_graph: bool,
+    create_graph: bool,
+) -> None:
+    if gradients is None:
+        gradients = (_ONE,) * len(roots)
+    _entrance.bell.enter = enter
+    try:
+        run_engine(
+            (*roots, _entrance.token),
+            (*gradients, _ONE),
+            None if inputs is None else (*inputs, _entrance.way_in),
+            retain_graph,
+            create_graph,
         )
+    except BaseException:
+        _entrance.bell.enter = None
+        _drain()
+        raise
 
 
-@contextmanager
-def _drained() -> Iterator[None]:
+def _drain() -> None:
     """A run that fails leaves its tasks in the engine's queue of this thread.
 
     There they would keep the graph alive until the thread's next run, and a thread that ends with
     such a queue after the interpreter aborts the process. A run of one node behind them all makes
     the engine drop them.
     """
-    try:
-        yield
-    except BaseException:
-        with torch.inference_mode(False), torch.enable_grad():
-            seed = torch.zeros((), requires_grad=True)
-            last = seed.view(())
-        assert last.grad_fn is not None
-        set_sequence_number(last.grad_fn, 0)
-        torch.autograd.grad(last, seed)
-        raise
-
-
-def _entrance(enter: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A root that runs first and calls `enter`, and the input that makes grad() run it."""
     with torch.inference_mode(False), torch.enable_grad():
-        way_in = torch.zeros((), requires_grad=True)
-        token: torch.Tensor = cast(Any, Entrance).apply(enter, way_in)
-    assert token.grad_fn is not None
-    set_sequence_number(token.grad_fn, _BEFORE_ALL)
-    return token, way_in
+        seed = torch.zeros((), requires_grad=True)
+        last = seed.view(())
+    assert last.grad_fn is not None
+    set_sequence_number(last.grad_fn, 0)
+    torch.autograd.grad(last, seed)
+
+
+@final
+class _Bell:
+    """What the entrance of one thread calls: whoever begins a run there. Once for each run."""
+
+    def __init__(self) -> None:
+        self.enter: Callable[[], None] | None = None
+
+    def __call__(self, _: Any) -> None:  # noqa: ANN401
+        enter, self.enter = self.enter, None
+        assert enter is not None, "a run that nobody began"
+        enter()
+
+
+@final
+class _Entrance(threading.local):
+    """An extra root that the engine runs first, so that a run we start knows its own number.
+
+    One for each thread that starts runs; no user's code is run before it. `way_in` is the input
+    that makes grad() run it.
+    """
+
+    def __init__(self) -> None:
+        self.bell = _Bell()
+        with torch.inference_mode(False), torch.enable_grad():
+            self.way_in = torch.zeros((), requires_grad=True)
+            self.token = self.way_in.view(())
+        node = self.token.grad_fn
+        assert node is not None
+        set_sequence_number(node, _BEFORE_ALL)
+        node.register_prehook(self.bell)
+
+
+_entrance = _Entrance()

@@ -123,13 +123,16 @@ class Served:
         if not sent:
             return
         tokens = [s.token for s in sent]
-        how = {"retain_graph": start.retain_graph, "create_graph": start.create_graph}
+        retain, create = start.retain_graph, start.create_graph
         span = profiling.span("gradwire backward %s of %s", running.id, running.context)
         with torch.inference_mode(False), span:
             if start.destination == NOWHERE:
-                run.run_towards([r.anchor for r in received], tokens, enter, **how)
+                anchors = [r.anchor for r in received]
+                run.run_towards(anchors, tokens, enter, retain_graph=retain, create_graph=create)
             else:
-                run.accumulate(tokens, ledger, landmarks, enter, **how)
+                run.accumulate(
+                    tokens, ledger, landmarks, enter, retain_graph=retain, create_graph=create
+                )
 
     def root_lost(self, worker: WorkerId) -> None:
         """Nobody will end the passes that began there: put back what they have changed here."""

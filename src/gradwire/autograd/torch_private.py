@@ -22,7 +22,9 @@ _NEEDED = (
     "torch._C._will_engine_execute_node",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._functions.AccumulateGrad",
+    "torch._C._are_functorch_transforms_active",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._sequence_nr",
     "torch.autograd.forward_ad._current_level",
     "torch.autograd._profiler_enabled",
@@ -63,6 +65,10 @@ _keep_graph = cast(
 )
 
 
+_is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
+_execution_engine = cast(Any, Variable)._execution_engine
+
+
 def is_profiled() -> bool:
     """Whether a profiler of torch's may see what this thread does.
 
@@ -93,7 +99,31 @@ def when_run_ends(callback: Callable[[], None]) -> None:
 
     If the run fails, the engine drops the callback without calling it, at once.
     """
-    cast(Any, Variable)._execution_engine.queue_callback(callback)
+    _execution_engine.queue_callback(callback)
+
+
+def run_engine(
+    roots: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...] | None,
+    retain_graph: bool,
+    create_graph: bool,
+) -> None:
+    """`torch.autograd.backward`, or with inputs `grad`, without the checks of its arguments.
+
+    hot: these take longer than a small run
+    """
+    if _is_functorch():
+        torch.autograd.backward(roots)  # says that it cannot be used there
+    _execution_engine.run_backward(
+        roots,
+        gradients,
+        retain_graph,
+        create_graph,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=inputs is None,
+    )
 
 
 def sequence_number(node: Node) -> int:
