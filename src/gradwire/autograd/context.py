@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -14,8 +14,7 @@ from gradwire.autograd.torch_private import Node
 from gradwire.ids import ContextId, EdgeId, PassId, WorkerId, spoken_context
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """A crossing that left here.
 
     `token` is what its Send returned: to run from the token is to run the Send.
@@ -34,8 +33,7 @@ class Sent:
         return self.token.grad_fn
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A crossing that arrived here.
 
     `anchor` is the Recv's own input, which only a plain backward() reaches.

@@ -5,8 +5,6 @@ See Note [Links], nodes.py.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 
 from gradwire.autograd.context import Context, Join, Received, Sent
@@ -16,12 +14,15 @@ from gradwire.autograd.messages import Crossing
 from gradwire.autograd.nodes import Home, Joined, Recv, Send, Side
 from gradwire.autograd.torch_private import (
     Node,
+    applying,
     recording,
     sequence_number,
     set_sequence_number,
 )
 from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, WorkerId
+
+_send, _recv, _join = applying(Send), applying(Recv), applying(Joined)
 
 _JOINS_SEARCHED = 32
 """How many of the latest Joins a new link may build on: one per recurrent state in use."""
@@ -33,13 +34,13 @@ def leave(
     """Record that these tensors, by their places in a message, leave together by one new edge."""
     with context.lock, recording():
         edge = EdgeId(me, len(context.sent))
-        token = _apply(Send, Side(home, context.id, edge, peer), *tensors.values())
-        node = _node_of(token)
-        origin = context.walk.origin(parent for parent, _ in node.next_functions)
-        sent = Sent(edge, peer, plus(origin.lineage, edge), origin.depth + 1, token)
-        set_sequence_number(node, sent.depth)
-        context.sent.append(sent)
-    return Crossing(edge, sent.depth, to_wire(sent.lineage), list(tensors))
+        token = _send(Side(home, context.id, edge, peer), *tensors.values())
+        node = token.grad_fn
+        origin = context.walk.origin([parent for parent, _ in node.next_functions])
+        lineage, depth = plus(origin.lineage, edge), origin.depth + 1
+        set_sequence_number(node, depth)
+        context.sent.append(Sent(edge, peer, lineage, depth, token))
+    return Crossing(edge, depth, to_wire(lineage), list(tensors))
 
 
 def arrive(
@@ -58,11 +59,12 @@ def arrive(
     with context.lock, recording():
         anchor = torch.zeros((), requires_grad=True)
         links = _links(context, me, origin.lineage.get(me, 0))
-        alive = _apply(Recv, side, len(tensors), *tensors, anchor, *links)
+        alive = _recv(side, len(tensors), *tensors, anchor, *links)
         received = [alive] if len(tensors) == 1 else list(alive)
         node = _node_of(received[0])
         number = sequence_number(node)
         lift(node, origin.depth)
+        context.walk.note(node, origin)
         context.received.append(Received(crossing.edge, origin.lineage, node, anchor))
     if number < origin.depth:
         lift_this_thread(origin.depth)
@@ -93,7 +95,7 @@ def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
         depth = max(depth, join.depth)
     if len(tokens) == 1:
         return tokens
-    joined = Join(mine, depth, _apply(Joined, *tokens))
+    joined = Join(mine, depth, _join(*tokens))
     lift(_node_of(joined.token), depth)
     context.joins.append(joined)
     return [joined.token]
@@ -114,10 +116,6 @@ def _sent(context: Context, n: int) -> Sent:
     if sent is None:
         raise BadMessage(f"a lineage names edge {n}, which never left")
     return sent
-
-
-def _apply(function: type[torch.autograd.Function], *inputs: object) -> Any:  # noqa: ANN401
-    return cast(Any, function).apply(*inputs)
 
 
 def _node_of(tensor: torch.Tensor) -> Node:

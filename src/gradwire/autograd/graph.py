@@ -85,7 +85,18 @@ class Walk:
         """
         known = self._known
         roots = [node for node in nodes if node is not None]
-        todo = list(roots)
+        for root in roots:
+            if root not in known:
+                self._visit(root)
+        return known[roots[0]] if len(roots) == 1 else _together([known[node] for node in roots])
+
+    def note(self, node: Node, origin: Origin) -> None:
+        """What a new Recv depends on."""
+        self._known[node] = origin
+
+    def _visit(self, root: Node) -> None:
+        known = self._known
+        todo = [root]
         while todo:
             node = todo[-1]
             if node in known:
@@ -105,7 +116,6 @@ class Walk:
                 elif is_ddp_sink(node):
                     self._sinks.append(node)
             known[node] = origin
-        return _together([known[node] for node in roots])
 
     def _boundary(self, node: Node) -> Origin | None:
         """The origin of a node that the walk does not pass."""

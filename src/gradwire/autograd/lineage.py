@@ -52,7 +52,10 @@ def numbers(edges: int) -> Iterator[int]:
 
 def to_wire(lineage: Lineage) -> dict[WorkerId, bytes]:
     """As it travels: msgpack has no integers over 64 bits."""
-    return {worker: _to_bytes(edges) for worker, edges in lineage.items()}
+    return {
+        worker: edges.to_bytes((edges.bit_length() + 7) // 8, "little")
+        for worker, edges in lineage.items()
+    }
 
 
 def from_wire(data: dict[WorkerId, bytes]) -> Lineage:
@@ -62,13 +65,9 @@ def from_wire(data: dict[WorkerId, bytes]) -> Lineage:
 
 def bits_to_wire(edges: int) -> bytes:
     """One worker's edges as they travel."""
-    return _to_bytes(edges)
+    return edges.to_bytes((edges.bit_length() + 7) // 8, "little")
 
 
 def bits_from_wire(data: bytes) -> int:
     """One worker's edges, back from the wire."""
     return int.from_bytes(data, "little")
-
-
-def _to_bytes(edges: int) -> bytes:
-    return edges.to_bytes((edges.bit_length() + 7) // 8, "little")

@@ -105,7 +105,7 @@ class Recv(Function):
     @staticmethod
     def forward(node: Any, side: Side, count: int, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
         """The received tensors, alive. `inputs` are those `count`, then the anchor, then links."""
-        node.side, node.count = side, count
+        node.side, node.nothing = side, (None,) * (2 + len(inputs))
         node.set_materialize_grads(False)
         tensors = inputs[:count]
         node.mark_dirty(*tensors)  # the callee may modify in place what it received
@@ -116,7 +116,7 @@ class Recv(Function):
         """Ship them. A link carries no gradient, only the order."""
         side: Side = node.side
         side.home().ship(side.context, side.edge, side.peer, list(gradients))
-        return (None,) * (2 + len(node.needs_input_grad[2:]))
+        return node.nothing
 
 
 _RECV = backward_class(Recv)

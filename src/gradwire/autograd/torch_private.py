@@ -23,6 +23,7 @@ _NEEDED = (
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._functions.AccumulateGrad",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.unwrap_if_dead",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._sequence_nr",
@@ -66,6 +67,7 @@ _keep_graph = cast(
 
 
 _is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
+_unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
 _execution_engine = cast(Any, Variable)._execution_engine
 
 
@@ -128,12 +130,12 @@ def run_engine(
 
 def sequence_number(node: Node) -> int:
     """The node's place in the engine's queue: of the ready nodes, the highest runs first."""
-    return cast(Any, node)._sequence_nr()  # type: ignore[no-any-return]
+    return node._sequence_nr()
 
 
 def set_sequence_number(node: Node, number: int) -> None:
     """Move a node in the engine's queue."""
-    cast(Any, node)._set_sequence_nr(number)
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
 def is_reentrant_checkpoint(node: Node) -> bool:
@@ -169,6 +171,21 @@ def is_kept_by_graphs(leaf: torch.Tensor) -> bool:
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
     """The class of the nodes that a Function makes."""
     return cast(type[Node], cast(Any, function)._backward_cls)
+
+
+def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, without what it does for Functions of any kind.
+
+    hot: twice for each crossing
+    """
+    at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*inputs: object) -> Any:  # noqa: ANN401
+        if _is_functorch():
+            return cast(Any, function).apply(*inputs)
+        return at_once(*[_unwrap_if_dead(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+
+    return apply
 
 
 def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
