@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, final
 
 from gradwire.agent.calls_state import CallTable, Pending
@@ -150,24 +149,20 @@ class Agent:
 
     def reach(self, to: WorkerId, deadline: float) -> None:
         """See to it that there is a connection."""
-        with self._naming(to, "a greeting"):
+        try:
             self._connections.to(to, deadline)
+        except (PeerLost, DeadlinePassed) as error:
+            raise self._named(error, to, "a greeting") from error
 
     def tell(
         self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> None:
         """Send one way."""
         frame = self._frame(message, payload)
-        with self._naming(to, type(message).__name__):
-            self._connections.to(to, deadline).send(frame, deadline)
-
-    @contextmanager
-    def _naming(self, to: WorkerId, what: str) -> Iterator[None]:
-        """What keeps a message from leaving says for whom it was."""
         try:
-            yield
+            self._connections.to(to, deadline).send(frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
-            raise self._named(error, to, what) from error
+            raise self._named(error, to, type(message).__name__) from error
 
     def _named(self, error: BaseException, to: WorkerId, what: str) -> BaseException:
         name = self.directory.name(to)

@@ -127,9 +127,12 @@ class Engine:
         """Called by a Send: wait for its gradients."""
         running = self._running(context, edge)
         self.root.send_starts(running)
-        self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
+        if not running.has_come(edge):
+            self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
         settlement = running.collect(edge)
-        gradients = list(settlement.gradients)
+        gradients = settlement.gradients
+        if not settlement.crossings:
+            return gradients
         present = [gradient for gradient in gradients if gradient is not None]
         self.attach_recv(context, peer, settlement.crossings, present)
         alive = iter(present)

@@ -8,7 +8,7 @@ wait.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -63,7 +63,9 @@ class Running:
         """at the root"""
         self.held: Held | None = None
         self._state = PassState(id)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sleepers = 0
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
         self._untold: Sequence[WorkerId] = ()
@@ -82,7 +84,7 @@ class Running:
 
     def workers_asked(self, workers: Sequence[WorkerId]) -> None:
         """The root will tell these, see `take_untold`."""
-        with self._changed:
+        with self._lock:
             self._state.workers_asked(workers)
             self._untold = workers
 
@@ -93,7 +95,7 @@ class Running:
         """
         if not self._untold:
             return ()
-        with self._changed:
+        with self._lock:
             untold, self._untold = self._untold, ()
             return untold
 
@@ -109,30 +111,29 @@ class Running:
 
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
-        with self._changed:
+        with self._lock:
             try:
                 self._state.edge_settled(edge)
             except BadMessage as error:
                 self._fail(error)
             else:
                 self._inbox[edge] = settlement
-            self._changed.notify_all()
+            self._wake()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
-        with self._changed:
-            return self._error is not None or self._state.is_settled(edge)
+        return self._error is not None or self._state.is_settled(edge)
 
     def await_edge(self, edge: EdgeId) -> None:
         """Block until it has come."""
-        with self._changed:
+        with self._lock:
             self._awaited.add(edge)
-            self._changed.wait_for(lambda: self.has_come(edge))
+            self._sleep_until(lambda: self.has_come(edge))
             self._awaited.discard(edge)
 
     def collect(self, edge: EdgeId) -> Settlement:
         """The gradients of an edge that has come, or raise what ended the pass."""
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
             self._state.edge_collected(edge)
@@ -140,9 +141,9 @@ class Running:
 
     def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
         """At the root: one worker's run is over."""
-        with self._changed:
+        with self._lock:
             self._state.worker_done(worker, has_changed=has_changed)
-            self._changed.notify_all()
+            self._wake()
 
     def changed_workers(self) -> list[WorkerId]:
         """At the root, when all are done: those that have changed leaves."""
@@ -150,26 +151,26 @@ class Running:
 
     def run_counted(self, sends: int, recvs: int) -> None:
         """Here, a run begins that reaches no leaf, but so many Sends and Recvs."""
-        with self._changed:
+        with self._lock:
             self._state.run_counted(sends, recvs)
 
     def is_last(self) -> bool:
         """Here, a Recv runs: whether nothing is left to run after it."""
-        with self._changed:
+        with self._lock:
             return self._state.recv_through()
 
     def run_begins(self, ledger: Ledger) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
             self.ledger = ledger
 
     def run_over(self) -> bool:
         """Here, the engine has returned, well or not. Whether the pass has failed meanwhile."""
-        with self._changed:
+        with self._lock:
             self._run_over = True
-            self._changed.notify_all()
+            self._wake()
             return self._error is not None
 
     def wait_for_run(self, seconds: float) -> bool:
@@ -178,18 +179,21 @@ class Running:
         Not so a user's own backward that takes its time: False if it is not over by then. The run
         puts back what it did itself when it ends.
         """
-        with self._changed:
-            return self._changed.wait_for(lambda: self._run_over or self.ledger is None, seconds)
+        with self._lock:
+            return self._sleep_until(lambda: self._run_over or self.ledger is None, seconds)
 
     def unfinished(self) -> list[WorkerId]:
         """At the root: those that are not done; none if the pass has failed."""
-        with self._changed:
-            return [] if self._error is not None else self._state.unfinished()
+        with self._lock:
+            return self._unfinished()
+
+    def _unfinished(self) -> list[WorkerId]:
+        return [] if self._error is not None else self._state.unfinished()
 
     def await_workers(self) -> None:
         """At the root: block until everyone is done, or the pass has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.unfinished())
+        with self._lock:
+            self._sleep_until(lambda: not self._unfinished())
 
     def check_failed(self) -> None:
         """Raise what ended the pass, if something did."""
@@ -198,7 +202,7 @@ class Running:
 
     def check_collected(self) -> None:
         """After a run: whatever was settled here was also used here."""
-        with self._changed:
+        with self._lock:
             left = self._state.uncollected()
         if left:
             edges = ", ".join(map(str, left))
@@ -206,8 +210,21 @@ class Running:
 
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
-        with self._changed:
+        with self._lock:
             self._fail(error)
+            self._wake()
+
+    def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """With the lock held: wait until it is so, as seen after each `_wake`."""
+        self._sleepers += 1
+        try:
+            return self._changed.wait_for(done, seconds)
+        finally:
+            self._sleepers -= 1
+
+    def _wake(self) -> None:
+        """With the lock held."""
+        if self._sleepers:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -216,14 +233,14 @@ class Running:
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """A worker is gone; fails the pass if it cannot end well without it."""
-        with self._changed:
+        with self._lock:
             concerned = self._state.concerns(worker)
         if concerned:
             self.fail(error)
 
     def expire(self, seconds: float, name: str) -> None:
         """The deadline is over."""
-        with self._changed:
+        with self._lock:
             edges = ", ".join(map(str, sorted(self._awaited)))
             workers = ", ".join(f"w{worker}" for worker in self._state.unfinished())
         waited = f"; it waits for the gradients of {edges}" if edges else ""
