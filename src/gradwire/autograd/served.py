@@ -13,6 +13,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.autograd import profiling, run
+from gradwire.autograd.checking import check_root
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.graph import Landmarks
@@ -54,6 +55,7 @@ class Served:
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
     def _serve_start(self, start: Start, _: Payload, source: Source) -> None:
+        check_root(start.pass_id, source.worker)
         limit = self._agent.clock.now() + start.seconds
         said: RunDone | RunFailed
         try:
@@ -115,6 +117,7 @@ class Served:
 
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
         """A good end is noted at once, before the root's next word, or its loss, can be heard."""
+        check_root(message.pass_id, source.worker)
         if message.failure is None:
             running = self._passes.maybe(message.context, message.pass_id)
             if running is not None:
