@@ -127,6 +127,8 @@ _KIND_WORDS = {
     "NAMED": "a function or class, by its name",
     "RETURN_TYPE": "one of torch.return_types",
     "PARTS": "an instance of an exposed class that says what it travels as",
+    "REGISTERED": "an instance of a class with a codec: its name, and what the codec made of it",
+    "PICKLED": "a pickle and its tensors; refused unless `Options.pickle` is set where it arrives",
 }
 
 _FLAGS = ("REQUIRES_GRAD", "INFERENCE", "COALESCED")

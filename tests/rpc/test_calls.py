@@ -264,9 +264,7 @@ def test_an_argument_that_cannot_travel_is_named_with_its_place(workers, how):
     assert raised.value.place.endswith('[1]["a"][1]')
     assert "a value of type _thread.lock does not travel" in str(raised.value)
     assert str(raised.value).startswith('args[1]["a"][1]: ')
-    assert "hint: " in str(raised.value)
-    assert "codec" in str(raised.value)
-    assert "pickle" in str(raised.value)
+    assert "hint: give its class a codec with gradwire.register_codec" in str(raised.value)
 
 
 def test_a_keyword_argument_that_cannot_travel_is_named_with_its_place(workers):

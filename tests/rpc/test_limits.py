@@ -19,7 +19,7 @@ from gradwire.agent.quota import Quota
 from gradwire.agent.unserved import EACH, Unserved
 from gradwire.autograd.checking import check_crossing
 from gradwire.autograd.messages import Crossing
-from gradwire.errors import BadMessage, CannotTravel, PeerLost
+from gradwire.errors import BadMessage, CannotTravel, OverLimit, PeerLost
 from gradwire.ids import EdgeId
 from gradwire.options import Limits, Options
 from gradwire.rpc.messages import Call, Parcel
@@ -351,3 +351,14 @@ def test_what_is_large_is_checked_once(monkeypatch):
     assert not seen
     check_arrived(b"\xc0" * 11, 10)
     assert seen
+
+
+def test_connections_of_one_peer_are_limited():
+    with limited(connections=2) as workers:
+        assert workers[0].run(gradwire.rpc_sync, "w1", echo, (1,)) == 1
+        connections = workers[0].worker.agent._connections
+        deadline = workers[0].worker.agent.clock.now() + 5
+        connections._dial(1, deadline)
+        with pytest.raises(OverLimit, match=r"w1 has 2 connections(.|\n)*Limits\(connections=…\)"):
+            connections._dial(1, deadline)
+        assert workers[0].run(gradwire.rpc_sync, "w1", echo, (1,)) == 1

@@ -252,7 +252,7 @@ class Agent:
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
         if frame.flags & IS_ANSWER:
-            self._answer_came(frame)
+            self._answer_came(worker, frame)
             return None
         source = Source(worker, channel, frame.request)
         return self.dispatch.serve(source, frame, self.guarded, may_run)
@@ -267,10 +267,10 @@ class Agent:
         with self.dispatch.user.waiting():
             self._connections.wait(peer, done, block)
 
-    def _answer_came(self, frame: Frame) -> None:
+    def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
         with self._lock:
-            pending = self._calls.answered(frame.request)
+            pending = self._calls.answered(frame.request, worker)
         if pending is not None:
             try:
                 outcome = self._outcome(message, frame)
@@ -290,23 +290,26 @@ class Agent:
         try:
             job()
         except BaseException as error:  # whatever it is, the asker must be told
-            self.note(source.worker, error)
+            is_refusal = self.note(source.worker, error)
             if source.request == 0:
+                if is_refusal:
+                    return
                 name = self.directory.name(source.worker)
                 _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
             else:
                 self.answer_with(source, error)
 
-    def note(self, peer: WorkerId, error: BaseException) -> None:
-        """What a peer asked for ended so: count it if that was a refusal of ours."""
+    def note(self, peer: WorkerId, error: BaseException) -> bool:
+        """What a peer asked for ended so: count it, if that was a refusal of ours."""
         kind = next((kind for type_, kind in _REFUSALS if isinstance(error, type_)), None)
         if kind is None or isinstance(error, RemoteError):
-            return
+            return False
         name = self.directory.name(peer)
         if self._refusals.count(kind, name):
-            # As text: a log that is kept must not keep what the frames of the error hold.
-            said = (self.directory.me.name, name, str(error))
-            _log.warning("%s refused %s: %s; more of this kind is only counted", *said)
+            me = self.directory.me.name
+            # As text: whoever keeps the record must not keep the frames, and what is in them.
+            _log.warning("%s refused %s: %s; the next are only counted", me, name, str(error))
+        return True
 
     def _expire(self, now: float) -> float | None:
         with self._lock:

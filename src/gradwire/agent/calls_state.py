@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
+from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
 
 
@@ -47,8 +48,14 @@ class CallTable:
         if n in self._pending:
             self._via[n] = channel
 
-    def answered(self, n: int) -> Pending | None:
-        """The request that this answers, or None if nobody waits for it any more."""
+    def answered(self, n: int, by: WorkerId | None = None) -> Pending | None:
+        """The request that this answers, or None if nobody waits for it any more.
+
+        `by` is who answers: anyone else than who was asked is refused.
+        """
+        pending = self._pending.get(n)
+        if pending is not None and by not in (None, pending.peer):
+            raise BadMessage(f"w{by} answers request {n}, which it was not asked")
         self._via.pop(n, None)
         return self._pending.pop(n, None)
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire.autograd.context import Context
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage
-from gradwire.ids import LAST_WORKER, WorkerId
+from gradwire.ids import LAST_WORKER, EdgeId, PassId, WorkerId
 
 _HINT = "begin a new context now and then, or raise Limits(edges=…)"
 _PEERS = 8
@@ -40,3 +41,19 @@ def check_crossing(
         tensor = tensors[place]
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.requires_grad:
             raise BadMessage(f"{edge} names a tensor that has no gradient, or another edge already")
+
+
+def check_gradients(context: Context, edge: EdgeId, source: WorkerId) -> bool:
+    """Whether an edge that a peer settles is there still; BadMessage if it leads to another."""
+    if not 0 <= edge.n < len(context.sent):
+        raise BadMessage(f"w{source} settles {edge}, which never left here")
+    sent = context.sent[edge.n]
+    if sent is not None and (sent.edge, sent.peer) != (edge, source):
+        raise BadMessage(f"w{source} settles {edge}, which leads to another worker")
+    return sent is not None
+
+
+def check_root(pass_id: PassId, source: WorkerId) -> None:
+    """BadMessage if a pass is begun or ended by another worker than its root."""
+    if pass_id.worker != source:
+        raise BadMessage(f"w{source} speaks for {pass_id}, which is another worker's")

@@ -20,7 +20,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
-from gradwire.autograd.checking import check_crossing
+from gradwire.autograd.checking import check_crossing, check_gradients
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.forgetting import Forgetting
@@ -195,6 +195,8 @@ class Engine:
 
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
         context = self.contexts.maybe(message.context)
+        if context is not None and not check_gradients(context, message.edge, source.worker):
+            context = None
         running = None if context is None else self.passes.heard_of(context, message.pass_id)
         if running is None:
             self._agent.events.emit("late", message.edge)

@@ -14,6 +14,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.autograd import profiling, run
+from gradwire.autograd.checking import check_gradients, check_root
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.graph import Landmarks
@@ -55,14 +56,16 @@ class Served:
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
+        check_root(start.pass_id, source.worker)
         limit = self._agent.clock.now() + start.seconds
         try:
             context = self._contexts.find(start.context)
             running = self._passes.heard_of(context, start.pass_id)
             if running is None:  # it failed before it reached us
                 return
-            if start.first is not None:
-                running.settle_with(start.first, payload, self._agent.limits)
+            first = start.first
+            if first is not None and check_gradients(context, first.edge, source.worker):
+                running.settle_with(first, payload, self._agent.limits)
             self._take_part(running, start)
             self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere
@@ -143,6 +146,7 @@ class Served:
 
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
         """A good end is noted at once, before the root's next word, or its loss, can be heard."""
+        check_root(message.pass_id, source.worker)
         if message.failure is None:
             running = self._passes.maybe(message.context, message.pass_id)
             if running is not None:

@@ -105,7 +105,7 @@ class Parcels:
         if not parcel.references and not parcel.tensors:
             return Unpacked(self._codec.unpack(parcel.data, ()))
         crossings: Sequence[Crossing] = parcel.crossings
-        with self._refs.unpacking(parcel.references):
+        with self._refs.unpacking(parcel.references, source):
             tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
             if crossings:
                 if context is None:

@@ -18,7 +18,6 @@ from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
-from gradwire.agent.quota import over
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
@@ -37,6 +36,7 @@ from gradwire.rpc.refs_state import (
     SendFork,
     Verdict,
 )
+from gradwire.rpc.rights import Room, check_end, check_fork, check_passed, check_use
 from gradwire.wire.message import Message
 
 _JOIN_SECONDS = 5.0
@@ -78,7 +78,7 @@ class Refs:
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
         self._closed = False
-        self._asked = 0
+        self._room = Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
         """whether this worker has let go of all that lives elsewhere"""
         self.make: Made
@@ -106,9 +106,14 @@ class Refs:
         with self._lock:
             return self._table.create(owner)
 
-    def content(self, ref: RefId) -> Promise[Content]:
-        """The value of a reference that this worker owns. It may be used before it is made."""
+    def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
+        """The value of a reference that this worker owns. It may be used before it is made.
+
+        For a peer, if it holds the reference.
+        """
         with self._lock:
+            if peer is not None:
+                check_use(self._table, ref, peer)
             kept = self._values.get(ref)
         if kept is None:
             raise UsageError(
@@ -140,18 +145,9 @@ class Refs:
     # -- a creating call
 
     def check_room(self, peer: WorkerId) -> None:
-        """BadMessage if a peer holds as many references to our values as it may.
-
-        They are counted now and then: more often, the fewer it may hold.
-        """
-        most = self._agent.limits.references
+        """OverLimit if a peer holds as many references to our values as it may."""
         with self._lock:
-            self._asked += 1
-            if self._asked % (1 + most // 64):
-                return
-            held = self._table.forks_of(peer)
-        if peer != self._agent.directory.me.id and held >= most:
-            raise over("references", most)
+            self._room.check(peer)
 
     def creation_arrived(self, ref: RefId, fork: ForkId | None) -> Promise[Content]:
         """A call has come whose result stays here; without a fork, from this worker itself.
@@ -227,10 +223,13 @@ class Refs:
                 actions += self._table.pack_undone(hold, made.fork)
         self._perform(actions)
 
-    def unpacking(self, references: Sequence[Reference]) -> Unpacking:
+    def unpacking(self, references: Sequence[Reference], source: WorkerId) -> Unpacking:
         """Inside the block `unpacked` gives these; one that nobody asks for ends with it."""
-        came = [self.make(hold) for hold in self.arrived(references)] if references else []
-        return Unpacking(self._local, came)
+        if not references:
+            return Unpacking(self._local, [])
+        with self._lock:
+            check_passed(self._table, references, source, self._agent.directory.me.id)
+        return Unpacking(self._local, [self.make(hold) for hold in self.arrived(references)])
 
     def unpacked(self, place: object) -> object:
         """The reference at this place of the list, in the value being unpacked."""
@@ -330,17 +329,20 @@ class Refs:
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         self.check_room(source.worker)
         with self._lock:
+            check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
         with self._lock:
+            check_end(self._table, message, source.worker)
             actions = self._table.accept_arrived(message.fork)
         self._answer(source, Done())
         self._perform(actions)
 
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
+            check_end(self._table, message, source.worker)
             actions = self._table.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)

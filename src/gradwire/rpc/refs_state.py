@@ -243,6 +243,8 @@ class RefTable:
         """A reference came with a call or an answer of the worker that made the fork."""
         if owner == self._me:
             return Hold(ref, owner, None), self._came_home(ref, fork)
+        if fork in self._held:
+            raise BadMessage(f"{fork} came twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
         held = self._held[fork] = _Held(ref, fork, owner, stage)
         return Hold(ref, owner, fork), self._first_actions(held)
@@ -390,6 +392,26 @@ class RefTable:
             for ref, value in self._values.items()
             for fork, holder in value.forks.items()
         ]
+
+    def may_use(self, ref: RefId, worker: WorkerId) -> bool:
+        """Whether a value of ours is for this worker: its creator, a holder, or one that was lost.
+
+        Of a value that is not here there is nothing to be had.
+        """
+        value = self._values.get(ref)
+        if value is None or value.is_gone or worker in (self._me, ref.worker):
+            return True
+        return worker in value.forks.values() or worker in self._lost
+
+    def holder_of(self, ref: RefId, fork: ForkId) -> WorkerId | None:
+        """Who holds a fork of a value of ours, if that is counted."""
+        value = self._values.get(ref)
+        return None if value is None else value.forks.get(fork)
+
+    def taker_of(self, fork: ForkId) -> WorkerId | None:
+        """For whom we made a fork of another's value that is not accepted yet."""
+        made = self._children.get(fork)
+        return None if made is None else made.to
 
     def forks_of(self, worker: WorkerId) -> int:
         """How many forks of our values a worker holds."""

@@ -30,6 +30,7 @@ from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Content, Raised, Refs, Value
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
+from gradwire.rpc.rights import check_kept
 
 Inside = Callable[[ContextId | None, float], AbstractContextManager[None]]
 """The scope of a served function: this worker, its context, its deadline."""
@@ -81,6 +82,7 @@ class Serving:
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
+        check_kept(keep, source.worker, self._agent.directory.me.id)
         self._refs.check_room(source.worker)
         promise = self._refs.creation_arrived(keep.ref, keep.fork)
         at_once = not self._manner.answers_when_made
@@ -191,11 +193,14 @@ class Serving:
             self._answer_content(source, content, fetch.context, deadline)
 
         # Each on a thread of its own: one fetcher that does not read must not hold up others.
-        self._refs.content(fetch.ref).on_settled(partial(self._guard, source, answer))
+        self._refs.content(fetch.ref, source.worker).on_settled(
+            partial(self._guard, source, answer)
+        )
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + message.seconds
         hold = Hold(message.ref, self._agent.directory.me.id, None)
+        self._refs.content(message.ref, source.worker)
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
         with self._inside(message.context, deadline):
             context = self._engine.contexts.find(message.context)

@@ -1,0 +1,188 @@
+"""A peer speaks for itself: not for another's request, gradient, pass or reference."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.agent.calls_state import CallTable, Pending
+from gradwire.agent.messages import Done
+from gradwire.autograd.messages import Gradients, PassEnded, Start
+from gradwire.errors import BadMessage
+from gradwire.ids import EdgeId, ForkId, PassId, RefId
+from gradwire.rpc.calls import Target
+from gradwire.rpc.messages import (
+    Accept,
+    BackwardFrom,
+    Call,
+    Drop,
+    Fetch,
+    Fork,
+    Kept,
+    Parcel,
+    Reference,
+)
+from gradwire.rpc.refs import Value
+from gradwire.testing import cluster
+from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import encode, kind_of
+from tests.leftovers import eventually
+
+HERE = sys.modules[__name__]
+
+
+def echo(x):
+    return x
+
+
+def secret():
+    return torch.full((3,), 42.0)
+
+
+@pytest.fixture
+def workers():
+    with cluster(3, expose=[HERE]) as made:
+        yield made
+
+
+def ask(worker, to, message):
+    """A request past all checks of the sender's own."""
+    deadline = worker.agent.clock.now() + 10
+    _, promise = worker.agent.request(to, message, deadline=deadline, what="an attack")
+    outcome = promise.wait(10)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def private_value(workers) -> RefId:
+    """A value of w1 that nobody but w1 refers to."""
+    return workers[1].worker.refs.keep_here(Value(secret())).ref
+
+
+def test_an_answer_comes_from_whoever_was_asked():
+    table = CallTable()
+    n = table.opened(Pending(1, "a call", 0.0, 1.0, None))
+    with pytest.raises(BadMessage, match=f"w2 answers request {n}, which it was not asked"):
+        table.answered(n, 2)
+    assert table.answered(n, 1) is not None
+    assert table.answered(n, 2) is None
+
+
+def test_a_forged_answer_ends_the_connection_of_the_forger(workers):
+    victim, forger = workers[0].worker, workers[2].worker
+    limit = victim.agent.clock.now() + 10
+    with victim.agent._lock:
+        n = victim.agent._calls.opened(Pending(1, "a call", 0.0, limit, None))
+    forged = Frame(kind_of(Done), IS_ANSWER, n, encode(Done()), ())
+    forger.agent._connections.to(0, limit).send(forged, limit)
+    assert eventually(lambda: victim.refusals.seen() == {"bad message": 1})
+    assert victim.agent._calls.answered(n, 1) is not None
+
+
+def test_a_value_is_fetched_by_its_holders_only(workers):
+    ref = private_value(workers)
+    for message in (Fetch(ref, None, 5.0), BackwardFrom(ref, 0, False, 5.0)):
+        with pytest.raises(BadMessage, match=f"w0 does not hold {ref}"):
+            ask(workers[0].worker, 1, message)
+    assert workers[1].run(gradwire.refusals) == {"bad message": 2}
+
+
+@pytest.mark.parametrize("maker", [0, 1, 2])
+def test_to_ask_for_a_fork_does_not_make_a_holder(workers, maker):
+    ref = private_value(workers)
+    with pytest.raises(BadMessage, match=f"w0 has no right to f{maker}.99 of {ref}"):
+        ask(workers[0].worker, 1, Fork(ref, ForkId(maker, 99)))
+
+
+def test_a_method_is_called_on_what_the_caller_holds(workers):
+    ref = private_value(workers)
+    worker = workers[0].worker
+    data = worker.calls._parcels._codec
+    skeleton = b"\x93\x01\x92\x01\x92\x40\x00\x91\x02"  # ((reference 0,), {})
+    assert data is not None
+    for fork, why in ((ForkId(0, 99), "w0 does not hold"), (ForkId(2, 99), "it did not make")):
+        parcel = Parcel(skeleton, [], [], [Reference(ref, 1, fork)])
+        with pytest.raises(BadMessage, match=why):
+            ask(worker, 1, Call(".sum", parcel, None, True, False, 5.0))
+
+
+def test_a_value_is_kept_under_numbers_of_ones_own(workers):
+    plain = Parcel(b"\x93\x01\x91\x01\x91\x02", [], [], [])  # ((), {})
+    for ref, fork in (
+        (RefId(1, 5), ForkId(0, 6)),
+        (RefId(2, 5), ForkId(2, 6)),
+        (RefId(0, 5), ForkId(2, 6)),
+        (RefId(0, 5), None),
+    ):
+        with pytest.raises(BadMessage, match="which is not its own"):
+            ask(
+                workers[0].worker,
+                1,
+                Call(f"{__name__}:secret", plain, None, True, False, 5.0, Kept(ref, fork)),
+            )
+    assert not workers[1].worker.refs.statistics().owned
+
+
+def test_nobody_lets_go_for_another(workers):
+    held = workers[0].run(gradwire.remote, "w1", secret)
+    assert workers[0].run(held.to_here)[0] == 42
+    hold = held.hold
+    with pytest.raises(BadMessage, match=f"w2 speaks of {hold.fork}, which is w0's"):
+        ask(workers[2].worker, 1, Drop(hold.ref, hold.fork))
+    assert workers[0].run(held.to_here)[0] == 42
+
+
+def test_nobody_accepts_for_another(workers):
+    table = workers[0].worker.refs._table
+    held = workers[0].run(gradwire.remote, "w1", secret)
+    workers[0].run(held.to_here)
+    child = table.pack(held.hold, 2)
+    with pytest.raises(BadMessage, match=f"w1 speaks of {child}, which is w2's"):
+        ask(workers[1].worker, 0, Accept(child))
+    table.pack_undone(held.hold, child)
+
+
+def test_a_reference_may_be_passed_on_and_back(workers):
+    """What holders do is none of this."""
+    held = workers[0].run(gradwire.remote, "w1", secret)
+    again = workers[0].run(gradwire.rpc_sync, "w2", echo, (held,))
+    assert workers[0].run(again.to_here)[0] == 42
+    home = workers[0].run(gradwire.rpc_sync, "w1", echo, (again,))
+    assert workers[0].run(home.to_here)[0] == 42
+    assert workers[0].run(held.rpc_sync().sum) == 126
+
+
+def test_gradients_come_from_where_their_tensor_went(workers):
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        with gradwire.context() as context:
+            y = gradwire.rpc_sync("w1", echo, (x,))
+            forged = Gradients(context, PassId(0, 1), EdgeId(0, 0), [False], [], [])
+            agent = workers[2].worker.agent
+            workers[2].worker.engine.contexts.heard_of(context, 0)
+            agent.tell(0, forged, deadline=agent.clock.now() + 10)
+            assert eventually(lambda: gradwire.refusals() == {"bad message": 1})
+            y.sum().backward()
+        return x.grad
+
+    assert torch.equal(workers[0].run(program), torch.ones(2))
+
+
+def test_a_pass_is_begun_and_ended_by_its_root(workers):
+    agent = workers[2].worker.agent
+    for message in (
+        Start(0, PassId(0, 1), b"\1", None, 0, False, False, 5.0, None),
+        PassEnded(0, PassId(0, 1), None),
+    ):
+        agent.tell(1, message, deadline=agent.clock.now() + 10)
+    assert eventually(lambda: workers[1].run(gradwire.refusals) == {"bad message": 2})
+
+
+def test_calls_still_work(workers):
+    target = Target(f"{__name__}:echo", (5,), {})
+    worker = workers[0].worker
+    assert worker.calls.call(1, target, worker.deadline(5)) == 5
