@@ -25,6 +25,7 @@ LAYERS = [
     "launch",
     "testing",
     "compat",
+    "__main__",
 ]
 FILES = sorted(ROOT.rglob("*.py"))
 IMPURE = {"threading", "time", "socket", "logging", "random", "os", "queue", "torch", "asyncio"}

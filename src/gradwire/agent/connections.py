@@ -117,7 +117,8 @@ class Connections:
             self._adopt(worker, far)
             return self._adopt(worker, near)
         limit = min(deadline, self._clock.now() + self._timeouts.connect)
-        channel = self._transports.connect(self._directory.address(worker), limit)
+        name, address = self._directory.name(worker), self._directory.address(worker)
+        channel = self._transports.connect(address, limit, name)
         try:
             self._greet(channel, self._directory.name(worker), limit)
             theirs = self._heard(channel, limit)

@@ -53,7 +53,7 @@ def join(
     if not 0 <= rank <= LAST_WORKER:
         raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
     store = store if store is not None else meeting_place(options, rank, world_size)
-    transports = transports_for(options)
+    transports = transports_for(options, name)
     listener = listen(transports, options)
     joining = _Joining(name, rank, options, expose, manner, store, transports, listener, note)
     try:

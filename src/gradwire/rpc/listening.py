@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import socket
 
-from gradwire.options import Options, rendezvous_host
+from gradwire.errors import UsageError
+from gradwire.options import Options, rendezvous_host, tls_from_environment
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener
+from gradwire.transport.base import Listener, Transport
 from gradwire.transport.shared import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
+_HINTS = {
+    "tcp": "this worker has a certificate and speaks TLS: start the other one with tls=… too",
+    "tls": "this worker has no certificate: start it with Options(tls=Tls(…)) or GRADWIRE_TLS_CERT",
+}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
 
 
-def transports_for(options: Options) -> Transports:
-    """All that can reach another process."""
+def transports_for(options: Options, name: str) -> Transports:
+    """All by which the worker of that name can reach another process.
+
+    One that has a certificate never speaks to another machine without: who it looks up in the
+    rendezvous could be anywhere.
+    """
+    tls = options.tls or tls_from_environment()
     stall, limits = options.timeouts.stall, options.limits
     shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
-    return Transports(
-        {
-            "unix": UnixTransport(stall=stall, limits=limits, shared_bytes=shared_bytes),
-            "tcp": TcpTransport(stall=stall, limits=limits),
-        }
-    )
+    known: dict[str, Transport] = {
+        "unix": UnixTransport(stall=stall, limits=limits, shared_bytes=shared_bytes)
+    }
+    if tls is None:
+        known["tcp"] = TcpTransport(stall=stall, limits=limits)
+    else:
+        known["tls"] = over_tls = TlsTransport(tls, stall=stall, limits=limits)
+        _check_own_name(over_tls, name)
+    return Transports(known, _HINTS)
 
 
 def listen(transports: Transports, options: Options) -> Listener:
@@ -35,11 +49,26 @@ def listen(transports: Transports, options: Options) -> Listener:
     if options.listen == "unix":
         return transports.listen("unix://")
     if options.listen != "auto":
-        return transports.listen(options.listen)
+        return transports.listen(_secured(transports, options.listen))
     host = rendezvous_host(options.init_method)
     if host in _LOOPBACK:
         return transports.listen("unix://")
-    return transports.listen(f"tcp://{_address_towards(host)}:0")
+    return transports.listen(_secured(transports, f"tcp://{_address_towards(host)}:0"))
+
+
+def _secured(transports: Transports, address: str) -> str:
+    """The same place over TLS, where this worker has a certificate."""
+    scheme, _, place = address.partition("://")
+    is_secured = scheme == "tcp" and "tls" in transports.schemes
+    return f"tls://{place}" if is_secured else address
+
+
+def _check_own_name(transport: TlsTransport, name: str) -> None:
+    if name not in transport.names:
+        raise UsageError(
+            f"{name} has a certificate for {', '.join(transport.names)}",
+            hint=f"gradwire certs --workers {name} makes one for it",
+        )
 
 
 def _address_towards(host: str) -> str:

@@ -49,6 +49,14 @@ class Channel(Protocol):
     def remote(self) -> str:
         """The address of the other end, as it is written in errors."""
 
+    @property
+    def peer_names(self) -> tuple[str, ...] | None:
+        """The workers that the peer's certificate is for; None if it has shown none."""
+
+    @property
+    def binding(self) -> bytes:
+        """What both ends find alike unless somebody is between them; empty if it cannot be told."""
+
     def send(self, frame: Frame, deadline: float) -> None:
         """Hand the frame over; when this returns, its buffers are yours again.
 
@@ -96,8 +104,9 @@ class Transport(Protocol):
     def listen(self, address: str) -> Listener:
         """Take the address; UsageError if it cannot be had."""
 
-    def connect(self, address: str, deadline: float) -> Channel:
-        """A channel to whoever listens there.
+    def connect(self, address: str, deadline: float, name: str | None = None) -> Channel:
+        """A channel to whoever listens there; `name` is the worker that should.
 
-        PeerLost if nobody does, DeadlinePassed if nobody has answered by then.
+        PeerLost if nobody does, or if it proves to be another worker, where the transport can tell.
+        DeadlinePassed if nobody has answered by then.
         """

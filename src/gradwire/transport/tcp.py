@@ -47,35 +47,50 @@ class TcpTransport:
 
     def listen(self, address: str) -> SocketListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""
-        where = _tcp_address(address)
-        host = where.place or _DEFAULT_HOST
-        try:
-            sock = _listening(host, where.port or 0)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
-        bound = Address("tcp", host, sock.getsockname()[1])
-        return SocketListener(sock, str(bound), self._accepted)
+        sock, bound = listening(address, "tcp")
+        return SocketListener(sock, bound, self._accepted)
 
-    def connect(self, address: str, deadline: float) -> SocketChannel:
+    def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Try every address the host has, in order, until one answers."""
-        where = _tcp_address(address)
-        if not (where.place and where.port):
-            raise UsageError(f"{address} does not say which host and port to connect to")
-        with _named_errors(address):
-            sock = _connected(where.place, where.port, deadline, self._wrapping.stall)
+        sock = connected(address, "tcp", deadline, self._wrapping.stall)
         return self._wrapping.channel(sock, address)
 
     def _accepted(self, sock: socket.socket) -> SocketChannel:
-        host, port = sock.getpeername()[:2]
-        _tune(sock, self._wrapping.stall)
-        _tune_near(sock)
-        return self._wrapping.channel(sock, str(Address("tcp", host, port)))
+        return self._wrapping.channel(sock, tuned(sock, "tcp", self._wrapping.stall))
 
 
-def _tcp_address(address: str) -> Address:
+def listening(address: str, scheme: str) -> tuple[socket.socket, str]:
+    """A socket that listens there, and the address with the port that it really has."""
+    where = _address_of(address, scheme)
+    host = where.place or _DEFAULT_HOST
+    try:
+        sock = _listening(host, where.port or 0)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
+    return sock, str(Address(scheme, host, sock.getsockname()[1]))
+
+
+def connected(address: str, scheme: str, deadline: float, stall: float) -> socket.socket:
+    """A socket that is connected to whoever listens there."""
+    where = _address_of(address, scheme)
+    if not (where.place and where.port):
+        raise UsageError(f"{address} does not say which host and port to connect to")
+    with named_errors(address):
+        return _connected(where.place, where.port, deadline, stall)
+
+
+def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
+    """Prepare a socket that was accepted; the address of who is there."""
+    host, port = sock.getpeername()[:2]
+    _tune(sock, stall)
+    _tune_near(sock)
+    return str(Address(scheme, host, port))
+
+
+def _address_of(address: str, scheme: str) -> Address:
     parsed = parse_address(address)
-    if parsed.scheme != "tcp":
-        raise UsageError(f"{address} is not a tcp address", hint="tcp://host:port")
+    if parsed.scheme != scheme:
+        raise UsageError(f"{address} is not a {scheme} address", hint=f"{scheme}://host:port")
     return parsed
 
 
@@ -102,7 +117,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _named_errors(address: str) -> Iterator[None]:
+def named_errors(address: str) -> Iterator[None]:
+    """What the operating system says while an address is connected to, as errors of ours."""
     try:
         yield
     except TimeoutError as error:

@@ -85,6 +85,16 @@ class FaultyChannel:
         """The address of the other end."""
         return self._inner.remote
 
+    @property
+    def peer_names(self) -> tuple[str, ...] | None:
+        """Those of the channel itself."""
+        return self._inner.peer_names
+
+    @property
+    def binding(self) -> bytes:
+        """That of the channel itself."""
+        return self._inner.binding
+
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
         if self._faults.fails(frame):
