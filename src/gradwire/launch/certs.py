@@ -86,7 +86,7 @@ class Authority:
     def new(cls) -> Authority:
         """One that nobody knows yet."""
         key = _new_key()
-        name = _named(f"gradwire authority {secrets.token_hex(4)}")
+        name = _named(f"authority {secrets.token_hex(4)} of a gradwire job")
         usage = _usage(key_cert_sign=True, crl_sign=True)
         builder = _builder(name, name, key.public_key(), timedelta(days=_AUTHORITY_DAYS), usage)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)

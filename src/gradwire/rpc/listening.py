@@ -67,7 +67,7 @@ def _check_own_name(transport: TlsTransport, name: str) -> None:
     if name not in transport.names:
         raise UsageError(
             f"{name} has a certificate for {', '.join(transport.names)}",
-            hint=f"gradwire certs --workers {name} makes one for it",
+            hint=f"`gradwire certs --workers {name}` makes one for it",
         )
 
 

@@ -8,6 +8,7 @@ and whoever can forge the end of a connection can also break it.
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import time
@@ -112,7 +113,10 @@ def _introduce(sock: socket.socket, session: Session, address: str, deadline: fl
     except TimeoutError as error:
         raise DeadlinePassed(f"{address} did not answer before the deadline") from error
     except OSError as error:
-        raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
+        raise PeerLost(
+            f"cannot reach {address}: {reason_of(error)}",
+            hint="it refused this worker, or does not speak TLS: its log says which",
+        ) from error
 
 
 def _is_welcome(session: Session) -> bool:
@@ -121,7 +125,7 @@ def _is_welcome(session: Session) -> bool:
             return True
     except ssl.SSLWantReadError:
         return False
-    raise ConnectionResetError(0, "it ended the TLS handshake")
+    raise _ended()
 
 
 def _exchange(sock: socket.socket, session: Session, deadline: float) -> None:
@@ -134,8 +138,12 @@ def _exchange(sock: socket.socket, session: Session, deadline: float) -> None:
         sock.sendall(session.outgoing.read())
     heard = sock.recv(_READ)
     if not heard:
-        raise ConnectionResetError(0, "it ended the TLS handshake")
+        raise _ended()
     session.incoming.write(heard)
+
+
+def _ended() -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, "it ended the TLS handshake")
 
 
 def _say_why(sock: socket.socket, session: Session) -> None:
@@ -151,7 +159,7 @@ def _untrusted(address: str, error: ssl.SSLError) -> PeerLost:
         return PeerLost(
             f"{address} is not trusted: its certificate is refused: {words}", hint=_ONE_AUTHORITY
         )
-    if words.startswith("alert "):
+    if words.startswith("alert ") and not words.endswith("version"):
         return PeerLost(f"{address} does not trust this worker: {words}", hint=_ONE_AUTHORITY)
     return PeerLost(
         f"{address} does not speak TLS 1.3: {words}", hint="start every worker with Options(tls=…)"

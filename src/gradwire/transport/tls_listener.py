@@ -187,7 +187,7 @@ class Doorman:
         self.refused[why] += 1
         if (guest.who, why) not in self._logged and len(self._logged) < _MOST_KNOWN:
             self._logged.add((guest.who, why))
-            _log.warning("a connection from %s was refused: it %s", guest.who, why)
+            _log.warning("a connection from %s was refused: %s", guest.who, why)
         self._send_away(guest)
 
     def _send_away(self, guest: _Guest) -> None:

@@ -101,31 +101,38 @@ class TlsStream:
         return next(map(self._incoming.write, received)) > 0
 
     def _decrypted(self, target: memoryview) -> int | None:
-        """As much as is here, a record or several; None if there is none."""
+        """As much as is here, a record or several; None if there is none, 0 at the end."""
+        self._check()
+        at_stake = 0
+        try:
+            with self._computing:
+                at_stake = self._incoming.pending + self._tls.pending()
+                count = self._fill(target)
+        except OSError:
+            raise
+        except BaseException:
+            if at_stake:  # some of it may be lost
+                self._break(INTERRUPTED)
+            raise
+        if self._outgoing.pending > _UNASKED_AT_MOST:
+            raise OSError(errno.EPROTO, self._break("tls: too many key updates"))
+        return count
+
+    def _fill(self, target: memoryview) -> int | None:
+        """With the lock held. What came before an error is still given out."""
         filled, wanted = 0, len(target)
         try:
-            self._check()
-            with self._computing:
-                while filled < wanted:
-                    count: int = self._read(wanted - filled, target[filled:])
-                    filled += count
-                    if not count:
-                        return filled
+            while filled < wanted:
+                count: int = self._read(wanted - filled, target[filled:])
+                if not count:
+                    return filled
+                filled += count
         except ssl.SSLWantReadError:
             self._is_dry = True
-        except ssl.SSLZeroReturnError:
-            return filled
         except ssl.SSLError as error:
             story = self._break(f"tls: {words_of(error)}")
             if not filled:
                 raise OSError(errno.EPROTO, story) from error
-        except OSError:
-            raise
-        except BaseException:
-            self._break(INTERRUPTED)
-            raise
-        if self._outgoing.pending > _UNASKED_AT_MOST:
-            raise OSError(errno.EPROTO, self._break("tls: too many key updates"))
         return filled or None
 
     # --- one writer at a time ---
