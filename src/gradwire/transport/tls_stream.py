@@ -22,8 +22,8 @@ from gradwire.transport.guard import INTERRUPTED, stalled
 from gradwire.transport.stream import Beside
 from gradwire.wire.frame import Buffer
 
-_READ: Final = 1 << 16
-_CHUNK: Final = 1 << 18
+_READ: Final = 1 << 17
+_CHUNK: Final = 1 << 16
 _UNASKED_AT_MOST: Final = 1 << 16
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
@@ -108,14 +108,14 @@ class TlsStream:
             with self._computing:
                 at_stake = self._incoming.pending + self._tls.pending()
                 count = self._fill(target)
+                if self._outgoing.pending > _UNASKED_AT_MOST:
+                    raise OSError(errno.EPROTO, self._break("tls: too many key updates"))
         except OSError:
             raise
         except BaseException:
             if at_stake:  # some of it may be lost
                 self._break(INTERRUPTED)
             raise
-        if self._outgoing.pending > _UNASKED_AT_MOST:
-            raise OSError(errno.EPROTO, self._break("tls: too many key updates"))
         return count
 
     def _fill(self, target: memoryview) -> int | None:
