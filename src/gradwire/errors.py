@@ -9,6 +9,7 @@ GradwireError              a RuntimeError, so that older programs still catch it
 │   └── ContextClosed      a graph outlived the context that recorded it
 ├── PeerError              a peer did not do its part
 │   ├── PeerLost           its connection ended, or it went silent
+│   │   └── NotTrusted     it did not prove that it belongs to the job
 │   └── BadMessage         it sent something no correct peer sends
 ├── DeadlinePassed         a wait was given up (also a TimeoutError)
 │   ├── CallTimeout        nobody answered a call before its deadline
@@ -78,6 +79,10 @@ class PeerError(GradwireError):
 
 class PeerLost(PeerError):
     """Its connection ended, or it went silent."""
+
+
+class NotTrusted(PeerLost):
+    """A peer, or what it left at the meeting place, did not prove that it belongs to the job."""
 
 
 class BadMessage(PeerError):

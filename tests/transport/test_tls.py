@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.errors import PeerLost, UsageError
+from gradwire.errors import NotTrusted, PeerLost, UsageError
 from gradwire.launch import certs
 from gradwire.options import Limits, Tls
 from gradwire.transport.blocks import BlockPool
@@ -134,7 +134,7 @@ def test_a_channel_without_certificates_says_so():
 
 
 def test_the_certificate_of_another_worker_is_refused():
-    with listening("w1") as listener, pytest.raises(PeerLost) as refused:
+    with listening("w1") as listener, pytest.raises(NotTrusted) as refused:
         transport_of("w0").connect(listener.address, soon(), "w2")
     assert str(refused.value) == (
         f"{listener.address} is not w2: its certificate is for w1\n"
@@ -145,14 +145,16 @@ def test_the_certificate_of_another_worker_is_refused():
 def test_a_name_is_not_compared_by_its_beginning_or_its_case():
     with listening("w1") as listener:
         for name in ("w", "w11", "W1", "gradwire:w1"):
-            with pytest.raises(PeerLost, match=f"is not {name}: its certificate is for w1"):
+            with pytest.raises(NotTrusted, match=f"is not {name}: its certificate is for w1"):
                 transport_of("w0").connect(listener.address, soon(), name)
 
 
 def test_the_certificate_of_another_authority_is_refused():
     listener = TlsTransport(other_job().tls("w0")).listen("tls://")
     with closing(listener):
-        with pytest.raises(PeerLost, match=f"^{listener.address} is not trusted: its certificate"):
+        with pytest.raises(
+            NotTrusted, match=f"^{listener.address} is not trusted: its certificate"
+        ):
             transport_of("w1").connect(listener.address, soon(), "w0")
         assert eventually(lambda: listener.refused)
 
@@ -172,8 +174,8 @@ def answering(answer) -> Iterator[str]:
         thread.join()
 
 
-def refused_by_us(address: str) -> PeerLost:
-    with pytest.raises(PeerLost) as refused:
+def refused_by_us(address: str) -> NotTrusted:
+    with pytest.raises(NotTrusted) as refused:
         transport_of("w1").connect(address, soon(), "w0")
     return refused.value
 
@@ -314,7 +316,7 @@ def test_a_refusal_is_logged_once_for_each_kind_and_peer(caplog):
             refusal_of(listener, careless())
         assert eventually(lambda: listener.refused.total() == 3)
     assert [record.getMessage() for record in caplog.records] == [
-        "a connection from 127.0.0.1 was refused: peer did not return a certificate"
+        "refused tls://127.0.0.1: peer did not return a certificate"
     ]
 
 
@@ -480,6 +482,25 @@ def test_an_end_that_was_forged_within_a_frame_is_seen(wire):
     cut.close()
     with pytest.raises(PeerLost, match="connection closed by peer in the middle of a message"):
         receiver.recv()
+
+
+def test_bytes_can_be_taken_one_by_one_and_what_follows_stays(ends):
+    near, far, _ = ends
+    near.send(FRAME, soon())
+    near.send(FRAME, soon())
+    assert b"".join(far._sock.recv(1) for _ in BYTES) == BYTES
+    assert far.recv().request == 7
+    with pytest.raises(BlockingIOError):
+        far._sock.recv(1, socket.MSG_DONTWAIT)
+
+
+def test_refusals_can_be_heard_of():
+    heard = []
+    settings = {"refused": lambda kind, remote: heard.append((kind, remote))}
+    with listening("w0", **settings) as listener:
+        refusal_of(listener, careless())
+        assert eventually(lambda: heard)
+    assert heard == [("peer did not return a certificate", "tls://127.0.0.1")]
 
 
 def test_nothing_of_a_frame_can_be_read_on_the_wire(ends):

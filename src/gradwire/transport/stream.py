@@ -20,6 +20,9 @@ class Stream(Protocol):
     def fileno(self) -> int:
         """What `poll` waits on, once a read or write has raised BlockingIOError."""
 
+    def recv(self, length: int, flags: int = 0, /) -> bytes:
+        """At most so many bytes; none at the end."""
+
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
         """Bytes that were read; 0 at the end."""
 

@@ -12,10 +12,11 @@ import errno
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-from gradwire.errors import DeadlinePassed, PeerLost
+from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost
 from gradwire.options import Limits, Tls
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import reason_of
@@ -36,7 +37,8 @@ class TlsTransport:
     """tls://host:port
 
     Who connects has `patience` seconds to prove who it is; of those who have not yet, the oldest
-    goes when there are more than `strangers`.
+    goes when there are more than `strangers`. `refused(kind, remote)` hears of each that was sent
+    away; without it, that is logged once for each kind and host.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class TlsTransport:
         pool: BlockPool | None = None,
         patience: float = PATIENCE_SECONDS,
         strangers: int = MOST_STRANGERS,
+        refused: Callable[[str, str], None] | None = None,
     ) -> None:
         self._identity = Identity(tls)
         self._wrapping = Wrapping(limits, stall, pool)
         self._patience, self._strangers = patience, strangers
+        self._refused = refused
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,6 +71,7 @@ class TlsTransport:
             self._accepted,
             self._patience,
             self._strangers,
+            self._refused,
         )
         return TlsListener(doorman, bound, self.names[0])
 
@@ -153,22 +158,22 @@ def _say_why(sock: socket.socket, session: Session) -> None:
         sock.send(session.outgoing.read())
 
 
-def _untrusted(address: str, error: ssl.SSLError) -> PeerLost:
+def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
     words = words_of(error)
     if isinstance(error, ssl.SSLCertVerificationError):
-        return PeerLost(
+        return NotTrusted(
             f"{address} is not trusted: its certificate is refused: {words}", hint=_ONE_AUTHORITY
         )
     if words.startswith("alert ") and not words.endswith("version"):
-        return PeerLost(f"{address} does not trust this worker: {words}", hint=_ONE_AUTHORITY)
-    return PeerLost(
+        return NotTrusted(f"{address} does not trust this worker: {words}", hint=_ONE_AUTHORITY)
+    return NotTrusted(
         f"{address} does not speak TLS 1.3: {words}", hint="start every worker with Options(tls=…)"
     )
 
 
-def _is_another(address: str, names: tuple[str, ...], name: str) -> PeerLost:
+def _is_another(address: str, names: tuple[str, ...], name: str) -> NotTrusted:
     said = ", ".join(names) or "no worker"
-    return PeerLost(
+    return NotTrusted(
         f"{address} is not {name}: its certificate is for {said}",
         hint=f"who listens there needs a certificate with the URI {URI_PREFIX}{name}",
     )

@@ -101,9 +101,11 @@ class Doorman:
         wrap: Callable[[socket.socket, Session], SocketChannel],
         patience: float,
         strangers: int,
+        refused: Callable[[str, str], None] | None = None,
     ) -> None:
         self._sock, self._session, self._wrap = sock, session, wrap
         self._patience, self._strangers = patience, strangers
+        self._tell = refused or self._log_once
         self._guests: dict[_Guest, None] = {}
         self._selector = selectors.DefaultSelector()
         self._is_over = threading.Event()
@@ -185,10 +187,13 @@ class Doorman:
 
     def _refuse(self, guest: _Guest, why: str) -> None:
         self.refused[why] += 1
-        if (guest.who, why) not in self._logged and len(self._logged) < _MOST_KNOWN:
-            self._logged.add((guest.who, why))
-            _log.warning("a connection from %s was refused: %s", guest.who, why)
         self._send_away(guest)
+        self._tell(why, f"tls://{guest.who}")
+
+    def _log_once(self, why: str, remote: str) -> None:
+        if (remote, why) not in self._logged and len(self._logged) < _MOST_KNOWN:
+            self._logged.add((remote, why))
+            _log.warning("refused %s: %s", remote, why)
 
     def _send_away(self, guest: _Guest) -> None:
         self._forget(guest)

@@ -67,6 +67,11 @@ class TlsStream:
 
     # --- one reader at a time ---
 
+    def recv(self, length: int, flags: int = 0, /) -> bytes:
+        """At most so many bytes, and what follows them stays; see `Stream.recv`."""
+        block = memoryview(bytearray(length))
+        return block[: self.recv_into(block, 0, flags)].tobytes()
+
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
         """What is there, or what comes first; see `Stream.recv_into`.
 
