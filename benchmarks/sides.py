@@ -24,7 +24,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from benchmarks.api import load, settle
+from benchmarks.api import certificates_beside, load, settle
 
 _PR_SET_PDEATHSIG = 1
 SECONDS = 300.0
@@ -54,11 +54,19 @@ class World:
     """
 
     def __init__(
-        self, side: str, size: int, *, exposed: Sequence[str] = (), tcp: bool = False
+        self,
+        side: str,
+        size: int,
+        *,
+        exposed: Sequence[str] = (),
+        tcp: bool = False,
+        tls: bool = False,
     ) -> None:
         self.side, self.size, self.tcp = side, size, tcp
         self._directory = tempfile.TemporaryDirectory(prefix="bench-")
         place = str(Path(self._directory.name) / "place")
+        if tls:
+            _make_certificates(place, size)
         spawn = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         begin = perf_counter()
@@ -155,6 +163,12 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         self.close() if error is None else self.kill()
+
+
+def _make_certificates(place: str, size: int) -> None:
+    from gradwire.launch.certs import Folder, make
+
+    make(Folder(certificates_beside(place)), [f"w{rank}" for rank in range(size)])
 
 
 def _worker(

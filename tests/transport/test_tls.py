@@ -20,6 +20,7 @@ import pytest
 from gradwire.errors import NotTrusted, PeerLost, UsageError
 from gradwire.launch import certs
 from gradwire.options import Limits, Tls
+from gradwire.transport import tls as tls_module
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.identity import Identity
 from gradwire.transport.sockets import SocketChannel
@@ -308,6 +309,28 @@ def test_rubbish_is_refused_and_others_still_come_in(said):
                 pass
         assert eventually(lambda: listener.refused.total() == 1)
         transport_of("w1").connect(listener.address, soon(), "w0").close()
+
+
+def test_a_mistake_of_ours_keeps_nobody_else_out(monkeypatch, caplog):
+    mistakes = [RuntimeError("a mistake")]
+    tuned = tls_module.tuned
+
+    def mistaken(*args: object) -> str:
+        if mistakes:
+            raise mistakes.pop()
+        return tuned(*args)
+
+    monkeypatch.setattr(tls_module, "tuned", mistaken)
+    with listening("w0") as listener:
+        unlucky = transport_of("w1").connect(listener.address, soon(), "w0")
+        with pytest.raises(PeerLost):
+            unlucky.recv()
+        assert eventually(lambda: listener.refused == {"RuntimeError": 1})
+        lucky = transport_of("w1").connect(listener.address, soon(), "w0")
+        listener.accept().close()
+        for channel in (unlucky, lucky):
+            channel.close()
+    assert "shaking hands with 127.0.0.1 failed" in caplog.text
 
 
 def test_a_refusal_is_logged_once_for_each_kind_and_peer(caplog):

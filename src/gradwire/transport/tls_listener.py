@@ -169,6 +169,9 @@ class Doorman:
             self._refuse(guest, str(refusal))
         except OSError as error:
             self._refuse(guest, reason_of(error))
+        except Exception as error:  # a mistake of ours: others still come in
+            _log.exception("shaking hands with %s failed", guest.who)
+            self._refuse(guest, type(error).__name__)
         else:
             if not admit(channel):
                 channel.close("too many connections wait to be accepted")
