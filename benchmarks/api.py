@@ -28,6 +28,11 @@ class Api:
     optimizer: Callable[..., Any]
 
 
+def secret_beside(place: str) -> Path:
+    """The file with the secret of those who meet at a place."""
+    return Path(place).with_name("secret")
+
+
 def load(side: str) -> Api:
     """Import that side, and nothing of the other."""
     return _torch() if side == TORCH else _gradwire()
@@ -72,8 +77,10 @@ def _gradwire() -> Api:
 
     def begin(rank: int, size: int, place: str, *, tcp: bool, exposed: list) -> None:
         listen = "tcp://127.0.0.1:0" if tcp else "unix"
-        tls = _tls(place, f"w{rank}")
-        options = gradwire.Options(init_method=f"file://{place}", listen=listen, tls=tls)
+        tls, secret = _tls(place, f"w{rank}"), str(secret_beside(place))
+        options = gradwire.Options(
+            init_method=f"file://{place}", listen=listen, tls=tls, secret=secret
+        )
         gradwire.init_rpc(f"w{rank}", rank, size, options, expose=exposed)
 
     return Api(

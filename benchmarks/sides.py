@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from benchmarks.api import certificates_beside, load, settle
+from benchmarks.api import certificates_beside, load, secret_beside, settle
 
 _PR_SET_PDEATHSIG = 1
 SECONDS = 300.0
@@ -67,6 +68,8 @@ class World:
         place = str(Path(self._directory.name) / "place")
         if tls:
             _make_certificates(place, size)
+        secret_beside(place).touch(mode=0o600)
+        secret_beside(place).write_text(secrets.token_hex(32), encoding="ascii")
         spawn = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         begin = perf_counter()

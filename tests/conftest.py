@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from gradwire.agent.secret import write_secret
 from tests.gates import GATES
 
 # The same examples every time, and no failure because a machine was busy.
@@ -35,6 +36,21 @@ def open_handles() -> Counter:
                 continue
             found[target.split(":")[0].split(" ")[0]] += 1
     return Counter({kind: found[kind] for kind in ("socket", "/memfd")})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def secret(tmp_path_factory):
+    """What workers that a test starts by hand find, here and in processes started from here."""
+    path = write_secret(tmp_path_factory.mktemp("job") / "secret")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_SECRET_FILE", path)
+        yield path
+
+
+@pytest.fixture
+def no_secret(monkeypatch):
+    """As a program finds the world that nobody has prepared for it."""
+    monkeypatch.delenv("GRADWIRE_SECRET_FILE")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
+pytestmark = pytest.mark.usefixtures("no_secret")
+
+
 def printed_by(script: Path, **environment: str) -> str:
     """What a script prints, given that it ends well and says nothing on stderr."""
     done = subprocess.run(

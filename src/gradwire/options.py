@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
@@ -24,6 +25,8 @@ class Timeouts:
     """until every worker has arrived"""
     connect: float = 10.0
     """until a peer's listener has answered the handshake"""
+    handshake: float = 5.0
+    """until whoever connects has proven that it belongs to the job"""
     call: float = 60.0
     """until a call is answered, unless the call says otherwise"""
     backward: float = 300.0
@@ -56,6 +59,8 @@ class Limits:
     """containers within containers"""
     in_flight: int = 1 << 28
     """bytes of calls to one peer that have no answer yet; who would send more waits"""
+    strangers: int = 256
+    """connections at once whose peer has not proven yet that it belongs to the job"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -103,6 +108,13 @@ class Options:
     """
     shared_memory: bool = True
     """between workers of this machine, large tensors go through memory that both can write to"""
+    secret: str | None = None
+    """a file with the secret of the job, at least 32 bytes that only its owner can read (0600); by
+    default the environment names it: GRADWIRE_SECRET_FILE, a descriptor in GRADWIRE_SECRET_FD, or
+    the secret itself in GRADWIRE_SECRET
+    """
+    insecure: bool = False
+    """speak beyond this machine without TLS: who can see the traffic can read and change it"""
     threads: int = 64
     """user functions that may run at once; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -139,6 +151,48 @@ def tls_from_environment() -> Tls | None:
         )
     certificate, key, authority = found.values()
     return Tls(certificate=certificate, key=key, authority=authority)
+
+
+class _SecretVariables(NamedTuple):
+    file: str
+    descriptor: str
+    text: str
+
+
+SECRET_VARIABLES = _SecretVariables("GRADWIRE_SECRET_FILE", "GRADWIRE_SECRET_FD", "GRADWIRE_SECRET")
+_INSECURE = "GRADWIRE_INSECURE"
+
+
+@dataclass(frozen=True, slots=True)
+class SecretSource:
+    """Where the environment says that the secret is; at most one of them should be set."""
+
+    file: str | None
+    descriptor: int | None
+    text: str | None = field(repr=False)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether any is set."""
+        return (self.file, self.descriptor, self.text) != (None, None, None)
+
+
+def secret_from_environment() -> SecretSource:
+    """See `Options.secret`. The variables stay set: others of this process read them again."""
+    file, descriptor, text = (os.environ.get(name) or None for name in SECRET_VARIABLES)
+    if descriptor is not None and not descriptor.isdecimal():  # it may be the secret: not shown
+        raise UsageError(f"the environment variable {SECRET_VARIABLES.descriptor} is not a number")
+    return SecretSource(file, None if descriptor is None else int(descriptor), text)
+
+
+def is_insecure_by_environment() -> bool:
+    """GRADWIRE_INSECURE=1, for programs that cannot pass `Options.insecure`."""
+    return os.environ.get(_INSECURE) == "1"
+
+
+def hand_down_secret(path: str) -> None:
+    """The processes that this one starts find their secret in this file."""
+    os.environ[SECRET_VARIABLES.file] = path
 
 
 def rendezvous_host(init_method: str) -> str:

@@ -8,9 +8,14 @@ import pytest
 
 from gradwire.agent.clock import MonotonicClock
 from gradwire.agent.directory import check_name
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.rendezvous import meet, open_store
+from gradwire.agent.secret import fresh_secret
+from gradwire.agent.signed_store import SignedStore
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options, Timeouts
+
+SECRET = fresh_secret()
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def options(tmp_path):
 
 
 def join(options, rank, address, world_size=2):
-    store = open_store(options, rank, world_size)
+    store = SignedStore(open_store(options, rank, world_size), SECRET, Refusals())
     return meet(store, f"w{rank}", address, rank, world_size, options, MonotonicClock())
 
 

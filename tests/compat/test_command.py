@@ -91,6 +91,46 @@ def test_a_child_runs_the_sitecustomize_of_the_machine_too(tmp_path):
     assert printed == ["True"]
 
 
+WORLD = """
+import os, stat, sys, torch.distributed.rpc as rpc, torch.multiprocessing as mp
+
+def work(rank, place):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=place)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        print(rpc.rpc_sync("w1", os.getenv, args=("GRADWIRE_SECRET_FILE",)))
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(sys.argv[1],), nprocs=2)
+    path = os.environ["GRADWIRE_SECRET_FILE"]
+    print(path, oct(stat.S_IMODE(os.stat(path).st_mode)))
+"""
+
+
+def test_the_workers_of_a_program_share_a_secret_that_ends_with_it(
+    tmp_path, no_secret, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = tmp_path / "program.py"
+    program.write_text(WORLD)
+
+    in_worker, at_the_end = printed_by(
+        "-m", "gradwire.compat", str(program), f"file://{tmp_path}/meeting"
+    )
+
+    assert at_the_end == f"{in_worker} 0o600"
+    assert in_worker.startswith(f"{tmp_path}/gradwire-compat-")
+    assert not list(tmp_path.glob("gradwire-*"))
+
+
+def test_a_secret_that_is_there_is_used(tmp_path, secret):
+    program = tmp_path / "program.py"
+    program.write_text("import os; print(os.environ['GRADWIRE_SECRET_FILE'])")
+
+    assert printed_by("-m", "gradwire.compat", str(program)) == [secret]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"), [((), "no program given"), (("--fast",), "unknown option --fast")]
 )

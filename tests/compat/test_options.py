@@ -88,3 +88,12 @@ def test_a_device_is_mapped_once():
 def test_the_devices_of_a_worker_are_cuda_devices():
     with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices"):
         TensorPipeRpcBackendOptions().set_devices(["cpu"])
+
+
+@pytest.mark.parametrize(("said", "is_insecure"), [("1", True), ("0", False), ("", False)])
+def test_a_program_may_be_told_from_outside_to_go_beyond_this_machine(
+    said, is_insecure, monkeypatch
+):
+    monkeypatch.setenv("GRADWIRE_INSECURE", said)
+
+    assert TensorPipeRpcBackendOptions().for_worker().insecure is is_insecure

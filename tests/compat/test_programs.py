@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples" / "compat").glob("*.py"))
 SECONDS = 110
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(2 * SECONDS + 20)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timeout(2 * SECONDS + 20),
+    pytest.mark.usefixtures("no_secret"),
+]
 
 
 def printed_by(*command: str) -> list[str]:

@@ -7,6 +7,7 @@ processes are forked from it, so that no rank imports torch anew.
 from __future__ import annotations
 
 import os
+import secrets
 from importlib import import_module
 
 _ROOT = "torch.testing._internal.distributed"
@@ -30,7 +31,12 @@ MODULES = {
 
 
 def set_environment(limit: int) -> None:
-    """What torch reads when it is imported: no TorchScript, no threads of its own, and a limit."""
+    """What torch reads when it is imported: no TorchScript, no threads of its own, and a limit.
+
+    And the secret of all workers, which are forked from this process.
+    """
+    os.environ.pop("GRADWIRE_SECRET_FILE", None)
+    os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)
     os.environ["PYTORCH_JIT"] = "0"
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"

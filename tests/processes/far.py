@@ -71,6 +71,10 @@ def here() -> str:
     return gradwire.get_worker_info().name
 
 
+def refused() -> dict[str, int]:
+    return home_door.find().refusals.seen()
+
+
 def pid() -> int:
     return os.getpid()
 

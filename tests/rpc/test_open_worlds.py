@@ -19,7 +19,10 @@ from gradwire import (
     UnknownWorker,
     UsageError,
 )
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.rendezvous import put_roster, roster_in
+from gradwire.agent.secret import find_secret
+from gradwire.agent.signed_store import SignedStore
 from gradwire.rpc.joining import join
 from tests.gates import GATES
 from tests.leftovers import eventually
@@ -38,7 +41,7 @@ def world():
         workers.append(worker)
         return worker
 
-    come.store = store
+    come.store, come.signed = store, SignedStore(store, find_secret(OPTIONS), Refusals())
     yield come
     for worker in workers:
         worker.close()
@@ -190,9 +193,9 @@ def test_many_that_join_at_once_all_know_each_other(world):
 
 def test_a_joiner_that_died_halfway_is_passed_over(world):
     a = world("a", 0)
-    roster, text = roster_in(world.store)
+    roster, text = roster_in(world.signed)
     half, _ = roster.taken("dead", 1, "unix:///nowhere/at/all")
-    assert put_roster(world.store, half, text)
+    assert put_roster(world.signed, half, text)
 
     b = world("b", 2)
 
@@ -202,14 +205,14 @@ def test_a_joiner_that_died_halfway_is_passed_over(world):
 
 def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
     a = world("a", 0)
-    roster, text = roster_in(world.store)
+    roster, text = roster_in(world.signed)
     half, slow = roster.taken("slow", 1, a.directory.myself.address)  # somebody listens there
-    assert put_roster(world.store, half, text)
+    assert put_roster(world.signed, half, text)
 
     world("b", 2, options=Options(listen="unix", timeouts=Timeouts(join=0.4)))
 
     assert names(a) == ["a", "b"]
-    assert not roster_in(world.store)[0].has(slow.life)
+    assert not roster_in(world.signed)[0].has(slow.life)
 
 
 def test_one_that_lost_its_seat_does_not_believe_it_has_joined(world):
@@ -225,7 +228,7 @@ def test_worlds_with_and_without_a_size_do_not_mix(world):
     alone = world("alone", 0, 1)
     with pytest.raises(UsageError, match=text):
         world("late", 1)
-    assert roster_in(world.store)[0].seats == ()
+    assert roster_in(world.signed)[0].seats == ()
     alone.close()
 
 

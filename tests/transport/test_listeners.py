@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.errors import DeadlinePassed, PeerLost, UsageError
+from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost, UsageError
 from gradwire.transport import tcp, unix
 from gradwire.transport.base import Channel, Listener, Transport
 from gradwire.transport.memory import MemoryNetwork
@@ -294,14 +294,43 @@ def test_unix_names_the_process_that_connected():
 
 
 def test_unix_refuses_another_user_and_takes_the_next(monkeypatch):
-    users = [os.geteuid() + 1, os.geteuid()]
+    me, refused = os.geteuid(), []
+    users = [me, me, me + 1, me]
     monkeypatch.setattr(unix, "_peer_of", lambda _: (1, users.pop(0)))
-    listener = UnixTransport().listen("unix://")
+    transport = UnixTransport(refused=lambda kind, peer: refused.append((kind, peer)))
+    listener = transport.listen("unix://")
     stranger = UnixTransport().connect(listener.address, soon())
     friend = UnixTransport().connect(listener.address, soon())
     far = listener.accept()
     with pytest.raises(PeerLost, match="connection closed by peer"):
         stranger.recv()
     greet(friend, far)
+    assert refused == [("another user", f"{listener.address} (user {me + 1})")]
     for each in (stranger, friend, far, listener):
+        each.close()
+
+
+def test_unix_does_not_speak_to_a_listener_of_another_user(monkeypatch):
+    monkeypatch.setattr(unix, "_peer_of", lambda _: (1, os.geteuid() + 1))
+    listener = UnixTransport().listen("unix://")
+    with pytest.raises(NotTrusted, match=f"a process of user {os.geteuid() + 1} listens on unix:"):
+        UnixTransport().connect(listener.address, soon())
+    listener.close()
+
+
+@pytest.mark.parametrize("place", ["0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]"])
+def test_tcp_for_this_host_only_goes_nowhere_else(place):
+    near = TcpTransport(this_host_only=True)
+    for way in (near.listen, lambda address: near.connect(address, soon())):
+        with pytest.raises(UsageError, match="is beyond this machine") as refusal:
+            way(f"tcp://{place}:1")
+        assert "TLS" in refusal.value.hint
+        assert "insecure=True" in refusal.value.hint
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1", "127.9.9.9", "localhost", ""])
+def test_tcp_for_this_host_only_listens_here(place):
+    listener = TcpTransport(this_host_only=True).listen(f"tcp://{place}:0")
+    near = TcpTransport(this_host_only=True).connect(listener.address, soon())
+    for each in (near, listener.accept(), listener):
         each.close()

@@ -27,6 +27,7 @@ from gradwire.errors import (
     CannotTravel,
     DeadlinePassed,
     GradwireError,
+    NotTrusted,
     PeerLost,
     UsageError,
 )
@@ -174,7 +175,9 @@ class Agent:
         if isinstance(error, PeerLost):
             if not self.directory.has(to):
                 self._lost(to, error)
-            return PeerLost(f"{name} was lost before {what} reached it: {error.message}")
+            kind = NotTrusted if isinstance(error, NotTrusted) else PeerLost
+            story = f"{name} was lost before {what} reached it: {error.message}"
+            return kind(story, hint=error.hint)
         if isinstance(error, DeadlinePassed):
             return CallTimeout(f"{what} did not leave for {name} in time: {error.message}")
         return error

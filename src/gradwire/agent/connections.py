@@ -6,29 +6,29 @@ What a frame means is not known here: it is handed to `on_frame` together with w
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
-from gradwire.agent import handshake
+from gradwire.agent import handshake, introduction
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
+from gradwire.agent.doorstep import Doorstep
 from gradwire.agent.lines import Line, Lines, OnFrame
 from gradwire.agent.members_state import Member
 from gradwire.agent.messages import Hello
 from gradwire.agent.pool import Job
-from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
+from gradwire.agent.refusals import Refusals
+from gradwire.agent.secret import Secret
+from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import WorkerId
-from gradwire.options import Timeouts
+from gradwire.options import Options
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
-
-_log = logging.getLogger("gradwire")
 
 OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 """Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
@@ -45,23 +45,25 @@ class Connections:
         self,
         directory: Directory,
         job: str,
+        secret: Secret,
         transports: Transports,
         listener: Listener,
-        timeouts: Timeouts,
+        options: Options,
         clock: Clock,
+        refusals: Refusals,
         wrap: Callable[[Channel], Channel] = lambda channel: channel,
     ) -> None:
         self._directory = directory
         self._wrap = wrap
-        self._job = job
+        self._job, self._secret = job, secret
         self._transports = transports
-        self._listener = listener
-        self._timeouts = timeouts
+        self._timeouts = options.timeouts
         self._clock = clock
+        self._refusals = refusals
+        self._doorstep = Doorstep(directory.me.name, listener, options, clock, refusals)
         self._lock = threading.Lock()
         self._dialling: dict[WorkerId, threading.Lock] = {}
         self._channels: dict[WorkerId, list[Channel]] = {}
-        self._greeting: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self.on_joined: Callable[[WorkerId], None] = lambda _: None
@@ -70,7 +72,7 @@ class Connections:
         """Begin to accept."""
         self._on_frame, self._on_end = on_frame, on_end
         self.lines = Lines(self._spawn, self._take, self._ended)
-        self._spawn("accept", self._accept_loop)
+        self._doorstep.open(self._spawn, self._welcome)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
         """A channel to this worker, dialled if there is none."""
@@ -102,9 +104,8 @@ class Connections:
         with self._lock:
             self._closed = True
             channels = [channel for known in self._channels.values() for channel in known]
-            channels += self._greeting
             threads = self._threads - {threading.current_thread()}
-        self._listener.close()
+        self._doorstep.close(reason)
         for channel in channels:
             channel.close(reason)
         self.lines.close()
@@ -117,55 +118,51 @@ class Connections:
             self._adopt(worker, far)
             return self._adopt(worker, near)
         limit = min(deadline, self._clock.now() + self._timeouts.connect)
-        name, address = self._directory.name(worker), self._directory.address(worker)
-        channel = self._transports.connect(address, limit, name)
+        me, name = self._directory.me.name, self._directory.name(worker)
+        channel = self._transports.connect(self._directory.address(worker), limit, name)
+        until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
         try:
-            self._greet(channel, self._directory.name(worker), limit)
-            theirs = self._heard(channel, limit)
-            self._admit(handshake.check(theirs, self._directory, self._job, dialled=worker))
+            handshake.prove(channel, self._secret, self._job, me, name, until)
+            self._greet(channel, until)
+            theirs = self._heard(channel, until)
+            self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
                 raise
-            story = f"no handshake with {self._directory.name(worker)} at {channel.remote}: {error}"
-            if self._clock.now() >= deadline:
-                raise DeadlinePassed(story) from error
-            raise PeerLost(story) from error
+            raise self._no_handshake(name, channel, error, deadline) from error
         return self._adopt(worker, channel)
 
-    def _welcome(self, channel: Channel) -> None:
-        limit = self._clock.now() + self._timeouts.connect
-        with self._lock:
-            self._greeting.add(channel)
-        try:
-            theirs = self._heard(channel, limit)
-            member = handshake.check(theirs, self._directory, self._job, dialled=None)
-            self._admit(member)
-            self._greet(channel, theirs.name, limit)
-            self._adopt(member.id, channel)
-        except GradwireError:
-            channel.close("the handshake failed")
-        finally:
-            with self._lock:
-                self._greeting.discard(channel)
+    def _no_handshake(
+        self, name: str, channel: Channel, error: GradwireError, deadline: float
+    ) -> GradwireError:
+        story = f"no handshake with {name} at {channel.remote}: {error.message}"
+        if isinstance(error, NotTrusted):
+            self._refusals.count("listener not trusted", channel.remote)
+            return NotTrusted(story, hint=error.hint)
+        if self._clock.now() >= deadline:
+            return DeadlinePassed(story, hint=error.hint)
+        return PeerLost(story, hint=error.hint)
 
-    def _greet(self, channel: Channel, to: str, deadline: float) -> None:
-        said = encode(handshake.hello(self._directory, self._job, to))
+    def _welcome(self, channel: Channel, until: float) -> None:
+        """Let in who connected, once it has shown who it is; or raise why not."""
+        directory = self._directory
+        name = handshake.examine(channel, self._secret, self._job, directory.me.name, until)
+        self._doorstep.proven(channel)
+        theirs = self._heard(channel, until)
+        member = introduction.check(theirs, name, directory, dialled=None)
+        self._admit(member)
+        self._greet(channel, until)
+        self._adopt(member.id, channel)
+
+    def _greet(self, channel: Channel, deadline: float) -> None:
+        said = encode(introduction.hello(self._directory))
         channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
 
     def _heard(self, channel: Channel, deadline: float) -> Hello:
-        """The peer's Hello. A peer that says nothing is cut off at the deadline."""
-        cut = threading.Timer(
-            max(0.0, deadline - self._clock.now()), channel.close, ["no handshake"]
-        )
-        cut.name = f"gradwire {self._directory.me.name} handshake"
-        cut.daemon = True
-        cut.start()
-        try:
-            frame = channel.recv()
-        finally:
-            cut.cancel()
-            cut.join()
+        frame = channel.maybe_recv(deadline)
+        if frame is None:
+            raise DeadlinePassed(f"{channel.remote} did not introduce itself before the deadline")
         said = _HELLO.decode(frame.kind, frame.head)
         assert isinstance(said, Hello)
         return said
@@ -193,14 +190,6 @@ class Connections:
             self.on_joined(worker)
         self.lines.open(worker, channel, self._directory.name(worker))
         return channel
-
-    def _accept_loop(self) -> None:
-        while True:
-            try:
-                channel = self._listener.accept()
-            except PeerLost:
-                return
-            self._spawn("greet", partial(self._welcome, channel))
 
     def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
         if channel not in self._channels.get(worker, ()):
@@ -232,5 +221,5 @@ class Connections:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:  # or close() could find a thread that cannot be joined yet
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)

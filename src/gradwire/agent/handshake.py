@@ -1,34 +1,65 @@
-"""The first message each way on a new connection, before anything else of it is read.
+"""A handshake over a channel: who says what when is decided by handshake_state.py.
 
-Pure: what to say, and whether to believe what was said. The place of authentication: `proof` is
-made and checked here, and nowhere else.
+Only `hear` and `say` are used here: the frame decoder sees nothing of a connection, and nothing is
+decoded, before both sides have given their proof.
 """
 
 from __future__ import annotations
 
-from gradwire.agent.directory import Directory
-from gradwire.agent.members_state import Member
-from gradwire.agent.messages import PROTOCOL, Hello
-from gradwire.errors import BadMessage
-from gradwire.ids import WorkerId
+import secrets
+from contextlib import suppress
+
+from gradwire.agent.handshake_state import (
+    HEAD_BYTES,
+    NONCE_BYTES,
+    Dialling,
+    Listening,
+    Reason,
+    Refusal,
+    body_length,
+    refused,
+)
+from gradwire.agent.secret import Secret
+from gradwire.errors import GradwireError
+from gradwire.transport.base import Channel
+
+_PURPOSE = "handshake"
 
 
-def hello(directory: Directory, job: str, to: str) -> Hello:
-    """What this worker says first."""
-    me = directory.myself
-    return Hello(PROTOCOL, job, me.id, me.name, to, me.life, me.address, me.note)
+def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadline: float) -> None:
+    """As the one who dialled: show who we are, and see that it is `peer` who listens."""
+    dialling = Dialling(
+        secret.key(_PURPOSE),
+        job,
+        me,
+        peer,
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        binding=channel.binding,
+    )
+    channel.say(dialling.opening(channel.peer_names), deadline)
+    channel.say(dialling.proof(_heard(channel, deadline)), deadline)
+    dialling.check(_heard(channel, deadline))
 
 
-def check(theirs: Hello, directory: Directory, job: str, *, dialled: WorkerId | None) -> Member:
-    """Who is there, or BadMessage if it is nobody we may speak with."""
-    if theirs.protocol != PROTOCOL:
-        raise BadMessage(f"{theirs.name} speaks protocol {theirs.protocol}, this worker {PROTOCOL}")
-    if theirs.job != job:
-        raise BadMessage(f"{theirs.name} belongs to another job")
-    if theirs.to != directory.me.name:
-        raise BadMessage(f"{theirs.name} looked for {theirs.to} and found {directory.me.name}")
-    if dialled is not None and theirs.worker != dialled:
-        raise BadMessage(f"{theirs.name} answered at the address of {directory.name(dialled)}")
-    if dialled is not None and theirs.life != directory.life(dialled):
-        raise BadMessage(f"{theirs.name} is in another life than the one that was dialled")
-    return Member(theirs.worker, theirs.name, theirs.address, theirs.life, theirs.note)
+def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float) -> str:
+    """As the one who was dialled: the name of who is there, once that is proven.
+
+    One that is refused is told why, as far as that helps nobody else.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    listening = Listening(secret.key(_PURPOSE), job, me, nonce=nonce, binding=channel.binding)
+    try:
+        opening = _heard(channel, deadline)
+        channel.say(listening.challenge(opening, channel.peer_names), deadline)
+        channel.say(listening.proof(_heard(channel, deadline)), deadline)
+    except Refusal as refusal:
+        if refusal.reason is not Reason.STRANGER:  # who does not speak our language
+            with suppress(GradwireError):
+                channel.say(refused(refusal.reason), deadline)
+        raise
+    return listening.peer
+
+
+def _heard(channel: Channel, deadline: float) -> bytes:
+    head = channel.hear(HEAD_BYTES, deadline)
+    return head + channel.hear(body_length(head), deadline)

@@ -16,7 +16,7 @@ from gradwire.agent.directory import WorkerInfo
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.register import Register
-from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import WorkerId
 
 _LOOK_AGAIN_SECONDS = 0.005
@@ -40,13 +40,22 @@ class Membership:
         for info in self._agent.directory.others():
             life = self._agent.directory.life(info.id)
             try:
-                self._agent.reach(info.id, deadline)
+                self._reach(info.id, deadline)
             except PeerLost:
                 dead.add(life)
                 self._agent.directory.left(info.id, life)
             except DeadlinePassed:
                 _log.warning("%s joined, but %s did not answer it", self._me.name, info.name)
         self._register.settle(self._me, dead, deadline)
+
+    def _reach(self, worker: WorkerId, deadline: float) -> None:
+        """Twice if need be: where many strangers knock, one of us may be sent away with them."""
+        try:
+            self._agent.reach(worker, deadline)
+        except NotTrusted:
+            raise
+        except PeerLost:
+            self._agent.reach(worker, deadline)
 
     def leave(
         self,

@@ -5,26 +5,18 @@ from __future__ import annotations
 from gradwire.ids import WorkerId
 from gradwire.wire.message import Message
 
-PROTOCOL = 1
-
 
 class Hello(Message, frozen=True, tag=0x01):
-    """The first message each way on a connection: who speaks, to whom, in which job.
+    """The first message each way after the handshake, which has said name and job.
 
     `life` tells a worker from an earlier one of the same number. `address` is where it listens, for
-    those who have not heard of it yet; `note` is what they should know besides. `proof` is where
-    the speaker shows that it knows the job's secret.
+    those who have not heard of it yet; `note` is what they should know besides.
     """
 
-    protocol: int
-    job: str
     worker: WorkerId
-    name: str
-    to: str
     life: int = 0
     address: str = ""
     note: str = ""
-    proof: bytes = b""
 
 
 class Failure(Message, frozen=True, tag=0x02):

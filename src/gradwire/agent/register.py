@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from gradwire.agent.clock import Clock
 from gradwire.agent.members_state import Member, not_unique
 from gradwire.agent.rendezvous import MIXED, has_closed_world, put_roster, roster_in
 from gradwire.agent.roster_state import Roster
+from gradwire.agent.signed_store import SignedStore
 from gradwire.errors import DeadlinePassed, JoinTimeout, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.transport.address import Transports
@@ -30,13 +29,13 @@ _GRACE_SECONDS = 5.0
 class Register:
     """One worker's access to the roster."""
 
-    def __init__(self, store: Store, transports: Transports, clock: Clock) -> None:
-        self._held: Store | None = store
+    def __init__(self, store: SignedStore, transports: Transports, clock: Clock) -> None:
+        self._held: SignedStore | None = store
         self._transports = transports
         self._clock = clock
 
     @property
-    def _store(self) -> Store:
+    def _store(self) -> SignedStore:
         if self._held is None:
             raise UsageError("this worker has left, and does not hold the store any more")
         return self._held

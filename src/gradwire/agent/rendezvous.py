@@ -1,7 +1,8 @@
 """How the workers of a closed world learn names and addresses: through one of torch's stores.
 
-Each writes its own entry and reads the others'. The store is needed only to join; its host keeps it
-open until it leaves. Open worlds keep a roster in the store: see register.py.
+Each writes its own entry and reads the others', signed (signed_store.py). The store is needed only
+to join; its host keeps it open until it leaves. Open worlds keep a roster in the store: see
+register.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
 from gradwire.agent.members_state import Member
 from gradwire.agent.roster_state import Roster
+from gradwire.agent.signed_store import SignedStore
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options
 
@@ -73,25 +75,26 @@ def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
     return urlunparse(asked._replace(query="&".join(given)))
 
 
-def has_closed_world(store: Store) -> bool:
+def has_closed_world(store: SignedStore) -> bool:
     """Whether workers with a world size have met here."""
     return bool(store.add(_ROUNDS, 0))
 
 
-def roster_in(store: Store) -> tuple[Roster, str]:
+def roster_in(store: SignedStore) -> tuple[Roster, str | None]:
     """The roster of the open world here, a new one if there is none, and the text it stands in."""
-    text: str = store.get(_ROSTER).decode() if store.check([_ROSTER]) else ""
-    return (msgspec.json.decode(text, type=Roster) if text else Roster(uuid.uuid4().hex)), text
+    text = store.maybe_get(_ROSTER)
+    if text is None:
+        return Roster(uuid.uuid4().hex), None
+    return msgspec.json.decode(text, type=Roster), text
 
 
-def put_roster(store: Store, roster: Roster, old: str) -> bool:
+def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
     """Write it in the place of the old text; False if that is not there any more."""
-    new = msgspec.json.encode(roster).decode()
-    return new == old or bool(store.compare_set(_ROSTER, old, new).decode() == new)
+    return store.replace(_ROSTER, old, msgspec.json.encode(roster).decode())
 
 
 def meet(
-    store: Store,
+    store: SignedStore,
     name: str,
     address: str,
     rank: int,
@@ -106,7 +109,8 @@ def meet(
     _refuse_open_world(store)
     round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
     _refuse_open_world(store)  # of two that begin at once, each has written before it looks
-    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address, note)).decode())
+    job = store.get(round)
+    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address, note)).decode(), job)
     keys = [f"{round}/{other}" for other in range(world_size)]
     try:
         arrived.wait(keys)
@@ -114,17 +118,16 @@ def meet(
         if rank == 0:
             arrived.give_up(round)
         raise
-    entries = [msgspec.json.decode(store.get(key), type=Entry) for key in keys]
+    entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
     members = [Member(id, e.name, e.address, note=e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
-    job = store.get(round).decode()
-    store.set(f"{round}/read/{rank}", "")
+    store.set(f"{round}/read/{rank}", "", job)
     if rank == 0:  # the host of the store must not go while others read
         arrived.wait([f"{round}/read/{other}" for other in range(world_size)])
-    return Meeting(directory, job, store)
+    return Meeting(directory, job, store.inner)
 
 
-def _refuse_open_world(store: Store) -> None:
+def _refuse_open_world(store: SignedStore) -> None:
     if roster_in(store)[0].seats:
         raise UsageError(MIXED, hint="meet at another init_method")
 
@@ -136,7 +139,7 @@ class _Arrivals:
     has given it up: then it is over, and they wait for the next.
     """
 
-    def __init__(self, store: Store, name: str, limit: float, clock: Clock) -> None:
+    def __init__(self, store: SignedStore, name: str, limit: float, clock: Clock) -> None:
         self._store, self._name, self._limit, self._clock = store, name, limit, clock
 
     def open_round(self) -> str:
@@ -152,7 +155,7 @@ class _Arrivals:
             round = f"gradwire/round {n}"
             self.wait([round], missing="0")
             claimed = self._store.add(f"{round}/claimed/{rank}", 1) == 1
-            if claimed and not self._store.check([f"{round}/given up"]):
+            if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
 
@@ -164,9 +167,9 @@ class _Arrivals:
         """Until all of these are set; the error names the ranks that those unset end with."""
         seconds = max(0.001, self._limit - self._clock.now())
         try:
-            self._store.wait(keys, timedelta(seconds=seconds))
+            self._store.wait(keys, seconds)
         except RuntimeError:
-            unset = [key for key in keys if not self._store.check([key])]
+            unset = [key for key in keys if not self._store.has([key])]
             ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
             raise JoinTimeout(
                 f"{self._name} waited in vain for rank {ranks} to join",

@@ -6,14 +6,18 @@ starts are substituted too: see `gradwire/compat/startup/sitecustomize.py`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from gradwire.agent.secret import write_secret
 from gradwire.compat.substitution import install
-from gradwire.options import put_first_on_python_path
+from gradwire.options import hand_down_secret, put_first_on_python_path, secret_from_environment
 
 _USAGE = "usage: python -m gradwire.compat [-m module | program.py] [arguments of the program]"
 
@@ -38,8 +42,23 @@ def main(arguments: list[str]) -> None:
 
 
 def _begin() -> None:
+    _make_secret()
     install()
     put_first_on_python_path(str(Path(__file__).parent / "startup"))
+
+
+def _make_secret() -> None:
+    """For the workers of this program, unless the environment names one; it ends with us."""
+    if secret_from_environment().is_there:
+        return
+    directory = tempfile.mkdtemp(prefix="gradwire-compat-")
+    hand_down_secret(write_secret(Path(directory) / "secret"))
+    atexit.register(_remove, directory, os.getpid())
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # and not one that it forked
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _refuse(arguments: list[str]) -> NoReturn:

@@ -48,6 +48,11 @@ def given_in(directory: Path) -> Path:
     return directory / "given"
 
 
+def secret_in(directory: Path) -> Path:
+    """The secret of the run, unless its options name one."""
+    return directory / "secret"
+
+
 def check(world_size: int, options: Options, timeout: float | None) -> None:
     """Refuse what no run could follow."""
     if type(world_size) is not int or world_size < 1:
@@ -72,7 +77,12 @@ def orders_for(world_size: int, options: Options, directory: Path) -> list[Order
             f"w{rank}",
             rank,
             world_size,
-            replace(options, init_method=meeting, listen=_listen(options, directory, rank)),
+            replace(
+                options,
+                init_method=meeting,
+                listen=_listen(options, directory, rank),
+                secret=options.secret or str(secret_in(directory)),
+            ),
             directory,
         )
         for rank in range(world_size)

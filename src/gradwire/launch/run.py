@@ -17,11 +17,12 @@ import msgspec
 
 from gradwire.agent.failure import revive
 from gradwire.agent.messages import Failure
+from gradwire.agent.secret import write_secret
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.launch import child, spoken
 from gradwire.launch.crew import Crew, Exit, News, Word
 from gradwire.launch.luggage import maybe_exception, packed, unpacked
-from gradwire.launch.plan import Orders, check, given_in, orders_for
+from gradwire.launch.plan import Orders, check, given_in, orders_for, secret_in
 from gradwire.launch.watch_state import (
     Died,
     Failed,
@@ -82,6 +83,8 @@ def run(
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, Crew() as crew:
         given_in(Path(directory)).write_bytes(given)
+        if options.secret is None:
+            write_secret(secret_in(Path(directory)))
         workers = orders_for(world_size, options, Path(directory))
         watch = Watch(world_size, _patience(options.timeouts, timeout), time.monotonic())
         for orders in workers:

@@ -13,8 +13,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.clock import MonotonicClock
 from gradwire.agent.directory import Directory, check_name
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
 from gradwire.agent.rendezvous import meet, open_store
+from gradwire.agent.secret import Secret, find_secret
+from gradwire.agent.signed_store import SignedStore
 from gradwire.autograd import api as autograd_api
 from gradwire.door import Door
 from gradwire.errors import UsageError
@@ -52,11 +55,24 @@ def join(
         raise UsageError(f"rank {rank} is not one of {world_size} workers")
     if not 0 <= rank <= LAST_WORKER:
         raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
-    store = store if store is not None else meeting_place(options, rank, world_size)
-    transports = transports_for(options, name)
+    secret, refusals = find_secret(options), Refusals()
+    transports = transports_for(options, name, refusals)
     listener = listen(transports, options)
-    joining = _Joining(name, rank, options, expose, manner, store, transports, listener, note)
     try:
+        store = store if store is not None else meeting_place(options, rank, world_size)
+        joining = _Joining(
+            name,
+            rank,
+            options,
+            expose,
+            manner,
+            store,
+            secret,
+            refusals,
+            transports,
+            listener,
+            note,
+        )
         return joining.open() if world_size is None else joining.closed(world_size)
     except BaseException:
         listener.close()
@@ -90,12 +106,16 @@ class _Joining:
         expose: Exposed,
         manner: Manner,
         store: Store,
+        secret: Secret,
+        refusals: Refusals,
         transports: Transports,
         listener: Listener,
         note: str,
     ) -> None:
         self._name, self._rank, self._options = name, rank, options
         self._expose, self._manner, self._store = expose, manner, store
+        self._secret, self._refusals = secret, refusals
+        self._signed = SignedStore(store, secret, refusals)
         self._transports, self._listener = transports, listener
         self._note = note
         self._clock = MonotonicClock()
@@ -103,7 +123,7 @@ class _Joining:
     def closed(self, world_size: int) -> Worker:
         address, options = self._listener.address, self._options
         met = meet(
-            self._store,
+            self._signed,
             self._name,
             address,
             self._rank,
@@ -118,7 +138,7 @@ class _Joining:
         """If this fails, nobody looks for us, and who has heard of us hears that we left."""
         patience = self._options.timeouts.join
         limit = self._clock.now() + patience
-        register = Register(self._store, self._transports, self._clock)
+        register = Register(self._signed, self._transports, self._clock)
         address = self._listener.address
         me = register.take_seat(self._name, self._rank, address, limit, self._note)
         worker = None
@@ -139,12 +159,14 @@ class _Joining:
         return Worker(
             directory,
             job,
+            self._secret,
             self._transports,
             self._listener,
             self._options,
             self._expose,
             store=self._store,
             manner=self._manner,
+            refusals=self._refusals,
         )
 
 

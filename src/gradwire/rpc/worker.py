@@ -21,7 +21,10 @@ from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
 from gradwire.agent.membership import Membership
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
+from gradwire.agent.secret import Secret
+from gradwire.agent.signed_store import SignedStore
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
@@ -60,6 +63,7 @@ class Worker:
         self,
         directory: Directory,
         job: str,
+        secret: Secret,
         transports: Transports,
         listener: Listener,
         options: Options,
@@ -67,6 +71,7 @@ class Worker:
         clock: Clock | None = None,
         store: Store | None = None,
         manner: Manner = NATIVE,
+        refusals: Refusals | None = None,
     ) -> None:
         self.store = store  # held, as we may be the one who hosts it
         self.directory, self.name = directory, directory.me.name
@@ -80,12 +85,14 @@ class Worker:
         """what others still held of ours when all had let go"""
         self.face: object = None
         """what another face of this library keeps with its worker"""
-        timeouts, wrap = options.timeouts, manner.channel
-        connections = Connections(directory, job, transports, listener, timeouts, clock, wrap)
+        self.refusals = refusals or Refusals()
+        """what was refused here, counted by kind"""
+        place = (directory, job, secret, transports, listener)
+        connections = Connections(*place, options, clock, self.refusals, manner.channel)
         self.agent = self._agent(connections, clock, registry)
         self.gatherings = Gatherings(self.name, clock, self._reach)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
-        self._leaver = self._way_out(transports)
+        self._leaver = self._way_out(transports, secret)
         self._serve(registry)
         self.agent.start()
 
@@ -193,11 +200,12 @@ class Worker:
             name_of=exception_name,
         )
 
-    def _way_out(self, transports: Transports) -> Leaver | Membership:
+    def _way_out(self, transports: Transports, secret: Secret) -> Leaver | Membership:
         if not self.directory.is_open:
             return Leaver(self.agent)
         assert self.store is not None, "an open world has a roster, which is kept in a store"
-        return Membership(self.agent, Register(self.store, transports, self.agent.clock))
+        store = SignedStore(self.store, secret, self.refusals)
+        return Membership(self.agent, Register(store, transports, self.agent.clock))
 
     def _reach(self, name: str) -> None:
         limit = self.agent.clock.now() + self._options.timeouts.connect

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar, final
 
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.agent.secret import fresh_secret
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.manner import NATIVE, Manner
@@ -85,11 +86,12 @@ def cluster(
     transports = Transports({"memory": MemoryNetwork(limits=options.limits)})
     listeners = [transports.listen(f"memory://w{id}") for id in range(n)]
     members = [(WorkerInfo(f"w{id}", id), listeners[id].address) for id in range(n)]
-    exposed = tuple(expose)
+    exposed, secret = tuple(expose), fresh_secret()
     workers = [
         Worker(
             Directory(id, members),
             "cluster",
+            secret,
             transports,
             listeners[id],
             options,

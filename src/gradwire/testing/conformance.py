@@ -10,29 +10,24 @@ any particular transport, nor a test framework.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
+from gradwire.testing.background import PATIENCE, Background, expect, raised
 from gradwire.transport.base import HELD_AT_MOST, Channel
 from gradwire.wire.frame import Buffer, Frame
 
 MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
 Check: TypeAlias = Callable[[MakePair], None]
 
-PATIENCE = 10.0
-"""Seconds until something that should have happened counts as never happening."""
 _MOMENT = 0.01
 _MEGABYTE = bytes(1 << 20)
 _TOO_MUCH = [_MEGABYTE] * (HELD_AT_MOST // len(_MEGABYTE) + 1)
-
-T = TypeVar("T")
-E = TypeVar("E", bound=GradwireError)
 
 
 def frames_keep_their_order(make_pair: MakePair) -> None:
@@ -43,7 +38,7 @@ def frames_keep_their_order(make_pair: MakePair) -> None:
         for number in range(120)
     ]
     with _connected(make_pair) as (here, there):
-        sender = _Background(lambda: _send_all(here, sent))
+        sender = Background(lambda: _send_all(here, sent))
         for expected in sent:
             _expect_same(there.recv(), expected)
         sender.result()
@@ -66,7 +61,7 @@ def nothing_but_a_prefix_is_a_frame(make_pair: MakePair) -> None:
     with _connected(make_pair) as (here, there):
         for parts in payloads:
             _send(here, _frame(payload=parts))
-            _expect(len(there.recv().payload) == 0, "an empty payload arrived as a buffer")
+            expect(len(there.recv().payload) == 0, "an empty payload arrived as a buffer")
 
 
 def a_payload_of_many_parts_arrives_as_one_block(make_pair: MakePair) -> None:
@@ -76,9 +71,9 @@ def a_payload_of_many_parts_arrives_as_one_block(make_pair: MakePair) -> None:
         part = _pattern(number % 37)
         parts += [part, bytearray(part), memoryview(part)]
     with _connected(make_pair) as (here, there):
-        sender = _Background(lambda: _send(here, _frame(payload=parts)))
+        sender = Background(lambda: _send(here, _frame(payload=parts)))
         received = there.recv()
-        _expect(len(received.payload) == 1, f"{len(received.payload)} blocks instead of one")
+        expect(len(received.payload) == 1, f"{len(received.payload)} blocks instead of one")
         _expect_same(received, _frame(payload=parts))
         sender.result()
 
@@ -88,9 +83,9 @@ def a_received_payload_is_writable_bytes(make_pair: MakePair) -> None:
     with _connected(make_pair) as (here, there):
         _send(here, _frame(payload=[b"abc"]))
         (block,) = there.recv().payload
-        _expect(isinstance(block, memoryview), f"the payload is a {type(block).__name__}")
+        expect(isinstance(block, memoryview), f"the payload is a {type(block).__name__}")
         assert isinstance(block, memoryview)
-        _expect(block.format == "B" and not block.readonly, "the payload is not writable bytes")
+        expect(block.format == "B" and not block.readonly, "the payload is not writable bytes")
         block[:] = b"xyz"
 
 
@@ -105,7 +100,7 @@ def a_large_payload_arrives(make_pair: MakePair) -> None:
         _frame(3, head=b"after"),
     ]
     with _connected(make_pair) as (here, there):
-        sender = _Background(lambda: _send_all(here, frames))
+        sender = Background(lambda: _send_all(here, frames))
         for frame in frames:
             _expect_same(there.recv(), frame)
         sender.result()
@@ -130,7 +125,7 @@ def a_block_is_not_used_again_while_it_is_held(make_pair: MakePair) -> None:
             _send(here, _frame(payload=[bytes([number]) * 5000]))
             kept.append(there.recv().payload[0])
         for number, block in enumerate(kept):
-            _expect(bytes(block) == bytes([number]) * 5000, f"payload {number} was overwritten")
+            expect(bytes(block) == bytes([number]) * 5000, f"payload {number} was overwritten")
 
 
 def both_directions_flow_at_once(make_pair: MakePair) -> None:
@@ -145,13 +140,13 @@ def both_directions_flow_at_once(make_pair: MakePair) -> None:
         seen = {1: 0, 2: 0}
         for _ in range(6):
             frame = channel.recv()
-            _expect(frame.kind == seen[frame.request], f"sender {frame.request} was reordered")
+            expect(frame.kind == seen[frame.request], f"sender {frame.request} was reordered")
             _expect_same(frame, Frame(frame.kind, 0, frame.request, b"", payload))
             seen[frame.request] += 1
 
     with _connected(make_pair) as ends:
-        work = [_Background(partial(receives, end)) for end in ends]
-        work += [_Background(partial(sends, end, sender)) for end in ends for sender in (1, 2)]
+        work = [Background(partial(receives, end)) for end in ends]
+        work += [Background(partial(sends, end, sender)) for end in ends for sender in (1, 2)]
         for each in work:
             each.result()
 
@@ -159,8 +154,8 @@ def both_directions_flow_at_once(make_pair: MakePair) -> None:
 def close_wakes_recv(make_pair: MakePair) -> None:
     """A thread that waits for a frame learns that we closed, and why."""
     with _connected(make_pair) as (here, _):
-        reader = _Background(here.recv)
-        _expect(reader.is_blocked(), "recv returned, though nothing was sent")
+        reader = Background(here.recv)
+        expect(reader.is_blocked(), "recv returned, though nothing was sent")
         here.close("enough")
         _expect_says(reader.error(PeerLost), "closed here: enough")
 
@@ -168,8 +163,8 @@ def close_wakes_recv(make_pair: MakePair) -> None:
 def close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
     """A thread in the middle of a frame that nobody reads, and one that waits behind it."""
     with _connected(make_pair) as (here, _):
-        senders = [_Background(lambda: _clog(here)), _Background(lambda: _clog(here))]
-        _expect(all(sender.is_blocked() for sender in senders), "send returned, though unread")
+        senders = [Background(lambda: _clog(here)), Background(lambda: _clog(here))]
+        expect(all(sender.is_blocked() for sender in senders), "send returned, though unread")
         here.close("enough")
         for sender in senders:
             _expect_says(sender.error(PeerLost), "closed here: enough")
@@ -178,8 +173,8 @@ def close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
 def the_peers_close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
     """Whoever will never read ends the wait of whoever wants to send."""
     with _connected(make_pair) as (here, there):
-        sender = _Background(lambda: _clog(here))
-        _expect(sender.is_blocked(), "send returned, though unread")
+        sender = Background(lambda: _clog(here))
+        expect(sender.is_blocked(), "send returned, though unread")
         there.close()
         _expect_says(sender.error(PeerLost), "by peer")
 
@@ -193,7 +188,7 @@ def frames_sent_before_close_arrive(make_pair: MakePair) -> None:
         for number in range(3):
             _expect_same(there.recv(), _frame(number, payload=[_pattern(20_000)]))
         for _ in range(2):
-            _expect_says(_raised(PeerLost, there.recv), "connection closed by peer")
+            _expect_says(raised(PeerLost, there.recv), "connection closed by peer")
 
 
 def a_peer_that_left_can_still_be_heard_by_one_who_sends(make_pair: MakePair) -> None:
@@ -201,9 +196,9 @@ def a_peer_that_left_can_still_be_heard_by_one_who_sends(make_pair: MakePair) ->
     with _connected(make_pair) as (here, there):
         _send(there, _frame(7))
         there.close()
-        _raised(PeerLost, lambda: _send_for_ever(here))
+        raised(PeerLost, lambda: _send_for_ever(here))
         _expect_same(here.recv(), _frame(7))
-        _expect_says(_raised(PeerLost, here.recv), "by peer")
+        _expect_says(raised(PeerLost, here.recv), "by peer")
 
 
 def a_closed_channel_stays_closed(make_pair: MakePair) -> None:
@@ -212,8 +207,8 @@ def a_closed_channel_stays_closed(make_pair: MakePair) -> None:
         _send(there, _frame(payload=[b"unread"]))
         here.close("first")
         here.close("second")
-        _expect_says(_raised(PeerLost, lambda: _send(here, _frame())), "closed here: first")
-        _expect_says(_raised(PeerLost, here.recv), "closed here: first")
+        _expect_says(raised(PeerLost, lambda: _send(here, _frame())), "closed here: first")
+        _expect_says(raised(PeerLost, here.recv), "closed here: first")
 
 
 def a_frame_over_the_limits_is_refused(make_pair: MakePair) -> None:
@@ -228,9 +223,9 @@ def a_frame_over_the_limits_is_refused(make_pair: MakePair) -> None:
         with _connected(make_pair) as (here, there):
             there.limits = limits
             _send(here, frame)
-            _expect_says(_raised(BadMessage, there.recv), text)
-            _expect_says(_raised(PeerLost, there.recv), f"closed here: {text}")
-            _expect_says(_raised(PeerLost, here.recv), "by peer")
+            _expect_says(raised(BadMessage, there.recv), text)
+            _expect_says(raised(PeerLost, there.recv), f"closed here: {text}")
+            _expect_says(raised(PeerLost, here.recv), "by peer")
 
 
 def limits_can_be_widened_later(make_pair: MakePair) -> None:
@@ -248,7 +243,7 @@ def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
     """It names the peer, nothing of the frame has left, and the channel is as good as before."""
     clog = _frame(payload=_TOO_MUCH)
     with _connected(make_pair) as (here, there):
-        sender = _Background(lambda: _send(here, clog))
+        sender = Background(lambda: _send(here, clog))
         # Until the sender has begun, small frames still go; each of them is received below.
         attempts = 1
         while (late := _sent_in_a_moment(here, _frame(1))) is None:
@@ -257,17 +252,47 @@ def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
         received = [there.recv() for _ in range(attempts)]
         sender.result()
         large = [frame for frame in received if frame.payload]
-        _expect(len(large) == 1, "the frame that filled the pipe did not arrive once")
+        expect(len(large) == 1, "the frame that filled the pipe did not arrive once")
         _expect_same(large[0], clog)
         _send(here, _frame(2))
         _expect_same(there.recv(), _frame(2))
+
+
+def words_go_before_frames(make_pair: MakePair) -> None:
+    """Bytes arrive as they are, in any portions; the frame that follows them is untouched."""
+    with _connected(make_pair) as (here, there):
+        here.say(b"one", _soon())
+        here.say(b"two three", _soon())
+        _send(here, _frame(7, payload=[b"a payload"]))
+        for expected in (b"on", b"etwo", b" three"):
+            heard = there.hear(len(expected), _soon())
+            expect(heard == expected, f"{heard!r} was heard, not {expected!r}")
+        _expect_same(there.recv(), _frame(7, payload=[b"a payload"]))
+
+
+def hear_gives_up_at_its_deadline(make_pair: MakePair) -> None:
+    """Also if some of the bytes have come; and it is woken by the end of either side."""
+    with _connected(make_pair) as (here, there):
+        here.say(b"abc", _soon())
+        late = raised(DeadlinePassed, lambda: there.hear(4, time.monotonic() + _MOMENT))
+        _expect_says(late, there.remote)
+    with _connected(make_pair) as (here, there):
+        listener = Background(lambda: there.hear(4, _soon()))
+        here.say(b"abc", _soon())
+        here.close()
+        _expect_says(listener.error(PeerLost), "by peer")
+    with _connected(make_pair) as (_, there):
+        listener = Background(lambda: there.hear(4, _soon()))
+        expect(listener.is_blocked(), "hear returned, though nothing was said")
+        there.close("enough")
+        _expect_says(listener.error(PeerLost), "closed here: enough")
 
 
 def the_remote_end_has_an_address(make_pair: MakePair) -> None:
     """One that can be put into an error."""
     with _connected(make_pair) as ends:
         for end in ends:
-            _expect("://" in end.remote, f"{end.remote!r} is not an address")
+            expect("://" in end.remote, f"{end.remote!r} is not an address")
 
 
 CHANNEL_CHECKS: tuple[Check, ...] = (
@@ -289,6 +314,8 @@ CHANNEL_CHECKS: tuple[Check, ...] = (
     a_frame_over_the_limits_is_refused,
     limits_can_be_widened_later,
     a_deadline_holds_on_a_full_pipe,
+    words_go_before_frames,
+    hear_gives_up_at_its_deadline,
     the_remote_end_has_an_address,
 )
 
@@ -297,38 +324,6 @@ def check_channel(make_pair: MakePair) -> None:
     """Every check, one after the other."""
     for check in CHANNEL_CHECKS:
         check(make_pair)
-
-
-class _Background(Generic[T]):
-    """A function on a thread of its own, and what became of it."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._outcome: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="conformance", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._outcome.append(self._function())
-        except BaseException as error:
-            self._error = error
-
-    def is_blocked(self) -> bool:
-        """Whether it is still at it after a moment; one that must block always is."""
-        self._thread.join(2 * _MOMENT)
-        return self._thread.is_alive()
-
-    def result(self) -> T:
-        self._thread.join(PATIENCE)
-        _expect(not self._thread.is_alive(), f"still blocked after {PATIENCE:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._outcome[0]
-
-    def error(self, kind: type[E]) -> E:
-        return _raised(kind, self.result)
 
 
 @contextmanager
@@ -349,8 +344,12 @@ def _pattern(length: int) -> bytes:
     return (bytes(range(251)) * (length // 251 + 1))[:length]
 
 
+def _soon() -> float:
+    return time.monotonic() + PATIENCE
+
+
 def _send(channel: Channel, frame: Frame) -> None:
-    channel.send(frame, time.monotonic() + PATIENCE)
+    channel.send(frame, _soon())
 
 
 def _send_all(channel: Channel, frames: list[Frame]) -> None:
@@ -376,25 +375,11 @@ def _sent_in_a_moment(channel: Channel, frame: Frame) -> DeadlinePassed | None:
     return None
 
 
-def _raised(kind: type[E], function: Callable[[], object]) -> E:
-    try:
-        outcome = function()
-    except kind as error:
-        return error
-    raise AssertionError(f"{outcome!r:.200} instead of {kind.__name__}")
-
-
-def _expect(condition: bool, otherwise: str) -> None:
-    # Not `assert`, which `python -O` leaves out: these are the whole point of the file.
-    if not condition:
-        raise AssertionError(otherwise)
-
-
 def _expect_says(error: GradwireError, text: str) -> None:
-    _expect(text in error.message, f"{error.message!r} does not say {text!r}")
+    expect(text in error.message, f"{error.message!r} does not say {text!r}")
 
 
 def _expect_same(received: Frame, sent: Frame) -> None:
-    _expect(received[:4] == sent[:4], f"{received[:4]!r:.200} arrived, not {sent[:4]!r:.200}")
+    expect(received[:4] == sent[:4], f"{received[:4]!r:.200} arrived, not {sent[:4]!r:.200}")
     same = b"".join(received.payload) == b"".join(sent.payload)
-    _expect(same, f"the payload of frame {sent.request} arrived changed")
+    expect(same, f"the payload of frame {sent.request} arrived changed")

@@ -14,10 +14,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+from gradwire.agent.secret import write_secret
 from gradwire.errors import GradwireError
 from gradwire.launch.child import AS_LONG_AS_IT_TAKES
 from gradwire.launch.hosts import Host, Hosts
-from gradwire.launch.plan import Orders, orders_for
+from gradwire.launch.plan import Orders, orders_for, secret_in
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.rref import home_door
@@ -51,7 +52,10 @@ def process_cluster(
         hosts = hosts or stack.enter_context(Hosts(n - 1))
         others = {host.name: host for host in hosts.take(n - 1)}
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-test-"))
-        mine, *theirs = orders_for(n, options or Options(), Path(directory))
+        options = options or Options()
+        if options.secret is None:
+            write_secret(secret_in(Path(directory)))
+        mine, *theirs = orders_for(n, options, Path(directory))
         for host, orders in zip(others.values(), theirs, strict=True):
             host.begin(_serve, orders, exposed)
         stack.enter_context(_sent_home(others, mine.options))

@@ -35,6 +35,11 @@ def unread_by_deadline(remote: str) -> DeadlinePassed:
     )
 
 
+def unheard_by_deadline(remote: str) -> DeadlinePassed:
+    """What a `hear` raises whose bytes did not come in time."""
+    return DeadlinePassed(f"{remote} did not say who it is before the deadline")
+
+
 class Channel(Protocol):
     """One end of a connection.
 
@@ -46,16 +51,28 @@ class Channel(Protocol):
     """What the peer may promise in a prefix; narrow it until the peer has authenticated."""
 
     @property
-    def remote(self) -> str:
-        """The address of the other end, as it is written in errors."""
-
-    @property
     def peer_names(self) -> tuple[str, ...] | None:
-        """The workers that the peer's certificate is for; None if it has shown none."""
+        """The names that the peer has proven to have by a certificate; None where there is none."""
+        return None
 
     @property
     def binding(self) -> bytes:
-        """What both ends find alike unless somebody is between them; empty if it cannot be told."""
+        """What both ends of this very connection know, and no other two; empty if there is none."""
+        return b""
+
+    @property
+    def remote(self) -> str:
+        """The address of the other end, as it is written in errors."""
+
+    def say(self, words: bytes, deadline: float) -> None:
+        """Send these bytes as they are; only before the first frame, while who is there is open."""
+
+    def hear(self, length: int, deadline: float) -> bytes:
+        """Exactly so many bytes as they came, and not one more is read; only before any frame.
+
+        DeadlinePassed if they are not all there by then, however they trickle; PeerLost if the peer
+        left before.
+        """
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Hand the frame over; when this returns, its buffers are yours again.

@@ -64,6 +64,26 @@ class Intake:
             return None
         return self._read_frame()
 
+    def exactly(self, length: int, until: float) -> bytes | None:
+        """So many bytes and none that follow them; None if they are not all there by then.
+
+        Not recvmsg: descriptors that come with them are closed by the kernel.
+        """
+        heard = bytearray()
+        while len(heard) < length:
+            try:
+                came = self._sock.recv(length - len(heard), _AT_ONCE)
+            except BlockingIOError:
+                if not self._wait_for_bytes(until):
+                    return None
+                continue
+            except OSError as error:
+                self._guard.lose(story_of(error), error)
+            if not came:
+                self._guard.lose(CLOSED_BY_PEER)
+            heard += came
+        return bytes(heard)
+
     def _await_frame(self, until: float) -> bool:
         """Read ahead the first bytes of a frame; False if the peer has none for us by then."""
         self._start = self._end = 0

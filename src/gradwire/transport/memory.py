@@ -22,6 +22,7 @@ from gradwire.transport.base import (
     CLOSED_BY_PEER,
     HELD_AT_MOST,
     closed_here,
+    unheard_by_deadline,
     unread_by_deadline,
 )
 from gradwire.transport.blocks import BlockPool
@@ -29,10 +30,10 @@ from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
 
 
 class _Parcel(NamedTuple):
-    """A frame on its way, with the prefix it would have on a wire."""
+    """A frame on its way, with the prefix it would have on a wire; or words, and no frame."""
 
     prefix: bytes
-    frame: Frame
+    frame: Frame | None
     size: int
 
 
@@ -114,6 +115,9 @@ class _Pipe:
 class MemoryChannel:
     """One end of two pipes."""
 
+    peer_names: tuple[str, ...] | None = None
+    binding: bytes = b""
+
     def __init__(
         self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool
     ) -> None:
@@ -125,14 +129,32 @@ class MemoryChannel:
         self._outgoing = outgoing
         self._pool = pool
         self._ended: str | None = None
+        self._heard = b""
 
     def __repr__(self) -> str:
         return f"<MemoryChannel to {self.remote}: {self._ended or 'open'}>"
 
+    def say(self, words: bytes, deadline: float) -> None:
+        """Queue the bytes; see `Channel.say`."""
+        self._put(_Parcel(words, None, len(words)), deadline)
+
+    def hear(self, length: int, deadline: float) -> bytes:
+        """Take so many bytes of what was said; see `Channel.hear`."""
+        while len(self._heard) < length:
+            parcel = self._maybe_take(deadline)
+            if parcel is None:
+                raise unheard_by_deadline(self.remote)
+            head = parcel.frame.head if parcel.frame is not None else b""
+            self._heard += parcel.prefix + head
+        heard, self._heard = self._heard[:length], self._heard[length:]
+        return heard
+
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""
+        self._put(self._pack(frame), deadline)
+
+    def _put(self, parcel: _Parcel, deadline: float) -> None:
         self._check_open()
-        parcel = self._pack(frame)
         try:
             taken = self._outgoing.put(parcel, deadline)
         except TimeoutError:
@@ -149,6 +171,20 @@ class MemoryChannel:
 
     def maybe_recv(self, until: float) -> Frame | None:
         """Wait so long for the next frame; see `Channel.maybe_recv`."""
+        parcel = self._maybe_take(until)
+        if parcel is None:
+            return None
+        try:
+            if parcel.frame is None or self._heard:
+                raise BadMessage("words without a frame, after the handshake")
+            decode_prefix(parcel.prefix, self.limits)
+        except BadMessage as refusal:
+            self.close(refusal.message)
+            raise
+        return parcel.frame
+
+    def _maybe_take(self, until: float) -> _Parcel | None:
+        """The next parcel; None if there is none by then."""
         self._check_open()
         try:
             parcel = self._incoming.get(until)
@@ -159,12 +195,7 @@ class MemoryChannel:
         if parcel is None:
             self._end(CLOSED_BY_PEER)
             raise PeerLost(CLOSED_BY_PEER)
-        try:
-            decode_prefix(parcel.prefix, self.limits)
-        except BadMessage as refusal:
-            self.close(refusal.message)
-            raise
-        return parcel.frame
+        return parcel
 
     def close(self, reason: str = "close() was called") -> None:
         """End both directions; see `Channel.close`."""

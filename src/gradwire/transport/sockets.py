@@ -20,7 +20,7 @@ from typing import Final, NoReturn, final
 
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.base import closed_here, unread_by_deadline
+from gradwire.transport.base import closed_here, unheard_by_deadline, unread_by_deadline
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.intake import Intake
@@ -41,6 +41,9 @@ class SocketChannel:
 
     With `shared`, which is for unix sockets, large payloads go beside it.
     """
+
+    peer_names: tuple[str, ...] | None = None
+    binding: bytes = b""
 
     def __init__(
         self,
@@ -85,6 +88,24 @@ class SocketChannel:
     def close(self, reason: str = "close() was called") -> None:
         """Shut the connection down; see `Channel.close`."""
         self._guard.end(closed_here(reason))
+
+    def say(self, words: bytes, deadline: float) -> None:
+        """Give the bytes to the kernel; see `Channel.say`."""
+        self._transmit([words], (), deadline)
+
+    def hear(self, length: int, deadline: float) -> bytes:
+        """Take so many bytes from the kernel; see `Channel.hear`."""
+        try:
+            with self._receiving:
+                if self._guard.story is not None:
+                    raise PeerLost(self._guard.story)
+                heard = self._intake.exactly(length, deadline)
+        finally:
+            if self._guard.story is not None:
+                self._guard.settle()
+        if heard is None:
+            raise unheard_by_deadline(self.remote)
+        return heard
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Give the frame to the kernel; see `Channel.send`.

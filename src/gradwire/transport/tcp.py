@@ -10,7 +10,7 @@ import ipaddress
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias, final
 
@@ -30,11 +30,12 @@ _NEAR_BUFFER = 1 << 18
 _LONGEST_CONNECT = 86400.0
 
 _Resolved: TypeAlias = tuple[socket.AddressFamily, tuple[object, ...]]
+_Places: TypeAlias = Callable[[str, str, int], list[_Resolved]]
 
 
 @final
 class TcpTransport:
-    """tcp://host:port"""
+    """tcp://host:port, on this host only if so made."""
 
     def __init__(
         self,
@@ -42,41 +43,69 @@ class TcpTransport:
         limits: Limits | None = None,
         stall: float | None = None,
         pool: BlockPool | None = None,
+        this_host_only: bool = False,
     ) -> None:
         self._wrapping = Wrapping(limits, stall, pool)
+        self._places = _near_places if this_host_only else _all_places
 
     def listen(self, address: str) -> SocketListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""
-        sock, bound = listening(address, "tcp")
+        sock, bound = listening(address, "tcp", self._places)
         return SocketListener(sock, bound, self._accepted)
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Try every address the host has, in order, until one answers."""
-        sock = connected(address, "tcp", deadline, self._wrapping.stall)
+        sock = connected(address, "tcp", deadline, self._wrapping.stall, self._places)
         return self._wrapping.channel(sock, address)
 
     def _accepted(self, sock: socket.socket) -> SocketChannel:
         return self._wrapping.channel(sock, tuned(sock, "tcp", self._wrapping.stall))
 
 
-def listening(address: str, scheme: str) -> tuple[socket.socket, str]:
+def _all_places(address: str, host: str, port: int) -> list[_Resolved]:
+    return _resolve(host, port)
+
+
+def _near_places(address: str, host: str, port: int) -> list[_Resolved]:
+    """Where the host is; UsageError if one of the places is beyond this host.
+
+    What is looked at is what is used, whatever the name means a moment later.
+    """
+    places = _resolve(host, port)
+    if not all(_is_near(place) for _, place in places):
+        raise UsageError(
+            f"{address} is beyond this machine, where plain TCP is not spoken: whoever sees "
+            "the traffic could read and change it",
+            hint="use TLS with a certificate for each worker, listen on 127.0.0.1 or a unix "
+            "socket, or pass Options(insecure=True) if nobody else is on the network "
+            "(GRADWIRE_INSECURE=1 under gradwire.compat)",
+        )
+    return places
+
+
+def listening(
+    address: str, scheme: str, places: _Places = _all_places
+) -> tuple[socket.socket, str]:
     """A socket that listens there, and the address with the port that it really has."""
     where = _address_of(address, scheme)
     host = where.place or _DEFAULT_HOST
     try:
-        sock = _listening(host, where.port or 0)
+        family, place = places(address, host, where.port or 0)[0]
+        sock = _listening(family, place)
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
     return sock, str(Address(scheme, host, sock.getsockname()[1]))
 
 
-def connected(address: str, scheme: str, deadline: float, stall: float) -> socket.socket:
+def connected(
+    address: str, scheme: str, deadline: float, stall: float, places: _Places = _all_places
+) -> socket.socket:
     """A socket that is connected to whoever listens there."""
     where = _address_of(address, scheme)
     if not (where.place and where.port):
         raise UsageError(f"{address} does not say which host and port to connect to")
     with named_errors(address):
-        return _connected(where.place, where.port, deadline, stall)
+        return _connected(places(address, where.place, where.port), deadline, stall)
 
 
 def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
@@ -103,8 +132,11 @@ def _resolve(host: str, port: int) -> list[_Resolved]:
         raise socket.gaierror(socket.EAI_NONAME, "name or service not known") from error
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    family, place = _resolve(host, port)[0]
+def _is_near(place: tuple[object, ...]) -> bool:
+    return ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
+
+
+def _listening(family: socket.AddressFamily, place: tuple[object, ...]) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,9 +159,9 @@ def named_errors(address: str) -> Iterator[None]:
         raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
 
 
-def _connected(host: str, port: int, deadline: float, stall: float) -> socket.socket:
+def _connected(places: list[_Resolved], deadline: float, stall: float) -> socket.socket:
     failure: OSError = TimeoutError("no time was left")
-    for family, place in _resolve(host, port):
+    for family, place in places:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -176,7 +208,6 @@ def _tune_near(sock: socket.socket) -> None:
 
     Elsewhere the system chooses them as it learns how long the way is; a fixed size would end that.
     """
-    host = str(sock.getpeername()[0]).partition("%")[0]
-    if ipaddress.ip_address(host).is_loopback:
+    if _is_near(sock.getpeername()):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEAR_BUFFER)

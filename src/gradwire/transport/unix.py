@@ -3,8 +3,9 @@
 Large payloads go through shared memory (shared.py) where both ends have it.
 
 The file system is the lock: the socket has mode 0600, and one we name ourselves lies in a directory
-of mode 0700. Who connects must also be the same user by the kernel's word (SO_PEERCRED), for the
-mode may have been opened wider by hand.
+of mode 0700. Who connects, and who is connected to, must also be the same user by the kernel's word
+(SO_PEERCRED): the mode may have been opened wider by hand, and in a directory that others can write
+to somebody may have put a socket of his own in the place of ours.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import socket
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import final
 
-from gradwire.errors import DeadlinePassed, PeerLost, UsageError
+from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.blocks import BlockPool
@@ -50,7 +52,9 @@ class UnixTransport:
         pool: BlockPool | None = None,
         shared_bytes: int = SHARED_AT_MOST,
         shared_from: int = SHARED_FROM,
+        refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
+        self._refused = refused
         is_sharing = shared_bytes > 0 and can_share()
         share = partial(SharedMemory, shared_bytes, shared_from) if is_sharing else None
         self._wrapping = Wrapping(limits, stall, pool, share)
@@ -93,12 +97,21 @@ class UnixTransport:
             raise _unanswered(address) from error
         except OSError as error:
             raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
+        _, user = _peer_of(sock)
+        if user != os.geteuid():
+            sock.close()
+            self._refused("another user's listener", address)
+            raise NotTrusted(
+                f"a process of user {user} listens on {address}, not one of ours",
+                hint="workers that share a machine run as one user, or meet over TLS",
+            )
         return self._wrapping.channel(sock, address)
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()
+            self._refused("another user", f"unix://{path} (user {user})")
             return None
         return self._wrapping.channel(sock, f"unix://{path} (process {process})")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 
 import torch
 
 from gradwire.compat.rpc import constants
-from gradwire.options import Options, Timeouts
+from gradwire.options import Options, Timeouts, is_insecure_by_environment
 
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
@@ -42,7 +43,11 @@ class RpcBackendOptions:
     def for_worker(self) -> Options:
         """The same for the worker that it becomes. Joining keeps its own patience."""
         seconds = float(self.rpc_timeout) or constants.A_LONG_TIME_SECONDS
-        return Options(init_method=self.init_method, timeouts=Timeouts(call=seconds))
+        return Options(
+            init_method=self.init_method,
+            timeouts=Timeouts(call=seconds),
+            insecure=is_insecure_by_environment(),
+        )
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
@@ -101,9 +106,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 def _with_threads(options: Options, threads: int) -> Options:
-    return Options(
-        init_method=options.init_method, timeouts=options.timeouts, threads=max(1, threads)
-    )
+    return replace(options, threads=max(1, threads))
 
 
 def _device(given: DeviceType) -> torch.device:

@@ -70,6 +70,7 @@ class FaultyChannel:
 
     def __init__(self, inner: Channel, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
+        self.peer_names, self.binding = inner.peer_names, inner.binding
 
     @property
     def limits(self) -> Limits:
@@ -85,15 +86,13 @@ class FaultyChannel:
         """The address of the other end."""
         return self._inner.remote
 
-    @property
-    def peer_names(self) -> tuple[str, ...] | None:
-        """Those of the channel itself."""
-        return self._inner.peer_names
+    def say(self, words: bytes, deadline: float) -> None:
+        """Say it: there is no handshake to disturb."""
+        self._inner.say(words, deadline)
 
-    @property
-    def binding(self) -> bytes:
-        """That of the channel itself."""
-        return self._inner.binding
+    def hear(self, length: int, deadline: float) -> bytes:
+        """What the other end says."""
+        return self._inner.hear(length, deadline)
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
