@@ -14,6 +14,7 @@ from benchmarks.report import dated_file, facts, save, table
 QUESTIONS = [
     "noop",
     "echo",
+    "protected",
     "inflight",
     "hops",
     "fan_out",

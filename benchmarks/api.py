@@ -67,13 +67,20 @@ def _torch() -> Api:
     )
 
 
+def certificates_beside(place: str) -> Path:
+    """The certificates of those who meet at a place, if they have some."""
+    return Path(place).with_name("certificates")
+
+
 def _gradwire() -> Api:
     import gradwire
 
     def begin(rank: int, size: int, place: str, *, tcp: bool, exposed: list) -> None:
         listen = "tcp://127.0.0.1:0" if tcp else "unix"
-        secret = str(secret_beside(place))
-        options = gradwire.Options(init_method=f"file://{place}", listen=listen, secret=secret)
+        tls, secret = _tls(place, f"w{rank}"), str(secret_beside(place))
+        options = gradwire.Options(
+            init_method=f"file://{place}", listen=listen, tls=tls, secret=secret
+        )
         gradwire.init_rpc(f"w{rank}", rank, size, options, expose=exposed)
 
     return Api(
@@ -88,6 +95,14 @@ def _gradwire() -> Api:
         get_gradients=gradwire.get_gradients,
         optimizer=gradwire.DistributedOptimizer,
     )
+
+
+def _tls(place: str, worker: str) -> Any:
+    if not certificates_beside(place).exists():
+        return None
+    from gradwire.launch.certs import Folder
+
+    return Folder(certificates_beside(place)).tls(worker)
 
 
 @dataclass

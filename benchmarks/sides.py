@@ -25,7 +25,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from benchmarks.api import load, secret_beside, settle
+from benchmarks.api import certificates_beside, load, secret_beside, settle
 
 _PR_SET_PDEATHSIG = 1
 SECONDS = 300.0
@@ -55,11 +55,19 @@ class World:
     """
 
     def __init__(
-        self, side: str, size: int, *, exposed: Sequence[str] = (), tcp: bool = False
+        self,
+        side: str,
+        size: int,
+        *,
+        exposed: Sequence[str] = (),
+        tcp: bool = False,
+        tls: bool = False,
     ) -> None:
         self.side, self.size, self.tcp = side, size, tcp
         self._directory = tempfile.TemporaryDirectory(prefix="bench-")
         place = str(Path(self._directory.name) / "place")
+        if tls:
+            _make_certificates(place, size)
         secret_beside(place).touch(mode=0o600)
         secret_beside(place).write_text(secrets.token_hex(32), encoding="ascii")
         spawn = multiprocessing.get_context("spawn")
@@ -158,6 +166,12 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         self.close() if error is None else self.kill()
+
+
+def _make_certificates(place: str, size: int) -> None:
+    from gradwire.launch.certs import Folder, make
+
+    make(Folder(certificates_beside(place)), [f"w{rank}" for rank in range(size)])
 
 
 def _worker(

@@ -26,6 +26,7 @@ LAYERS = [
     "launch",
     "testing",
     "compat",
+    "__main__",
 ]
 FILES = sorted(ROOT.rglob("*.py"))
 IMPURE = {"threading", "time", "socket", "logging", "random", "os", "queue", "torch", "asyncio"}

@@ -28,7 +28,7 @@ from gradwire.launch.run import run
 from gradwire.nn.remote_module import RemoteModule
 from gradwire.optim.clipping import clip_grad_norm_
 from gradwire.optim.optimizer import DistributedOptimizer
-from gradwire.options import Limits, Options, Timeouts
+from gradwire.options import Limits, Options, Timeouts, Tls
 from gradwire.rpc.api import (
     get_worker_info,
     init_rpc,
@@ -54,6 +54,7 @@ __all__ = [  # in the order one learns them
     "Options",
     "Timeouts",
     "Limits",
+    "Tls",
     # run something elsewhere
     "rpc_sync",
     "rpc_async",

@@ -14,6 +14,8 @@ from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
 
+_TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
@@ -83,6 +85,28 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """How this worker proves its name to others, and whom it believes: three files in PEM format.
+
+    `gradwire certs` makes them.
+    """
+
+    certificate: str
+    """of this worker, for the name it joins by"""
+    key: str
+    """of the certificate; only its owner may read the file"""
+    authority: str
+    """that signed the certificates of all workers"""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            path = getattr(self, name)
+            if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+                raise UsageError(f"Tls({name}={path!r}) is not the path of a file")
+            object.__setattr__(self, name, os.fspath(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How one worker meets the others and serves them."""
 
@@ -93,6 +117,10 @@ class Options:
     listen: str = "auto"
     """where peers reach this worker: unix, tcp://host:port, or auto: unix where workers meet on
     this machine, else the address from which it speaks to the meeting place
+    """
+    tls: Tls | None = None
+    """certificates for connections between machines, which are plain tcp without; by default those
+    that GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY and GRADWIRE_TLS_CA name, if they are set
     """
     shared_memory: bool = True
     """between workers of this machine, large tensors go through memory that both can write to"""
@@ -130,6 +158,21 @@ class Place:
 def place_from_environment() -> Place:
     """RANK and WORLD_SIZE, as torchrun sets them."""
     return Place(_maybe_int("RANK"), _maybe_int("WORLD_SIZE"))
+
+
+def tls_from_environment() -> Tls | None:
+    """GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY and GRADWIRE_TLS_CA: all of them, or none."""
+    found = {variable: os.environ.get(variable, "") for variable in _TLS_VARIABLES}
+    if not any(found.values()):
+        return None
+    missing = [variable for variable, path in found.items() if not path]
+    if missing:
+        raise UsageError(
+            f"the environment names a part of the files for TLS: {', '.join(missing)} is not set",
+            hint=f"set all of {', '.join(_TLS_VARIABLES)}, or none",
+        )
+    certificate, key, authority = found.values()
+    return Tls(certificate=certificate, key=key, authority=authority)
 
 
 class _SecretVariables(NamedTuple):

@@ -8,9 +8,15 @@ import pytest
 
 from gradwire import Options, Timeouts
 from gradwire.testing.processes import Hosts, process_cluster
+from tests.certificates import job
 from tests.processes import far
 
-LINKS = {"unix": "unix", "tcp4": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0"}
+LINKS = {
+    "unix": "unix",
+    "tcp4": "tcp://127.0.0.1:0",
+    "tcp6": "tcp://[::1]:0",
+    "tls": "tls://127.0.0.1:0",
+}
 TIMEOUTS = Timeouts(join=60, call=60, backward=60, shutdown=60)
 
 
@@ -53,7 +59,8 @@ def workers(hosts):
 @pytest.fixture(params=LINKS)
 def linked(hosts, request):
     """The same workers, over each kind of link in turn."""
-    options = Options(listen=LINKS[request.param], timeouts=TIMEOUTS)
+    tls = job().tls("all") if request.param == "tls" else None
+    options = Options(listen=LINKS[request.param], timeouts=TIMEOUTS, tls=tls)
     with process_cluster(3, expose=[far], options=options, hosts=hosts) as others:
         yield others
         far.forget()

@@ -19,8 +19,10 @@ from gradwire.testing.conformance import (
 from gradwire.transport.base import Channel, Transport
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.frame import Frame
+from tests.certificates import job
 
 WAYS: dict[str, tuple[Callable[[], Transport], str]] = {
     "memory": (MemoryNetwork, "memory://"),
@@ -33,6 +35,7 @@ WAYS: dict[str, tuple[Callable[[], Transport], str]] = {
     ),
     "tcp4": (TcpTransport, "tcp://127.0.0.1:0"),
     "tcp6": (TcpTransport, "tcp://[::1]:0"),
+    "tls": (lambda: TlsTransport(job().tls("w0")), "tls://127.0.0.1:0"),
 }
 
 

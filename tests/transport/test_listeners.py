@@ -19,8 +19,10 @@ from gradwire.transport import tcp, unix
 from gradwire.transport.base import Channel, Listener, Transport
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.frame import Frame
+from tests.certificates import job
 
 FRAME = Frame(1, 0, 7, b"head", [b"payload"])
 
@@ -29,13 +31,15 @@ def soon() -> float:
     return time.monotonic() + 5
 
 
-@pytest.fixture(params=["memory", "unix", "tcp"])
+@pytest.fixture(params=["memory", "unix", "tcp", "tls"])
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
 def transport(scheme: str) -> Transport:
+    if scheme == "tls":
+        return TlsTransport(job().tls("w0"))
     made: dict[str, Transport] = {
         "memory": MemoryNetwork(),
         "unix": UnixTransport(),
@@ -162,7 +166,7 @@ def test_tcp_that_does_not_answer_is_given_up_at_the_deadline():
             connect_until_it_fails(TcpTransport(), address)
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+@pytest.mark.parametrize("scheme", ["unix", "tcp", "tls"])
 def test_a_deadline_that_has_passed_is_not_waited_for(transport, listener):
     with pytest.raises(DeadlinePassed, match=f"{listener.address} did not answer before"):
         transport.connect(listener.address, time.monotonic() - 1)

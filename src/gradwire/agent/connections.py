@@ -119,8 +119,8 @@ class Connections:
             self._adopt(worker, far)
             return self._adopt(worker, near)
         limit = min(deadline, self._clock.now() + self._timeouts.connect)
-        channel = self._transports.connect(self._directory.address(worker), limit)
         me, name = self._directory.me.name, self._directory.name(worker)
+        channel = self._transports.connect(self._directory.address(worker), limit, name)
         until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)

@@ -56,7 +56,7 @@ def join(
     if not 0 <= rank <= LAST_WORKER:
         raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
     secret, refusals = find_secret(options), Refusals()
-    transports = transports_for(options, refusals)
+    transports = transports_for(options, name, refusals)
     listener = listen(transports, options)
     try:
         store = store if store is not None else meeting_place(options, rank, world_size)

@@ -7,19 +7,29 @@ import socket
 
 from gradwire.agent.refusals import Refusals
 from gradwire.errors import UsageError
-from gradwire.options import Options, rendezvous_host
+from gradwire.options import Options, rendezvous_host, tls_from_environment
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener
+from gradwire.transport.base import Listener, Transport
 from gradwire.transport.shared import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
+_HINTS = {
+    "tcp": "this worker has a certificate and speaks TLS: start the other one with tls=… too",
+    "tls": "this worker has no certificate: start it with Options(tls=Tls(…)) or GRADWIRE_TLS_CERT",
+}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
 _log = logging.getLogger("gradwire")
 
 
-def transports_for(options: Options, refusals: Refusals | None = None) -> Transports:
-    """All that can reach another process; plain TCP beyond this machine only if asked for."""
+def transports_for(options: Options, name: str, refusals: Refusals | None = None) -> Transports:
+    """All by which the worker of that name can reach another process.
+
+    Plain TCP goes beyond this machine only if asked for. One that has a certificate never speaks
+    it: who it looks up in the rendezvous could be anywhere.
+    """
+    tls = options.tls or tls_from_environment()
     stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
     shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
     counted = refusals or Refusals()
@@ -28,23 +38,31 @@ def transports_for(options: Options, refusals: Refusals | None = None) -> Transp
         if counted.count(kind, remote):
             _log.warning("refused %s: %s", remote, kind)
 
-    return Transports(
-        {
-            "unix": UnixTransport(
-                stall=stall,
-                limits=limits,
-                shared_bytes=shared_bytes,
-                checksum=checksum,
-                refused=refused,
-            ),
-            "tcp": TcpTransport(
-                stall=stall,
-                limits=limits,
-                checksum=checksum,
-                this_host_only=not options.insecure,
-            ),
-        }
-    )
+    known: dict[str, Transport] = {
+        "unix": UnixTransport(
+            stall=stall,
+            limits=limits,
+            shared_bytes=shared_bytes,
+            checksum=checksum,
+            refused=refused,
+        )
+    }
+    if tls is None:
+        near = not options.insecure
+        known["tcp"] = TcpTransport(
+            stall=stall, limits=limits, checksum=checksum, this_host_only=near
+        )
+    else:
+        known["tls"] = over_tls = TlsTransport(
+            tls,
+            stall=stall,
+            limits=limits,
+            patience=options.timeouts.handshake,
+            strangers=limits.strangers,
+            refused=refused,
+        )
+        _check_own_name(over_tls, name)
+    return Transports(known, _HINTS)
 
 
 def listen(transports: Transports, options: Options) -> Listener:
@@ -61,11 +79,26 @@ def listen(transports: Transports, options: Options) -> Listener:
     if options.listen == "unix":
         return transports.listen("unix://")
     if options.listen != "auto":
-        return transports.listen(options.listen)
+        return transports.listen(_secured(transports, options.listen))
     host = rendezvous_host(options.init_method)
     if host in _LOOPBACK:
         return transports.listen("unix://")
-    return transports.listen(f"tcp://{_address_towards(host)}:0")
+    return transports.listen(_secured(transports, f"tcp://{_address_towards(host)}:0"))
+
+
+def _secured(transports: Transports, address: str) -> str:
+    """The same place over TLS, where this worker has a certificate."""
+    scheme, _, place = address.partition("://")
+    is_secured = scheme == "tcp" and "tls" in transports.schemes
+    return f"tls://{place}" if is_secured else address
+
+
+def _check_own_name(transport: TlsTransport, name: str) -> None:
+    if name not in transport.names:
+        raise UsageError(
+            f"{name} has a certificate for {', '.join(transport.names)}",
+            hint=f"`gradwire certs --workers {name}` makes one for it",
+        )
 
 
 def _address_towards(host: str) -> str:

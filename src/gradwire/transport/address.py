@@ -1,6 +1,6 @@
 """Addresses as they are written, and the transport that each scheme stands for.
 
-    tcp://host:port   tcp://[::1]:0   unix:///path   memory://name
+    tcp://host:port   tls://[::1]:0   unix:///path   memory://name
 
 Pure but for the transports it is given: what a place means is known to its transport alone.
 """
@@ -16,6 +16,7 @@ from gradwire.transport.base import Channel, Listener, Transport
 
 _HINT = "addresses look like tcp://host:port, tcp://[::1]:port, unix:///path or memory://name"
 _LAST_PORT = 65535
+_WITH_PORT = {"tcp", "tls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def parse_address(text: str) -> Address:
     scheme, separator, rest = text.partition("://")
     if not (scheme and separator):
         raise UsageError(f"{text!r} is not an address", hint=_HINT)
-    if scheme != "tcp":
+    if scheme not in _WITH_PORT:
         return Address(scheme, rest)
     host, port = _split_port(rest)
     if not (port.isascii() and port.isdigit() and int(port) <= _LAST_PORT):
@@ -63,18 +64,29 @@ def _split_port(rest: str) -> tuple[str, str]:
 
 @final
 class Transports:
-    """The transports one worker knows, by scheme; itself a transport."""
+    """The transports one worker knows, by scheme; itself a transport.
 
-    def __init__(self, known: Mapping[str, Transport]) -> None:
+    `hints` say of others how to have them.
+    """
+
+    def __init__(
+        self, known: Mapping[str, Transport], hints: Mapping[str, str] | None = None
+    ) -> None:
         self._known = dict(known)
+        self._hints = dict(hints or {})
+
+    @property
+    def schemes(self) -> frozenset[str]:
+        """Those of all of them."""
+        return frozenset(self._known)
 
     def listen(self, address: str) -> Listener:
         """Take the address on the transport of its scheme."""
         return self._of(address).listen(address)
 
-    def connect(self, address: str, deadline: float) -> Channel:
+    def connect(self, address: str, deadline: float, name: str | None = None) -> Channel:
         """Reach the address over the transport of its scheme."""
-        return self._of(address).connect(address, deadline)
+        return self._of(address).connect(address, deadline, name)
 
     def _of(self, address: str) -> Transport:
         scheme = parse_address(address).scheme
@@ -82,6 +94,6 @@ class Transports:
             known = ", ".join(sorted(self._known)) or "none"
             raise UsageError(
                 f"no transport is called {scheme!r}, which {address!r} asks for",
-                hint=f"the known ones are: {known}",
+                hint=self._hints.get(scheme, f"the known ones are: {known}"),
             )
         return self._known[scheme]

@@ -130,8 +130,9 @@ class Transport(Protocol):
     def listen(self, address: str) -> Listener:
         """Take the address; UsageError if it cannot be had."""
 
-    def connect(self, address: str, deadline: float) -> Channel:
-        """A channel to whoever listens there.
+    def connect(self, address: str, deadline: float, name: str | None = None) -> Channel:
+        """A channel to whoever listens there; `name` is the worker that should.
 
-        PeerLost if nobody does, DeadlinePassed if nobody has answered by then.
+        PeerLost if nobody does, or if it proves to be another worker, where the transport can tell.
+        DeadlinePassed if nobody has answered by then.
         """

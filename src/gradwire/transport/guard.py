@@ -10,6 +10,7 @@ from typing import Final, NoReturn, final
 
 from gradwire.errors import PeerLost
 from gradwire.transport.base import CLOSED_BY_PEER, RESET_BY_PEER, closed_here
+from gradwire.transport.stream import Stream
 
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
@@ -29,7 +30,7 @@ class Guard:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         *uses: threading.Lock,
         also_close: Callable[[], None] = lambda: None,
     ) -> None:

@@ -20,6 +20,7 @@ from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.shared import ANCILLARY_ROOM, NOTE, READ_FLAGS, Received, SharedMemory
 from gradwire.transport.spinning import Spin
+from gradwire.transport.stream import Stream
 from gradwire.wire.frame import (
     IN_BLOCK,
     IS_ANSWER,
@@ -42,7 +43,7 @@ class Intake:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         guard: Guard,
         *,
         limits: Limits,

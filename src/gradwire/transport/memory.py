@@ -132,6 +132,8 @@ class MemoryChannel:
     ) -> None:
         self.remote = remote
         self.limits = limits
+        self.peer_names: tuple[str, ...] | None = None
+        self.binding = b""
         self._incoming = incoming
         self._outgoing = outgoing
         self._pool = pool
@@ -312,7 +314,7 @@ class MemoryNetwork:
             self._listeners[name] = listener
         return listener
 
-    def connect(self, address: str, deadline: float) -> MemoryChannel:
+    def connect(self, address: str, deadline: float, name: str | None = None) -> MemoryChannel:
         """A channel to the listener of that name; there is nothing to wait for."""
         with self._lock:
             listener = self._listeners.get(_name_in(address))

@@ -1,4 +1,4 @@
-"""Frames over a stream socket, whatever its family; shared by unix and tcp.
+"""Frames over a stream socket, whatever its family; shared by unix, tcp and tls.
 
 The socket is a blocking one with kernel timeouts of `stall` seconds (SO_SNDTIMEO, SO_RCVTIMEO). A
 small frame then costs one system call at each end, a large one few, and the kernel itself says when
@@ -26,6 +26,7 @@ from gradwire.transport.blocks import BlockPool
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.intake import Intake
 from gradwire.transport.shared import Ancillary, SharedMemory
+from gradwire.transport.stream import Stream
 from gradwire.wire.frame import (
     IN_BLOCK,
     SUMS_PAYLOAD,
@@ -55,7 +56,7 @@ class SocketChannel:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         remote: str,
         *,
         limits: Limits,
@@ -63,9 +64,12 @@ class SocketChannel:
         pool: BlockPool,
         shared: SharedMemory | None = None,
         checksum: bool = False,
+        peer_names: tuple[str, ...] | None = None,
+        binding: bytes = b"",
     ) -> None:
         self._flags = (TAKES_BLOCKS if shared else 0) | (SUMS_PAYLOAD if checksum else 0)
         self.remote = remote
+        self.peer_names, self.binding = peer_names, binding
         self._stall = stall
         self._sock = sock
         self._sending = threading.Lock()

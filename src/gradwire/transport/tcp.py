@@ -10,7 +10,7 @@ import ipaddress
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias, final
 
@@ -30,6 +30,7 @@ _NEAR_BUFFER = 1 << 18
 _LONGEST_CONNECT = 86400.0
 
 _Resolved: TypeAlias = tuple[socket.AddressFamily, tuple[object, ...]]
+_Places: TypeAlias = Callable[[str, str, int], list[_Resolved]]
 
 
 @final
@@ -46,57 +47,80 @@ class TcpTransport:
         this_host_only: bool = False,
     ) -> None:
         self._wrapping = Wrapping(limits, stall, pool, checksum=checksum)
-        self._this_host_only = this_host_only
+        self._places = _near_places if this_host_only else _all_places
 
     def listen(self, address: str) -> SocketListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""
-        where = _tcp_address(address)
-        host = where.place or _DEFAULT_HOST
-        try:
-            family, place = self._allowed(address, host, where.port or 0)[0]
-            sock = _listening(family, place)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
-        bound = Address("tcp", host, sock.getsockname()[1])
-        return SocketListener(sock, str(bound), self._accepted)
+        sock, bound = listening(address, "tcp", self._places)
+        return SocketListener(sock, bound, self._accepted)
 
-    def connect(self, address: str, deadline: float) -> SocketChannel:
+    def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Try every address the host has, in order, until one answers."""
-        where = _tcp_address(address)
-        if not (where.place and where.port):
-            raise UsageError(f"{address} does not say which host and port to connect to")
-        with _named_errors(address):
-            places = self._allowed(address, where.place, where.port)
-            sock = _connected(places, deadline, self._wrapping.stall)
+        sock = connected(address, "tcp", deadline, self._wrapping.stall, self._places)
         return self._wrapping.channel(sock, address)
 
-    def _allowed(self, address: str, host: str, port: int) -> list[_Resolved]:
-        """Where the host is; UsageError if one of the places is beyond this host, and may not be.
-
-        What is looked at is what is used, whatever the name means a moment later.
-        """
-        places = _resolve(host, port)
-        if self._this_host_only and not all(_is_near(place) for _, place in places):
-            raise UsageError(
-                f"{address} is beyond this machine, where plain TCP is not spoken: whoever sees "
-                "the traffic could read and change it",
-                hint="use TLS with a certificate for each worker, listen on 127.0.0.1 or a unix "
-                "socket, or pass Options(insecure=True) if nobody else is on the network "
-                "(GRADWIRE_INSECURE=1 under gradwire.compat)",
-            )
-        return places
-
     def _accepted(self, sock: socket.socket) -> SocketChannel:
-        host, port = sock.getpeername()[:2]
-        _tune(sock, self._wrapping.stall)
-        _tune_near(sock)
-        return self._wrapping.channel(sock, str(Address("tcp", host, port)))
+        return self._wrapping.channel(sock, tuned(sock, "tcp", self._wrapping.stall))
 
 
-def _tcp_address(address: str) -> Address:
+def _all_places(address: str, host: str, port: int) -> list[_Resolved]:
+    return _resolve(host, port)
+
+
+def _near_places(address: str, host: str, port: int) -> list[_Resolved]:
+    """Where the host is; UsageError if one of the places is beyond this host.
+
+    What is looked at is what is used, whatever the name means a moment later.
+    """
+    places = _resolve(host, port)
+    if not all(_is_near(place) for _, place in places):
+        raise UsageError(
+            f"{address} is beyond this machine, where plain TCP is not spoken: whoever sees "
+            "the traffic could read and change it",
+            hint="use TLS with a certificate for each worker, listen on 127.0.0.1 or a unix "
+            "socket, or pass Options(insecure=True) if nobody else is on the network "
+            "(GRADWIRE_INSECURE=1 under gradwire.compat)",
+        )
+    return places
+
+
+def listening(
+    address: str, scheme: str, places: _Places = _all_places
+) -> tuple[socket.socket, str]:
+    """A socket that listens there, and the address with the port that it really has."""
+    where = _address_of(address, scheme)
+    host = where.place or _DEFAULT_HOST
+    try:
+        family, place = places(address, host, where.port or 0)[0]
+        sock = _listening(family, place)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
+    return sock, str(Address(scheme, host, sock.getsockname()[1]))
+
+
+def connected(
+    address: str, scheme: str, deadline: float, stall: float, places: _Places = _all_places
+) -> socket.socket:
+    """A socket that is connected to whoever listens there."""
+    where = _address_of(address, scheme)
+    if not (where.place and where.port):
+        raise UsageError(f"{address} does not say which host and port to connect to")
+    with named_errors(address):
+        return _connected(places(address, where.place, where.port), deadline, stall)
+
+
+def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
+    """Prepare a socket that was accepted; the address of who is there."""
+    host, port = sock.getpeername()[:2]
+    _tune(sock, stall)
+    _tune_near(sock)
+    return str(Address(scheme, host, port))
+
+
+def _address_of(address: str, scheme: str) -> Address:
     parsed = parse_address(address)
-    if parsed.scheme != "tcp":
-        raise UsageError(f"{address} is not a tcp address", hint="tcp://host:port")
+    if parsed.scheme != scheme:
+        raise UsageError(f"{address} is not a {scheme} address", hint=f"{scheme}://host:port")
     return parsed
 
 
@@ -126,7 +150,8 @@ def _listening(family: socket.AddressFamily, place: tuple[object, ...]) -> socke
 
 
 @contextmanager
-def _named_errors(address: str) -> Iterator[None]:
+def named_errors(address: str) -> Iterator[None]:
+    """What the operating system says while an address is connected to, as errors of ours."""
     try:
         yield
     except TimeoutError as error:

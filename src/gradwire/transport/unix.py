@@ -83,7 +83,7 @@ class UnixTransport:
             on_close=lambda: _remove(path, directory),
         )
 
-    def connect(self, address: str, deadline: float) -> SocketChannel:
+    def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Reach whoever listens at the path."""
         path = _path_in(address)
         if not path:

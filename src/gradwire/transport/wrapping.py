@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import final
 
@@ -10,6 +9,7 @@ from gradwire.options import Limits, Timeouts
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.shared import SharedMemory
 from gradwire.transport.sockets import SocketChannel
+from gradwire.transport.stream import Stream
 
 
 @final
@@ -34,7 +34,13 @@ class Wrapping:
         self._share = share
         self.stall = Timeouts().stall if stall is None else stall
 
-    def channel(self, sock: socket.socket, remote: str) -> SocketChannel:
+    def channel(
+        self,
+        sock: Stream,
+        remote: str,
+        peer_names: tuple[str, ...] | None = None,
+        binding: bytes = b"",
+    ) -> SocketChannel:
         """The channel over a socket; the socket is the channel's from now on."""
         return SocketChannel(
             sock,
@@ -44,4 +50,6 @@ class Wrapping:
             pool=self._pool,
             shared=self._share() if self._share else None,
             checksum=self._checksum,
+            peer_names=peer_names,
+            binding=binding,
         )
