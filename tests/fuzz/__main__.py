@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-NAMES = ("frame", "message", "payload", "tensors", "world")
+NAMES = ("frame", "handshake", "message", "payload", "tensors", "world")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ frame     the reader of a socket: prefixes, sums, lengths, shared blocks
 message   the decoder of every message
 payload   the codec of values; what it gives must be something that can be packed again
 tensors   headers and payloads of tensors; what it gives must lie inside its payload
+handshake the words of a stranger, to one who listens and to one who dials (handshake.py)
 world     a worker that serves: any message of any kind from a peer that has joined
 """
 
@@ -52,7 +53,7 @@ from gradwire.wire.frame import Frame, encode_prefix, sealed
 from gradwire.wire.header import TensorHeader
 from gradwire.wire.message import Kinds, Message, encode, kind_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
-from tests.fuzz import exposed
+from tests.fuzz import exposed, handshake
 from tests.leftovers import eventually
 
 LIMITS = Limits(head=1 << 16, payload=1 << 20, elements=1 << 12, edges=1 << 10)
@@ -417,6 +418,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("frame", _frame, _frame_seeds),
+        Target("handshake", handshake.opened, handshake.seeds),
         Target("message", _message, _message_seeds),
         Target("payload", _payload, _payload_seeds),
         Target("tensors", _tensors, _tensor_seeds),

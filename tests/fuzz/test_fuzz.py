@@ -12,6 +12,7 @@ from tests.fuzz.targets import TARGETS, Defect
 
 EXECUTIONS = {
     "frame": 40_000,
+    "handshake": 100_000,
     "message": 150_000,
     "payload": 120_000,
     "tensors": 40_000,
