@@ -18,6 +18,7 @@ from gradwire.autograd.torch_private import (
     recording,
     sequence_number,
     set_sequence_number,
+    with_accumulator,
 )
 from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, WorkerId
@@ -34,7 +35,9 @@ def leave(
     """Record that these tensors, by their places in a message, leave together by one new edge."""
     with context.lock, recording():
         edge = EdgeId(me, len(context.sent))
+        held = [with_accumulator(tensor) for tensor in tensors.values() if tensor.is_leaf]
         token = _send(Side(home, context.id, edge, peer), *tensors.values())
+        del held
         node = token.grad_fn
         origin = context.walk.origin([parent for parent, _ in node.next_functions])
         lineage, depth = plus(origin.lineage, edge), origin.depth + 1

@@ -168,6 +168,18 @@ def is_kept_by_graphs(leaf: torch.Tensor) -> bool:
     return cast(Any, leaf)._use_count() > 2  # type: ignore[no-any-return]
 
 
+def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
+    """A view of a leaf; while it lives, so does the leaf's accumulator.
+
+    Note [Accumulators and the interpreter's lock]: torch makes a leaf's accumulator when it is
+    first needed, under a lock of the leaf's; and while it has that, it takes the interpreter's, to
+    count one more owner of the leaf (torch 2.11 to 2.13). An operator has let go of the interpreter
+    by then, a Function has not: so a Function and an operator that use one leaf in two threads may
+    wait for each other for ever. Two operators do not, and who finds an accumulator makes none.
+    """
+    return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
+
+
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
     """The class of the nodes that a Function makes."""
     return cast(type[Node], cast(Any, function)._backward_cls)
