@@ -7,6 +7,7 @@ is data: activations one way, their gradients the other way, and the loss. No co
 A name without an underscore is what the other organisation may call, so there is only `Lab`.
 """
 
+import logging
 import multiprocessing
 import os
 import secrets
@@ -84,6 +85,7 @@ def _options(files, name, port):
 
 
 def _be_the_lab(files, port):
+    logging.getLogger("gradwire").setLevel("ERROR")  # else its log says what it refused, and whom
     gradwire.init_rpc("lab", rank=1, world_size=2, options=_options(files, "lab", port))
     gradwire.shutdown()  # serves until the clinic is done
 
