@@ -12,7 +12,8 @@ from benchmarks.api import here
 from benchmarks.measure import Row, Run, row, timed
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB)
+SIZES = (KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB, 256 * MIB)
+COPIED = 64 * MIB
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -24,6 +25,12 @@ def echo(size: int, seconds: float) -> list[float]:
     """`rpc_sync` of a function that returns the tensor of `size` bytes it was given."""
     rpc_sync, x = here().rpc_sync, torch.ones(size // 4)
     return timed(lambda: rpc_sync("w1", same, args=(x,)), seconds)
+
+
+def copies(size: int, seconds: float) -> list[float]:
+    """No call at all: so many bytes copied from one tensor to another, twice."""
+    x, y = torch.ones(size // 4), torch.empty(size // 4)
+    return timed(lambda: y.copy_(x) is x.copy_(y), seconds)
 
 
 def spoken(size: int) -> str:
@@ -40,6 +47,9 @@ def rows(run: Run) -> Iterator[Row]:
             if not tcp:
                 samples |= peers.echoes(run, size)
             yield row("echo", f"{spoken(size)}, {road}", samples)
+        if not tcp and not run.tiny:
+            samples = run.compare(worlds, copies, COPIED, run.seconds)
+            yield row("echo", f"two plain copies of {spoken(COPIED)}, no call", samples)
 
 
 if __name__ == "__main__":

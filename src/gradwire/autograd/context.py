@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from gradwire.autograd.graph import MaybeRecv, Walk
+from gradwire.autograd.graph import ROOM, MaybeRecv, Walk
 from gradwire.autograd.lineage import Lineage
 from gradwire.autograd.torch_private import Node
 from gradwire.ids import ContextId, EdgeId, PassId, WorkerId, spoken_context
@@ -79,12 +79,21 @@ class Context:
     """how many of its edges came from each peer"""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     walk: Walk = field(init=False)
+    _latest: int = 0
 
     def __post_init__(self) -> None:
         self.walk = Walk(self.recv_origin)
 
     def __str__(self) -> str:
         return spoken_context(self.id)
+
+    def next_depth(self, below: int) -> int:
+        """The depth of a new edge that depends on others down to `below`; with the lock held.
+
+        Deeper than the edges sent before, too: see Note [The order of waiting], graph.py.
+        """
+        self._latest = max(below, min(self._latest, ROOM // 2)) + 1
+        return self._latest
 
     def known_workers(self) -> set[WorkerId]:
         """The workers that were called from here, or answered with what has a graph."""

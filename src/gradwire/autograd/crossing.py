@@ -40,7 +40,7 @@ def leave(
         del held
         node = token.grad_fn
         origin = context.walk.origin([parent for parent, _ in node.next_functions])
-        lineage, depth = plus(origin.lineage, edge), origin.depth + 1
+        lineage, depth = plus(origin.lineage, edge), context.next_depth(origin.depth)
         set_sequence_number(node, depth)
         context.sent.append(Sent(edge, peer, lineage, depth, token))
     return Crossing(edge, depth, to_wire(lineage), list(tensors))

@@ -9,6 +9,10 @@ depends on. Then nothing that could run stands behind a wait, and of the Sends t
 first. No dead-lock: take, over all workers, the waiting Send of greatest depth; what it waits for
 is deeper still, hence not waiting, hence running.
 
+Of edges that do not depend on each other, a later one is deeper than those its worker sent before,
+as long as there is room: so the workers of a pipeline take its micro-batches in one order, the last
+first, as one process would, and none waits for one that comes late while another has come.
+
 Ordinary numbers are per thread and start at 0, so a thread that enters a context makes room for the
 depths of most programs, and one that receives moves its count above the depth it received. What is
 left: a thread outside of the context, or one that never received in a program deeper than that
@@ -52,7 +56,7 @@ class Origin(NamedTuple):
     depth: int
 
 
-_ROOM = 1000
+ROOM = 1000
 
 FROM_HERE = Origin(NOTHING, 0)
 MaybeRecv = Callable[[Node], Origin | None]
@@ -144,7 +148,7 @@ _thread = threading.local()
 
 def make_room() -> None:
     """Let this thread's nodes stand above the depths of most programs."""
-    lift_this_thread(_ROOM)
+    lift_this_thread(ROOM)
 
 
 def lift_this_thread(depth: int) -> None:
