@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure
 from gradwire.agent.messages import Leaving
 from gradwire.errors import GradwireError, PeerLost

@@ -13,7 +13,8 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.directory import WorkerInfo
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.register import Register
 from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost

@@ -17,7 +17,8 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
 from gradwire.autograd.checking import check_crossing, check_gradients

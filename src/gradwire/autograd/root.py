@@ -10,7 +10,8 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent, Outcome
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.promise import Promise
 from gradwire.autograd import profiling, run
 from gradwire.autograd.context import Context, Received

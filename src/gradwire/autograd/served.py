@@ -11,7 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.autograd import profiling, run
 from gradwire.autograd.checking import check_gradients, check_root

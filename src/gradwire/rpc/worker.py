@@ -20,7 +20,9 @@ from gradwire.agent.clock import Clock, MonotonicClock
 from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
+from gradwire.agent.errands import Source
 from gradwire.agent.membership import Membership
+from gradwire.agent.pulse import Pulses
 from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
 from gradwire.agent.secret import Secret
@@ -90,6 +92,7 @@ class Worker:
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, manner.channel)
         self.agent = self._agent(connections, clock, registry)
+        Pulses(self.agent, connections, options.timeouts)
         self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports, secret)
@@ -229,11 +232,13 @@ class Worker:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
     def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
-        return _Serving(self, context, math.inf)
+        return _Serving(self, context, math.inf, None)
 
-    def serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+    def serving(
+        self, context: ContextId | None, deadline: float, errand: Source | None = None
+    ) -> AbstractContextManager[None]:
         """The scope of a function that a peer has asked for."""
-        return _Serving(self, context, deadline)
+        return _Serving(self, context, deadline, errand)
 
 
 @final
@@ -243,17 +248,20 @@ class _Serving:
     hot: around each call served, so not one `with` inside the other
     """
 
-    __slots__ = ("_context", "_deadline", "_tokens", "_worker")
+    __slots__ = ("_context", "_deadline", "_errand", "_tokens", "_worker")
 
-    def __init__(self, worker: Worker, context: ContextId | None, deadline: float) -> None:
-        self._worker, self._context, self._deadline = worker, context, deadline
+    def __init__(
+        self, worker: Worker, context: ContextId | None, deadline: float, errand: Source | None
+    ) -> None:
+        self._worker, self._context = worker, context
+        self._deadline, self._errand = deadline, errand
 
     def __enter__(self) -> None:
         worker = self._worker
         self._tokens = (
             home_door.enter(worker),
             autograd_api.door.enter(worker.engine),
-            is_due(self._deadline),
+            is_due(self._deadline, self._errand),
             leave_outer(),
         )
         if self._context is not None:
