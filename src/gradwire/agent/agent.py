@@ -25,17 +25,14 @@ from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
-from gradwire.agent.refusals import Refusals
+from gradwire.agent.refusals import Refusals, maybe_kind
 from gradwire.agent.timer import Timer
 from gradwire.errors import (
-    BadMessage,
+    Cancelled,
     CannotTravel,
     DeadlinePassed,
     GradwireError,
-    NotExposed,
-    OverLimit,
     PeerLost,
-    RemoteError,
     UsageError,
 )
 from gradwire.events import Events
@@ -155,6 +152,8 @@ class Agent:
             n = self._calls.opened(pending)
         self.timer.need(deadline)
         try:
+            if errand is not None and errand.cancelled:
+                raise Cancelled(f"{what} is not wanted any more: {errand.cancelled}")
             frame = self._frame(message, payload, request=n)
             channel = self._connections.to(to, deadline)
             with self._lock:
@@ -259,6 +258,7 @@ class Agent:
             self._closed = reason
             open_calls = self._calls.closed()
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
+        error.about("", phase="shutdown")
         for taken in open_calls:
             _settle(taken.pending, error)
         self._connections.close(reason)
@@ -296,7 +296,7 @@ class Agent:
                 outcome = error
             _settle(pending, outcome)
             return
-        self._refusals.count("late", self.directory.name(worker))
+        self.came_late(worker)
         listener = self._late_listeners.get(type(message))
         if listener is not None:
             self.dispatch.user.submit(lambda: listener(message))
@@ -322,8 +322,8 @@ class Agent:
 
     def note(self, peer: WorkerId, error: BaseException) -> bool:
         """What a peer asked for ended so: count it, if that was a refusal of ours."""
-        kind = next((kind for type_, kind in _REFUSALS if isinstance(error, type_)), None)
-        if kind is None or isinstance(error, RemoteError):
+        kind = maybe_kind(error)
+        if kind is None:
             return False
         name = self.directory.name(peer)
         if self._refusals.count(kind, name):
@@ -331,6 +331,10 @@ class Agent:
             # As text: whoever keeps the record must not keep the frames, and what is in them.
             _log.warning("%s refused %s: %s; the next are only counted", me, name, str(error))
         return True
+
+    def came_late(self, peer: WorkerId) -> None:
+        """What a peer sent is for something that is over: it is counted, and changes nothing."""
+        self._refusals.count("late", self.directory.name(peer))
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
@@ -363,11 +367,6 @@ class Agent:
             listener(worker, verdicts.gone(name, reason, link))
 
 
-_REFUSALS = (
-    (NotExposed, "not exposed"),
-    (OverLimit, "over limit"),
-    (BadMessage, "bad message"),
-)
 _FAILURE_SECONDS = 10.0
 """How long an error may take to leave. The one who waits for it has a deadline of its own."""
 

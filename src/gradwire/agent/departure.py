@@ -57,7 +57,7 @@ class Leaver:
     def _say(self, phase: int, deadline: float) -> None:
         for info in self._agent.directory.others():
             try:
-                self._agent.tell(info.id, Leaving(phase), deadline=deadline)
+                self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
             except GradwireError as error:
                 self._peer_lost(info.id, PeerLost(str(error)))
 

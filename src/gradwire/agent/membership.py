@@ -104,7 +104,11 @@ class Membership:
             try:
                 what = f"the departure of {self._me.name}"
                 _, promise = self._agent.request(
-                    worker, Left(self._me.life), deadline=deadline, what=what
+                    worker,
+                    Left(self._me.life),
+                    deadline=deadline,
+                    what=what,
+                    phase="shutdown",
                 )
                 heard.append((worker, promise))
             except GradwireError:

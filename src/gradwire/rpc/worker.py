@@ -106,6 +106,7 @@ class Worker:
             agent,
             options.timeouts,
             self._inside_context,
+            self.backward_deadline,
             edge_per_message=manner.edge_per_message,
         )
         self.refs = Refs(agent)
@@ -136,13 +137,13 @@ class Worker:
         if isinstance(self._leaver, Membership):
             self._leaver.come(deadline)
 
-    def backward_deadline(self) -> float:
+    def backward_deadline(self, timeout: float | None = None) -> float:
         """The moment a backward pass that begins now is given up."""
-        return deadline_from(None, self._options.timeouts.backward, self.agent.clock.now())
+        return deadline_from(timeout, self._options.timeouts.backward, self.agent.clock.now())
 
-    def step_deadline(self) -> float:
+    def step_deadline(self, timeout: float | None = None) -> float:
         """The moment a step of an optimizer that begins now is given up."""
-        return deadline_from(None, self._options.timeouts.step, self.agent.clock.now())
+        return deadline_from(timeout, self._options.timeouts.step, self.agent.clock.now())
 
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
@@ -166,6 +167,8 @@ class Worker:
                 hint="let the function return, and call shutdown() from the program itself",
             )
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
+        if not 0 < seconds < math.inf:
+            raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
         limit = self.agent.clock.now() + seconds
         gave_up: list[str] = []
         try:
