@@ -164,7 +164,8 @@ def test_a_timeout_is_told(workers, gate):
 
 
 @pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread"
+    threading.current_thread() is not threading.main_thread(),
+    reason="signals go to the main thread",
 )
 def test_an_interrupt_is_told(workers, gate):
     def interrupt():
