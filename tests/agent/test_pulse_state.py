@@ -158,7 +158,8 @@ def test_nobody_is_given_up_that_was_heard_within_the_time(pauses, heard):
         found = pulse.look(now, {"a": sign})
         if found.dead:
             assert now - last >= PATIENCE.dead
-            assert asked_at is not None and asked_at < now
+            assert asked_at is not None
+            assert asked_at < now
             return
         if found.ask:
             asked_at = now

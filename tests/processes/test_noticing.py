@@ -118,10 +118,11 @@ def test_whatever_waits_for_a_killed_worker_ends_with_its_connection(workers, wa
 
 
 def test_a_reference_that_a_killed_worker_has_not_counted_yet_is_not_waited_for(workers):
+    gradwire.rpc_sync("w1", far.here)
     os.kill(workers["w1"].pid, signal.SIGSTOP)
-    gradwire.rpc_sync("w2", far.keep, args=(gradwire.remote("w1", far.Kept),))
+    reference = gradwire.remote("w1", far.Kept)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(gradwire.rpc_sync, "w2", far.where_of_kept)
+        waiting = pool.submit(gradwire.rpc_sync, "w2", far.keep, (reference,))
         workers["w1"].kill()
         with pytest.raises(PeerLost, match="w1"):
             waiting.result(30)

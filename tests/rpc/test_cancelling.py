@@ -121,7 +121,7 @@ def test_a_running_function_ends_at_its_next_use_of_gradwire(workers, gate):
     assert "was called off: w0 does not wait for it any more" in said
 
 
-class cancelled_on:  # noqa: N801  # read as a sentence
+class cancelled_on:  # read as a sentence
     """Waits at the end of the block until a worker has heard that a call was called off."""
 
     def __init__(self, member):
