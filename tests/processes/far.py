@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -185,12 +186,15 @@ def block_on(worker):
 
 def wait_until_it_blocks():
     assert _calls.wait(30)
+    _calls.clear()
 
 
 def block_here():
-    """Waits for ever, and lets `wait_until_it_blocks` know."""
+    """Lets `wait_until_it_blocks` know, and waits for `open_gate`, or until it is called off."""
+    _gate.clear()
     _calls.set()
-    block()
+    while not _gate.wait(0.05):
+        gradwire.rpc_sync(here(), pid)
 
 
 class _Blocks(torch.autograd.Function):
@@ -252,14 +256,11 @@ def leftovers():
 
 def mark_when_told(path):
     """Writes a file once gradwire can be used after the gate was opened."""
+    _gate.clear()
     _calls.set()
     _gate.wait(60)
     gradwire.rpc_sync("w2", here)
-    path.write_text("it went on")
-
-
-def mark(path):
-    path.write_text("it ran")
+    Path(path).write_text("it went on")
 
 
 def keep_context(x, to):

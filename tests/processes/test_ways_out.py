@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,20 +42,14 @@ def held() -> dict[str, object]:
 @pytest.fixture
 def clean(hosts):
     """Workers, and afterwards nothing more is held than before."""
+    hosts.start()
     before = held()
     options = Options(listen="unix", timeouts=TIMEOUTS)
     with process_cluster(3, expose=[far], options=options, hosts=hosts) as others:
         gradwire.rpc_sync("w1", far.same, args=(torch.ones(1 << 20),))  # by shared memory
         yield others
         far.forget()
-        for host in others.values():  # it need not wait for what still runs there
-            if host.is_running and not host_is_over(host):
-                host.stop()
     assert eventually(lambda: held() == before), (held(), before)
-
-
-def host_is_over(host) -> bool:
-    return host._errands is not None and host._errands.poll(0)
 
 
 def _blocked(pool):
@@ -109,14 +104,13 @@ def test_from_a_signal_handler_that_interrupts_a_call(clean, graceful):
 
 def test_with_an_interrupt_in_the_middle_of_it(clean):
     main = threading.main_thread().ident
+
+    def interrupt():
+        assert eventually(lambda: "leave" in _functions_of(main))
+        signal.pthread_kill(main, signal.SIGINT)
+
     with ThreadPoolExecutor(2) as pool:
         waiting = _blocked(pool)
-        worker = gradwire.rpc.rref.home_door.find()
-
-        def interrupt():
-            assert eventually(lambda: worker._leaver._departure._phase and _has_said_over(worker))
-            signal.pthread_kill(main, signal.SIGINT)
-
         pool.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
             gradwire.shutdown()
@@ -124,9 +118,12 @@ def test_with_an_interrupt_in_the_middle_of_it(clean):
             waiting.result(30)
 
 
-def _has_said_over(worker) -> bool:
-    """All others are over by now, so that it waits for what is in flight."""
-    return not worker._leaver._departure.missing(1)
+def _functions_of(thread: int) -> set[str]:
+    names, frame = set(), sys._current_frames()[thread]
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def test_with_a_dead_and_a_frozen_worker(clean, caplog):
