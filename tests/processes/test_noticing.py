@@ -122,7 +122,8 @@ def test_a_reference_that_a_killed_worker_has_not_counted_yet_is_not_waited_for(
     os.kill(workers["w1"].pid, signal.SIGSTOP)
     reference = gradwire.remote("w1", far.Kept)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(gradwire.rpc_sync, "w2", far.keep, (reference,))
+        gradwire.rpc_sync("w2", far.keep, args=(reference,))
+        waiting = pool.submit(gradwire.rpc_sync, "w2", far.where_of_kept)
         workers["w1"].kill()
         with pytest.raises(PeerLost, match="w1"):
             waiting.result(30)

@@ -49,6 +49,7 @@ def clean(hosts):
         gradwire.rpc_sync("w1", far.same, args=(torch.ones(1 << 20),))  # by shared memory
         yield others
         far.forget()
+    hosts.start()
     assert eventually(lambda: held() == before), (held(), before)
 
 
