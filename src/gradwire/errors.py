@@ -16,6 +16,7 @@ GradwireError              a RuntimeError, so that older programs still catch it
 │   ├── CallTimeout        nobody answered a call before its deadline
 │   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
 │   └── JoinTimeout        not every worker arrived
+├── Cancelled              whoever made the call does not want its answer any more
 ├── StepFailed             an optimizer's step failed on some worker; says who has stepped
 └── RemoteError            your function raised on another worker; also of the original type
 
@@ -25,14 +26,29 @@ RefLeakWarning             references were still counted when their owner shut d
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class GradwireError(RuntimeError):
-    """The root of all of them. `hint` says what to do about it."""
+    """The root of all of them. `hint` says what to do about it.
+
+    Where it is about another worker, `peer` is its name, `link` the address it was spoken with, and
+    `phase` what was under way: connect, call, forward, backward, step, commit or shutdown. They
+    are empty where they are not known.
+    """
+
+    peer = link = phase = ""
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def about(self, peer: str, *, link: str = "", phase: str = "") -> Self:
+        """Say whom it is about; what is known already stays."""
+        self.peer, self.link = self.peer or peer, self.link or link
+        self.phase = self.phase or phase
+        return self
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
@@ -108,6 +124,14 @@ class BackwardTimeout(DeadlinePassed):
 
 class JoinTimeout(DeadlinePassed):
     """Not every worker arrived at the rendezvous."""
+
+
+class Cancelled(GradwireError):
+    """Whoever made the call does not want its answer any more: it was interrupted, or lost.
+
+    Waiting for a future that was cancelled raises it, and so does the next use of gradwire by a
+    function that still runs for such a call.
+    """
 
 
 class StepFailed(GradwireError):

@@ -37,6 +37,12 @@ class Timeouts:
     """until the others have finished too"""
     stall: float = 15.0
     """without progress in the middle of a message, before its connection is given up"""
+    suspect: float = 5.0
+    """without a sign of life from a connected peer, before the log and errors speak of it"""
+    dead: float = 15.0
+    """without a sign of life, before a peer is given up: more than any of its calls into C, which
+    hold the interpreter, may take
+    """
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -45,6 +51,12 @@ class Timeouts:
                 raise UsageError(
                     f"timeout {name}={value!r} is not a positive, finite number of seconds"
                 )
+        if self.dead < self.suspect:
+            raise UsageError(
+                f"a peer would be dead after {self.dead:g} s, before it is suspect after "
+                f"{self.suspect:g} s",
+                hint="Timeouts(dead=…) is at least Timeouts(suspect=…)",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ def test_a_deadline_takes_only_the_late_requests_out():
     table = CallTable()
     early, late = table.opened(pending(deadline=1.0)), table.opened(pending(deadline=2.0))
 
-    assert [n for n, _ in table.passed(1.5)] == [early]
+    assert [n for n, *_ in table.passed(1.5)] == [early]
     assert table.next_deadline() == 2.0
-    assert [n for n, _ in table.passed(2.0)] == [late]
+    assert [n for n, *_ in table.passed(2.0)] == [late]
     assert table.next_deadline() is None
 
 
@@ -37,7 +37,7 @@ def test_a_lost_channel_fails_what_went_over_it_and_nothing_else():
     table.left(first, one)
     table.left(second, other)
 
-    assert [n for n, _ in table.channel_lost(one)] == [first]
+    assert [n for n, *_ in table.channel_lost(one)] == [first]
     assert table.answered(second) is not None
     assert table.answered(unsent) is not None
 
@@ -82,13 +82,13 @@ class EveryRequestEndsOnce(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 4))
     def time_passes(self, seconds):
         self.now += seconds
-        self.end(n for n, _ in self.table.passed(self.now))
+        self.end(n for n, *_ in self.table.passed(self.now))
         following = self.table.next_deadline()
         assert following is None or following > self.now
 
     @rule(channel=st.sampled_from("abc"))
     def loses(self, channel):
-        self.end(n for n, _ in self.table.channel_lost(channel))
+        self.end(n for n, *_ in self.table.channel_lost(channel))
 
     @invariant()
     def the_table_holds_what_is_open(self):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
+from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -183,6 +186,94 @@ def block_on(worker):
 
 def wait_until_it_blocks():
     assert _calls.wait(30)
+    _calls.clear()
+
+
+def block_here():
+    """Lets `wait_until_it_blocks` know, and waits for `open_gate`, or until it is called off."""
+    _gate.clear()
+    _calls.set()
+    while not _gate.wait(0.05):
+        gradwire.rpc_sync(here(), pid)
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _calls.set()
+        _gate.wait(60)
+        return grad
+
+
+_gate = threading.Event()
+
+
+def open_gate():
+    _gate.set()
+
+
+def blocking_backward(x):
+    """The identity; its backward waits until `open_gate`."""
+    _calls.clear()
+    _gate.clear()
+    return _Blocks.apply(x)
+
+
+def relayed(to, x):
+    return gradwire.rpc_sync(to, blocking_backward, args=(x * 2,)) * 2
+
+
+class Blocking(torch.optim.SGD):
+    """Its step never ends on w1."""
+
+    def step(self, closure=None):
+        if here() == "w1":
+            block_here()
+        super().step(closure)
+
+
+def hold_interpreter(seconds):
+    """No other thread of the process runs meanwhile."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return here()
+
+
+def doze(seconds):
+    """Busy, but other threads run."""
+    time.sleep(seconds)
+    return here()
+
+
+def leftovers():
+    """What this worker remembers of calls, contexts and passes; the call that asks is one."""
+    worker = home_door.find()
+    return [len(worker.engine.contexts), len(worker.engine.passes), worker.agent.in_flight]
+
+
+def mark_when_told(path):
+    """Writes a file once gradwire can be used after the gate was opened."""
+    _gate.clear()
+    _calls.set()
+    _gate.wait(60)
+    gradwire.rpc_sync("w2", here)
+    Path(path).write_text("it went on")
+
+
+def keep_context(x, to):
+    """Opens a context over several workers, and never ends."""
+    with gradwire.context():
+        y = gradwire.rpc_sync(to[0], passed_on, args=(x, to[1:]))
+        _kept["y"] = y
+        block_here()
+
+
+def passed_on(x, to):
+    x = x * 2
+    return gradwire.rpc_sync(to[0], passed_on, args=(x, to[1:])) if to else x
 
 
 def crash(status):

@@ -13,28 +13,26 @@ from typing import final
 
 import msgspec
 
-from gradwire.agent.calls_state import CallTable, Pending
+from gradwire.agent import verdicts
+from gradwire.agent.calls_state import CallTable, Pending, Taken
+from gradwire.agent.cancelling import Cancelling
 from gradwire.agent.clock import Clock
 from gradwire.agent.connections import Connections
 from gradwire.agent.directory import Directory
-from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
+from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
+from gradwire.agent.errands import Source
 from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
-from gradwire.agent.refusals import Refusals
+from gradwire.agent.refusals import Refusals, maybe_kind
 from gradwire.agent.timer import Timer
 from gradwire.errors import (
-    BadMessage,
-    CallTimeout,
+    Cancelled,
     CannotTravel,
     DeadlinePassed,
     GradwireError,
-    NotExposed,
-    NotTrusted,
-    OverLimit,
     PeerLost,
-    RemoteError,
     UsageError,
 )
 from gradwire.events import Events
@@ -90,7 +88,10 @@ class Agent:
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[Message], None]] = {}
         self._closed: str | None = None
+        self.silence_of: Callable[[WorkerId], float] = lambda _: 0.0
+        """for how long a worker has given no sign of life, if that is suspect"""
         self.timer.watch(self._expire)
+        self._cancelling = Cancelling(directory, self.dispatch, clock, events, self._nested)
 
     def start(self) -> None:
         """Begin to accept and serve; every handler is registered by now."""
@@ -132,20 +133,27 @@ class Agent:
         *,
         deadline: float,
         what: str,
+        phase: str = "call",
+        errand: Source | None = None,
+        tells: bool = False,
     ) -> tuple[CallId, Promise[Outcome]]:
         """Send, and promise the answer or the error that takes its place, by the deadline.
 
         Raises what keeps it from leaving; then nothing is pending. `payload` may change again when
-        this returns.
+        this returns. It ends with the `errand` that it is made for. With `tells`, the peer hears
+        if nobody waits for its answer any more.
         """
         promise: Promise[Outcome] = Promise()
-        pending = Pending(to, what, self.clock.now(), deadline, promise)
+        now = self.clock.now()
+        pending = Pending(to, what, now, deadline, promise, phase, errand, tells)
         with self._lock:
             if self._closed is not None:
                 raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
             n = self._calls.opened(pending)
         self.timer.need(deadline)
         try:
+            if errand is not None and errand.cancelled:
+                raise Cancelled(f"{what} is not wanted any more: {errand.cancelled}")
             frame = self._frame(message, payload, request=n)
             channel = self._connections.to(to, deadline)
             with self._lock:
@@ -154,7 +162,7 @@ class Agent:
         except BaseException as error:
             with self._lock:
                 self._calls.answered(n)
-            raise self._named(error, to, what) from error.__cause__
+            raise self._named(error, to, what, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
     def reach(self, to: WorkerId, deadline: float) -> None:
@@ -162,36 +170,45 @@ class Agent:
         try:
             self._connections.to(to, deadline)
         except (PeerLost, DeadlinePassed) as error:
-            raise self._named(error, to, "a greeting") from error
+            raise self._named(error, to, "a greeting", "connect") from error
 
     def tell(
-        self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
+        self,
+        to: WorkerId,
+        message: Message,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline: float,
+        phase: str = "call",
     ) -> None:
         """Send one way."""
         frame = self._frame(message, payload)
         try:
             self._connections.to(to, deadline).send(frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
-            raise self._named(error, to, type(message).__name__) from error
+            raise self._named(error, to, type(message).__name__, phase) from error
 
-    def _named(self, error: BaseException, to: WorkerId, what: str) -> BaseException:
-        """What keeps a message from leaving says for whom it was."""
-        name = self.directory.name(to)
-        if isinstance(error, PeerLost):
-            if not self.directory.has(to):
-                self._lost(to, error)
-            kind = NotTrusted if isinstance(error, NotTrusted) else PeerLost
-            story = f"{name} was lost before {what} reached it: {error.message}"
-            return kind(story, hint=error.hint)
-        if isinstance(error, DeadlinePassed):
-            return CallTimeout(f"{what} did not leave for {name} in time: {error.message}")
-        return error
+    def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
+        if isinstance(error, PeerLost) and not self.directory.has(to):
+            self._lost(to, error, error.link)
+        return verdicts.unsent(self.directory.name(to), what, phase, error)
+
+    def cancel(self, promise: Promise[Outcome], why: str) -> bool:
+        """Nobody wants this answer any more; False if it has come already."""
+        with self._lock:
+            taken = self._calls.withdrawn(promise)
+        self._cancelling.call_off(taken, why)
+        return bool(taken)
+
+    def _nested(self, errand: Source) -> list[Taken]:
+        with self._lock:
+            return self._calls.made_for(errand)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> bool:
         """Answer a request, on the channel it came by; False if the asker is lost."""
-        if source.request == 0:
+        if source.request == 0 or source.cancelled:
             return False
         frame = self._frame(message, payload, request=source.request, flags=IS_ANSWER)
         try:
@@ -241,8 +258,9 @@ class Agent:
             self._closed = reason
             open_calls = self._calls.closed()
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
-        for _, pending in open_calls:
-            _settle(pending, error)
+        error.about("", phase="shutdown")
+        for taken in open_calls:
+            _settle(taken.pending, error)
         self._connections.close(reason)
         stuck = self.dispatch.close(timeout)
         self.timer.close()
@@ -277,7 +295,10 @@ class Agent:
             except Exception as error:  # whoever waits must hear something
                 outcome = error
             _settle(pending, outcome)
-        elif (listener := self._late_listeners.get(type(message))) is not None:
+            return
+        self.came_late(worker)
+        listener = self._late_listeners.get(type(message))
+        if listener is not None:
             self.dispatch.user.submit(lambda: listener(message))
 
     def _outcome(self, message: Message, frame: Frame) -> Outcome:
@@ -301,8 +322,8 @@ class Agent:
 
     def note(self, peer: WorkerId, error: BaseException) -> bool:
         """What a peer asked for ended so: count it, if that was a refusal of ours."""
-        kind = next((kind for type_, kind in _REFUSALS if isinstance(error, type_)), None)
-        if kind is None or isinstance(error, RemoteError):
+        kind = maybe_kind(error)
+        if kind is None:
             return False
         name = self.directory.name(peer)
         if self._refusals.count(kind, name):
@@ -311,19 +332,18 @@ class Agent:
             _log.warning("%s refused %s: %s; the next are only counted", me, name, str(error))
         return True
 
+    def came_late(self, peer: WorkerId) -> None:
+        """What a peer sent is for something that is over: it is counted, and changes nothing."""
+        self._refusals.count("late", self.directory.name(peer))
+
     def _expire(self, now: float) -> float | None:
         with self._lock:
             late = self._calls.passed(now)
             following = self._calls.next_deadline()
-        for n, pending in late:
-            waited = pending.deadline - pending.opened
-            name = self.directory.name(pending.peer)
-            error = CallTimeout(
-                f"{name} did not answer {CallId(self.directory.me.id, n)} ({pending.what}) "
-                f"within {float(f'{waited:.2g}'):g} s",
-                hint="a longer timeout= on the call, or Timeouts(call=…) in the options, wait more",
-            )
-            _settle(pending, error)
+        for n, pending, _ in late:
+            name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, n)
+            _settle(pending, verdicts.late(name, call, pending, self.silence_of(pending.peer)))
+        self._cancelling.tell(late)
         return following
 
     def _channel_ended(
@@ -331,26 +351,22 @@ class Agent:
     ) -> None:
         with self._lock:
             lost = self._calls.channel_lost(channel)
-        name = self.directory.name(worker)
+        name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.note(worker, reason)
-        for n, pending in lost:
+        for n, pending, _ in lost:
             call = CallId(self.directory.me.id, n)
-            error = PeerLost(f"{name} was lost before answering {call} ({pending.what}): {reason}")
-            _settle(pending, error)
+            _settle(pending, verdicts.lost(name, call, pending, reason, link, now))
+        orphans = self.dispatch.errands.of_channel(channel)
+        self._cancelling.stop(orphans, f"{name}, which asked, was lost")
         if last:
-            self._lost(worker, reason)
+            self._lost(worker, reason, link)
 
-    def _lost(self, worker: WorkerId, reason: GradwireError) -> None:
+    def _lost(self, worker: WorkerId, reason: GradwireError, link: str) -> None:
         name = self.directory.name(worker)
         for listener in self._lost_listeners:
-            listener(worker, PeerLost(f"{name} was lost: {reason}"))
+            listener(worker, verdicts.gone(name, reason, link))
 
 
-_REFUSALS = (
-    (NotExposed, "not exposed"),
-    (OverLimit, "over limit"),
-    (BadMessage, "bad message"),
-)
 _FAILURE_SECONDS = 10.0
 """How long an error may take to leave. The one who waits for it has a deadline of its own."""
 

@@ -23,6 +23,19 @@ class Pending(NamedTuple):
     opened: float
     deadline: float
     slot: object
+    phase: str = "call"
+    errand: object = None
+    """what it is made for: a request of a peer's that is being served here"""
+    tells: bool = False
+    """whether the peer shall hear if nobody waits for the answer any more"""
+
+
+class Taken(NamedTuple):
+    """A request that has left the table, and the channel it went over, if it did."""
+
+    n: int
+    pending: Pending
+    via: object
 
 
 @final
@@ -59,15 +72,23 @@ class CallTable:
         self._via.pop(n, None)
         return self._pending.pop(n, None)
 
-    def passed(self, now: float) -> list[tuple[int, Pending]]:
+    def passed(self, now: float) -> list[Taken]:
         """The requests whose deadline is over; they are no longer in the table."""
         return self._taken([n for n, p in self._pending.items() if p.deadline <= now])
 
-    def channel_lost(self, channel: object) -> list[tuple[int, Pending]]:
+    def channel_lost(self, channel: object) -> list[Taken]:
         """The requests that went over this channel; they are no longer in the table."""
         return self._taken([n for n, via in self._via.items() if via is channel])
 
-    def closed(self) -> list[tuple[int, Pending]]:
+    def withdrawn(self, slot: object) -> list[Taken]:
+        """The request with this slot, if it waits; it is no longer in the table."""
+        return self._taken([n for n, p in self._pending.items() if p.slot is slot])
+
+    def made_for(self, errand: object) -> list[Taken]:
+        """The requests that were made for this one of a peer's; no longer in the table."""
+        return self._taken([n for n, p in self._pending.items() if p.errand is errand])
+
+    def closed(self) -> list[Taken]:
         """All of them, because this worker stops."""
         return self._taken(list(self._pending))
 
@@ -75,9 +96,5 @@ class CallTable:
         """When `passed` should be asked next."""
         return min((p.deadline for p in self._pending.values()), default=None)
 
-    def _taken(self, numbers: list[int]) -> list[tuple[int, Pending]]:
-        taken = []
-        for n in numbers:
-            self._via.pop(n, None)
-            taken.append((n, self._pending.pop(n)))
-        return taken
+    def _taken(self, numbers: list[int]) -> list[Taken]:
+        return [Taken(n, self._pending.pop(n), self._via.pop(n, None)) for n in numbers]

@@ -68,6 +68,7 @@ class Connections:
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self.on_joined: Callable[[WorkerId], None] = lambda _: None
+        self.on_opened: Callable[[], None] = lambda: None
 
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
@@ -120,7 +121,12 @@ class Connections:
             return self._adopt(worker, near)
         limit = min(deadline, self._clock.now() + self._timeouts.connect)
         me, name = self._directory.me.name, self._directory.name(worker)
-        channel = self._transports.connect(self._directory.address(worker), limit, name)
+        address = self._directory.address(worker)
+        try:
+            channel = self._transports.connect(address, limit, name)
+        except GradwireError as error:
+            error.about(name, link=address, phase="connect")
+            raise
         until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)
@@ -140,10 +146,11 @@ class Connections:
         story = f"no handshake with {name} at {channel.remote}: {error.message}"
         if isinstance(error, NotTrusted):
             self._refusals.count("listener not trusted", channel.remote)
-            return NotTrusted(story, hint=error.hint)
-        if self._clock.now() >= deadline:
-            return DeadlinePassed(story, hint=error.hint)
-        return PeerLost(story, hint=error.hint)
+            kind: type[GradwireError] = NotTrusted
+        else:
+            kind = DeadlinePassed if self._clock.now() >= deadline else PeerLost
+        found = kind(story, hint=error.hint)
+        return found.about(name, link=channel.remote, phase="connect")
 
     def _welcome(self, channel: Channel, until: float) -> None:
         """Let in who connected, once it has shown who it is; or raise why not."""
@@ -197,10 +204,16 @@ class Connections:
         if not known:
             self.on_joined(worker)
         self.lines.open(worker, channel, self._directory.name(worker))
+        self.on_opened()
         return channel
+
+    def give_up(self, line: Line, error: GradwireError) -> None:
+        """Its peer is taken for gone: end the channel, whatever is still on its way."""
+        self._ended(line, error)
 
     def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
         if channel not in self._channels.get(worker, ()):
+            self._refusals.count("earlier life", self._directory.name(worker))
             raise PeerLost("what is late of an earlier life is not read")
         return self._on_frame(worker, channel, frame, may_run)
 

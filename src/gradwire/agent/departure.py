@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure
 from gradwire.agent.messages import Leaving
 from gradwire.errors import GradwireError, PeerLost
@@ -56,7 +57,7 @@ class Leaver:
     def _say(self, phase: int, deadline: float) -> None:
         for info in self._agent.directory.others():
             try:
-                self._agent.tell(info.id, Leaving(phase), deadline=deadline)
+                self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
             except GradwireError as error:
                 self._peer_lost(info.id, PeerLost(str(error)))
 

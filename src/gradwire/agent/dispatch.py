@@ -13,14 +13,11 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-import msgspec
-
+from gradwire.agent.errands import Errands, Source
 from gradwire.agent.pace import Pace
 from gradwire.agent.pool import ElasticPool, Job
 from gradwire.agent.unserved import Unserved
 from gradwire.errors import BadMessage
-from gradwire.ids import WorkerId
-from gradwire.transport.base import Channel
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, Message, kind_of
 
@@ -33,14 +30,6 @@ class Lane(Enum):
     CONTROL = "control"
     SERVICE = "service"
     USER = "user"
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Whence a message came; what `Agent.answer` needs to send its answer back."""
-
-    worker: WorkerId
-    channel: Channel
-    request: int
 
 
 Payload = memoryview | None
@@ -71,6 +60,7 @@ class Dispatch:
         self._unserved = Unserved(most_unserved)
         self._served: dict[int, _Served] = {}
         self._pace = Pace()
+        self.errands = Errands()
         self.user = ElasticPool(f"gradwire {name} user", threads)
         self.service = ElasticPool(f"gradwire {name} service")
 
@@ -102,8 +92,12 @@ class Dispatch:
             job()
             return None
         what = served.what(message)
-        measured = partial(self._measured, what, job)
-        pool = self.user if served.lane is Lane.USER else self.service
+        measured: Job = partial(self._measured, what, job)
+        pool = self.service
+        if served.lane is Lane.USER:
+            pool = self.user
+            self.errands.came(source)
+            measured = partial(self.errands.run, source, measured)
         if may_run and self._pace.is_short(what) and pool.has_room():
             return partial(pool.run_here, measured)
         pool.submit(self._unserved.counted(source.worker, frame, measured))

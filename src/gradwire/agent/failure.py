@@ -32,10 +32,13 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     each worker it passed is added on the way.
     """
     story = _safe(lambda: "".join(traceback.format_exception(error)))
+    if not isinstance(error, GradwireError):
+        return Failure(name_of(type(error)), _safe(lambda: _text(error)), None, story, worker)
+    about = (error.peer, error.link, error.phase)
     if isinstance(error, RemoteError):
-        return Failure(error.type_name, error.message, error.hint, story, error.worker)
-    hint = error.hint if isinstance(error, GradwireError) else None
-    return Failure(name_of(type(error)), _safe(lambda: _text(error)), hint, story, worker)
+        return Failure(error.type_name, error.message, error.hint, story, error.worker, *about)
+    text = _safe(lambda: _text(error))
+    return Failure(name_of(type(error)), text, error.hint, story, worker, *about)
 
 
 def clipped(failure: Failure, most: int) -> Failure:
@@ -66,6 +69,7 @@ def _filled(error: RemoteError, failure: Failure) -> RemoteError:
     error.message = failure.text
     error.hint = failure.hint
     error.worker = failure.worker
+    error.peer, error.link, error.phase = failure.peer, failure.link, failure.phase
     error.type_name = failure.type_name
     error.remote_traceback = failure.traceback
     return error

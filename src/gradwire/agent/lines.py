@@ -83,6 +83,10 @@ class Lines:
         line.readers = 1
         self._spawn(f"read {name}", lambda: self._read(line, name))
 
+    def all(self) -> list[Line]:
+        """Every one that is open."""
+        return list(self._lines.values())
+
     def close(self) -> None:
         """Their channels are closed: let every thread see it."""
         self._closed = True

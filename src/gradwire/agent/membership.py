@@ -13,7 +13,8 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.directory import WorkerInfo
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.register import Register
 from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost
@@ -103,7 +104,11 @@ class Membership:
             try:
                 what = f"the departure of {self._me.name}"
                 _, promise = self._agent.request(
-                    worker, Left(self._me.life), deadline=deadline, what=what
+                    worker,
+                    Left(self._me.life),
+                    deadline=deadline,
+                    what=what,
+                    phase="shutdown",
                 )
                 heard.append((worker, promise))
             except GradwireError:

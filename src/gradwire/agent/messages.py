@@ -27,6 +27,10 @@ class Failure(Message, frozen=True, tag=0x02):
     hint: str | None
     traceback: str
     worker: str
+    peer: str = ""
+    """whom it is about, over which link and in which phase; see GradwireError"""
+    link: str = ""
+    phase: str = ""
 
 
 class Done(Message, frozen=True, tag=0x03):
@@ -41,6 +45,18 @@ class Leaving(Message, frozen=True, tag=0x04):
     """
 
     phase: int
+
+
+class Beat(Message, frozen=True, tag=0x06):
+    """A sign of life on a connection that was silent for a while; who asks wants one back."""
+
+    asks: bool
+
+
+class Cancel(Message, frozen=True, tag=0x07):
+    """Nobody waits for the answer to these requests of mine any more."""
+
+    requests: list[int]
 
 
 class Left(Message, frozen=True, tag=0x05):

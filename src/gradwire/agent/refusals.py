@@ -6,7 +6,17 @@ import threading
 from collections import Counter
 from typing import final
 
+from gradwire.errors import BadMessage, NotExposed, OverLimit, RemoteError
+
 _MOST_REMEMBERED = 1024
+_KINDS = ((NotExposed, "not exposed"), (OverLimit, "over limit"), (BadMessage, "bad message"))
+
+
+def maybe_kind(error: BaseException) -> str | None:
+    """The kind of refusal that an error is; None if it is none of ours."""
+    if isinstance(error, RemoteError):
+        return None
+    return next((kind for type_, kind in _KINDS if isinstance(error, type_)), None)
 
 
 @final

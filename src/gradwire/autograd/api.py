@@ -60,13 +60,20 @@ def release_context(context_id: ContextId) -> None:
 
 
 def backward(
-    context_id: ContextId, roots: Sequence[torch.Tensor], retain_graph: bool = False
+    context_id: ContextId,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    *,
+    timeout: float | None = None,
 ) -> None:
     """Differentiate scalar roots into the context's own map, on every worker; see `get_gradients`.
 
     The call of torch.distributed.autograd. Several in one context add up. `.grad` stays as it was,
     but is borrowed while the node of a leaf runs, so that hooks find the gradient there: no other
     thread may use it meanwhile with a plain `loss.backward()` or an optimizer of its own.
+
+    A pass that is not over within `timeout` seconds, by default `Timeouts(backward=…)`, ends on
+    every worker with BackwardTimeout, and leaves nothing.
     """
     engine = door.find()
     _check_types(context_id, roots)
@@ -75,7 +82,7 @@ def backward(
         raise UsageError("No tensors provided for gradient computation.")
     checked = [check_root(root) for root in roots]
     with inside(context_id, engine.saving):
-        engine.root.backward(found, checked, retain_graph=retain_graph)
+        engine.root.backward(found, checked, retain_graph=retain_graph, timeout=timeout)
 
 
 def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,8 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
 from gradwire.autograd.checking import check_crossing, check_gradients
@@ -48,6 +49,7 @@ class Engine:
         agent: Agent,
         timeouts: Timeouts,
         inside: Callable[[ContextId], AbstractContextManager[None]],
+        due: Callable[[float | None], float],
         *,
         edge_per_message: bool = False,
     ) -> None:
@@ -62,7 +64,7 @@ class Engine:
         first = first_of(agent.directory.myself.life)
         self.contexts = Contexts(me.id, me.name, first=first, most=agent.limits.contexts)
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
-        self.passes = Passes(me.id, me.name, timeouts.backward, agent.clock, agent.timer)
+        self.passes = Passes(agent.directory, due, timeouts.backward, agent.clock, agent.timer)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         self._served = Served(agent, self.contexts, self.passes, locks, inside)
@@ -200,6 +202,7 @@ class Engine:
         running = None if context is None else self.passes.heard_of(context, message.pass_id)
         if running is None:
             self._agent.events.emit("late", message.edge)
+            self._agent.came_late(source.worker)
             return
         running.settle_with(message, payload, self.limits)
         if message.last:

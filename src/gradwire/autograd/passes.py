@@ -9,13 +9,15 @@ root (run.py).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.clock import Clock
+from gradwire.agent.directory import Directory
 from gradwire.agent.timer import Timer
 from gradwire.autograd.context import Context
 from gradwire.autograd.running import Running
-from gradwire.errors import ContextClosed
+from gradwire.errors import ContextClosed, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId
 
 
@@ -23,8 +25,16 @@ from gradwire.ids import ContextId, PassId, WorkerId
 class Passes:
     """See the top of this file."""
 
-    def __init__(self, me: WorkerId, name: str, seconds: float, clock: Clock, timer: Timer) -> None:
-        self._me, self._name, self._seconds = me, name, seconds
+    def __init__(
+        self,
+        directory: Directory,
+        due: Callable[[float | None], float],
+        seconds: float,
+        clock: Clock,
+        timer: Timer,
+    ) -> None:
+        self._directory, self._due, self._seconds = directory, due, seconds
+        self._me = directory.me.id
         self._clock, self._timer = clock, timer
         self._lock = threading.Lock()
         self._count = 0
@@ -35,13 +45,12 @@ class Passes:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def new(self, context: Context) -> Running:
-        """A pass begins here."""
+    def new(self, context: Context, timeout: float | None = None) -> Running:
+        """A pass begins here, and is given up after so many seconds."""
+        deadline = self._due(timeout)
         with self._lock:
             self._count += 1
-            return self._add(
-                context, PassId(self._me, self._count), self._clock.now() + self._seconds
-            )
+            return self._add(context, PassId(self._me, self._count), deadline)
 
     def heard_of(self, context: Context, id: PassId) -> Running | None:
         """A peer speaks of this pass: the one we know, or a new one; None if it is over.
@@ -53,6 +62,11 @@ class Passes:
                 return None
             running = self._by_id.get((context.id, id))
             return running or self._add(context, id, self._clock.now() + self._seconds)
+
+    def is_due(self, running: Running, deadline: float) -> None:
+        """Its root has said when it is given up."""
+        running.deadline = deadline
+        self._timer.need(deadline)
 
     def maybe(self, context: ContextId, id: PassId) -> Running | None:
         """The pass, if it is under way here."""
@@ -87,13 +101,14 @@ class Passes:
         """The passes that began on a worker."""
         return [running for running in self.all() if running.id.worker == worker]
 
-    def peer_lost(self, worker: WorkerId, error: Exception) -> None:
+    def peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Fail the passes that cannot end well without this worker."""
         for running in self.all():
-            running.peer_lost(worker, error)
+            lost = PeerLost(f"{error.message}, in the middle of {running.id} of {running.context}")
+            running.peer_lost(worker, lost.about(error.peer, link=error.link, phase="backward"))
 
     def _add(self, context: Context, id: PassId, deadline: float) -> Running:
-        running = self._by_id[context.id, id] = Running(id, context, deadline)
+        running = self._by_id[context.id, id] = Running(id, context, deadline, self._clock.now())
         self._timer.need(deadline)
         return running
 
@@ -106,7 +121,7 @@ class Passes:
         waiting = []
         for running in self.all():
             if running.deadline <= now:
-                running.expire(self._seconds, self._name)
+                running.expire(self._directory)
             else:
                 waiting.append(running.deadline)
         return min(waiting, default=None)

@@ -10,7 +10,8 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent, Outcome
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.promise import Promise
 from gradwire.autograd import profiling, run
 from gradwire.autograd.context import Context, Received
@@ -42,7 +43,9 @@ from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
-"""How long a worker may take to put back what a failed pass has changed."""
+"""How long a worker may take to put back what a failed pass has changed, before its deadline."""
+_END_LATE_SECONDS = 1.5
+"""The same after it, or close to it."""
 
 
 @final
@@ -82,7 +85,12 @@ class Root:
         return running
 
     def backward(
-        self, context: Context, roots: Sequence[torch.Tensor], *, retain_graph: bool
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool,
+        timeout: float | None = None,
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
         _check_whole(context)
@@ -95,7 +103,7 @@ class Root:
             ledger.run = current_run()
             with context.lock:
                 reached = [received for received in context.received if _runs_through(received)]
-            running = self._passes.new(context)
+            running = self._passes.new(context, timeout)
             running.retain_graph = retain_graph
             self._begin(running, union(r.lineage for r in reached), None, TO_MAP)
 
@@ -128,6 +136,7 @@ class Root:
         when_run_ends(_Finish(self, running))
         owners = sorted(worker for worker in edges if worker != me)
         running.plan = Plan(edges, needed, destination)
+        running.mine = edges.get(me, 0) & (-1 if needed is None else needed)
         running.workers_asked(owners)
         self._agent.events.emit("start", running.id)
 
@@ -138,7 +147,7 @@ class Root:
         untold = running.take_untold()
         first = peer in untold
         said = _start(running, peer, self._left(running), gradients) if first else gradients
-        self._agent.tell(peer, said, payload, deadline=running.deadline)
+        self._agent.tell(peer, said, payload, deadline=running.deadline, phase="backward")
         if untold:
             self._tell(running, [worker for worker in untold if worker != peer])
 
@@ -151,7 +160,7 @@ class Root:
     def _tell(self, running: Running, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
             start = _start(running, worker, self._left(running))
-            self._agent.tell(worker, start, deadline=running.deadline)
+            self._agent.tell(worker, start, deadline=running.deadline, phase="backward")
 
     def _left(self, running: Running) -> float:
         return running.deadline - self._agent.clock.now()
@@ -190,13 +199,16 @@ class Root:
         running.fail(told)
         self._passes.over(running)
         failure = self._agent.describe(told)
-        limit = self._agent.clock.now() + _END_SECONDS
+        now = self._agent.clock.now()
+        limit = min(now + _END_SECONDS, max(now, running.deadline) + _END_LATE_SECONDS)
         answers: dict[WorkerId, Promise[Outcome]] = {}
         for worker in running.asked:
             ended = PassEnded(running.context.id, running.id, failure)
             try:
                 what = f"end of {running.id}"
-                _, answer = self._agent.request(worker, ended, deadline=limit, what=what)
+                _, answer = self._agent.request(
+                    worker, ended, deadline=limit, what=what, phase="backward"
+                )
             except GradwireError:  # lost, or shut down: it ends its passes by itself
                 continue
             answers[worker] = answer
@@ -214,11 +226,15 @@ class Root:
         running = self._passes.maybe(message.context, message.pass_id)
         if running is not None:
             running.worker_done(source.worker, has_changed=message.has_changed)
+        else:
+            self._agent.came_late(source.worker)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
         if running is not None:
             running.fail(self._agent.revive(message.failure))
+        else:
+            self._agent.came_late(source.worker)
 
 
 class _Finish:

@@ -13,10 +13,11 @@ from typing import NamedTuple, final
 
 import torch
 
+from gradwire.agent.directory import Directory
 from gradwire.agent.failure import fresh
 from gradwire.autograd.context import Context
 from gradwire.autograd.ledger import Ledger
-from gradwire.autograd.lineage import Lineage
+from gradwire.autograd.lineage import Lineage, numbers
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.state import PassState
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
@@ -52,10 +53,12 @@ class Held(NamedTuple):
 class Running:
     """See the top of this file. `ledger` is None until the run here has begun."""
 
-    def __init__(self, id: PassId, context: Context, deadline: float) -> None:
+    def __init__(self, id: PassId, context: Context, deadline: float, began: float) -> None:
         self.id = id
         self.context = context
-        self.deadline = deadline
+        self.deadline, self._began = deadline, began
+        self.mine = 0
+        """the edges of this worker that others settle in the pass, as a bitset"""
         self.retain_graph = False
         self.create_graph = False
         self.ledger: Ledger | None = None
@@ -236,22 +239,30 @@ class Running:
         """A worker is gone; fails the pass if it cannot end well without it."""
         with self._lock:
             concerned = self._state.concerns(worker)
-        if concerned:
+        if concerned or self._awaits(worker):
             self.fail(error)
 
-    def expire(self, seconds: float, name: str) -> None:
+    def _awaits(self, worker: WorkerId) -> bool:
+        """Whether gradients from this worker are to come: they may be lost with its link."""
+        with self.context.lock:
+            mine = [self.context.sent[n] for n in numbers(self.mine)]
+        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
+        with self._lock:
+            return any(not self._state.is_settled(edge) for edge in edges)
+
+    def expire(self, directory: Directory) -> None:
         """The deadline is over."""
         with self._lock:
             edges = ", ".join(map(str, sorted(self._awaited)))
-            workers = ", ".join(f"w{worker}" for worker in self._state.unfinished())
+            workers = ", ".join(map(directory.name, self._state.unfinished()))
         waited = f"; it waits for the gradients of {edges}" if edges else ""
         unfinished = f"; not done: {workers}" if workers else ""
-        self.fail(
-            BackwardTimeout(
-                f"{self.id} of {self.context} was given up on {name} "
-                f"after {seconds:.3g} s{waited}{unfinished}",
-                hint="a longer Timeouts(backward=…) waits longer; a loss made by a thread that "
-                "received none of the tensors it uses may wait in the wrong order: make it in the "
-                "thread that received them, or call backward(context_id, [loss])",
-            )
+        seconds = self.deadline - self._began
+        error = BackwardTimeout(
+            f"{self.id} of {self.context} was given up on {directory.me.name} "
+            f"after {seconds:.3g} s{waited}{unfinished}",
+            hint="a longer Timeouts(backward=…) waits longer; a loss made by a thread that "
+            "received none of the tensors it uses may wait in the wrong order: make it in the "
+            "thread that received them, or call backward(context_id, [loss])",
         )
+        self.fail(error.about(workers, phase="backward"))

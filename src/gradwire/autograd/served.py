@@ -11,7 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.autograd import profiling, run
 from gradwire.autograd.checking import check_gradients, check_root
@@ -31,7 +32,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
 from gradwire.autograd.torch_private import current_run, will_execute
-from gradwire.errors import BadMessage, GradwireError
+from gradwire.errors import BadMessage, ContextClosed, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
@@ -59,9 +60,10 @@ class Served:
         check_root(start.pass_id, source.worker)
         limit = self._agent.clock.now() + start.seconds
         try:
-            context = self._contexts.find(start.context)
+            context = self._find(start, source.worker)
             running = self._passes.heard_of(context, start.pass_id)
             if running is None:  # it failed before it reached us
+                self._agent.came_late(source.worker)
                 return
             first = start.first
             if first is not None and check_gradients(context, first.edge, source.worker):
@@ -70,6 +72,13 @@ class Served:
             self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere
             self._tell_failed(start, source.worker, error, limit)
+
+    def _find(self, start: Start, root: WorkerId) -> Context:
+        try:
+            return self._contexts.find(start.context)
+        except ContextClosed:
+            self._agent.came_late(root)
+            raise
 
     def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:
         """If nothing was changed here, the pass is over here too."""
@@ -80,23 +89,23 @@ class Served:
         if running.held is not None:
             message, payload = running.held
             last = replace(message, last=not has_changed)
-            self._agent.tell(root, last, payload, deadline=limit)
+            self._agent.tell(root, last, payload, deadline=limit, phase="backward")
             if not has_changed:
                 return
         done = RunDone(running.context.id, running.id, has_changed)
-        self._agent.tell(root, done, deadline=limit)
+        self._agent.tell(root, done, deadline=limit, phase="backward")
 
     def _tell_failed(
         self, start: Start, root: WorkerId, error: BaseException, limit: float
     ) -> None:
         failed = RunFailed(start.context, start.pass_id, self._agent.describe(error))
         try:
-            self._agent.tell(root, failed, deadline=limit)
+            self._agent.tell(root, failed, deadline=limit, phase="backward")
         except GradwireError:
             self._agent.events.emit("untold", start.pass_id)
 
     def _take_part(self, running: Running, start: Start) -> None:
-        running.deadline = self._agent.clock.now() + start.seconds
+        self._passes.is_due(running, self._agent.clock.now() + start.seconds)
         running.retain_graph, running.create_graph = start.retain_graph, start.create_graph
         into = running.context.gradients if start.destination == TO_MAP else None
         ledger = Ledger(self._locks, into)
@@ -123,6 +132,7 @@ class Served:
                 running.run_counted(len(sent), recvs)
 
         sent, received, landmarks = _mine(running.context, start)
+        running.mine = sum(1 << s.edge.n for s in sent)
         if not sent:
             return
         tokens = [s.token for s in sent]

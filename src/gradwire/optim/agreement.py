@@ -60,9 +60,11 @@ class Agreement:
                     asked[owner] = error
             return {owner: _outcome(answer) for owner, answer in asked.items()}
 
-    def step(self, context: ContextId | None, options: dict[int, Options]) -> None:
+    def step(
+        self, context: ContextId | None, options: dict[int, Options], timeout: float | None
+    ) -> None:
         """Take one step everywhere, or raise StepFailed."""
-        deadline, step = self._here.worker.step_deadline(), self._here.next_step()
+        deadline, step = self._here.worker.step_deadline(timeout), self._here.next_step()
         plain = maybe_plain(options)
         if plain is None:
             ahead = self.ask("set_options", lambda _: (options,), None, self._left(deadline))
@@ -126,7 +128,8 @@ class Agreement:
         what = f"{type(message).__name__} of {message.step}"
         try:
             agent = self._here.worker.agent
-            return agent.request(owner, message, deadline=deadline, what=what)[1]
+            phase = "commit" if isinstance(message, Commit) else "step"
+            return agent.request(owner, message, deadline=deadline, what=what, phase=phase)[1]
         except Exception as error:
             return error
 
@@ -151,7 +154,8 @@ class Agreement:
         self._abort(step, answers)
         first = next(iter(failed.values()))
         who = "; ".join(f"{self._name(owner)}: {error}" for owner, error in failed.items())
-        raise StepFailed(f"{step} failed, and no worker has stepped. {who}") from first
+        error = StepFailed(f"{step} failed, and no worker has stepped. {who}")
+        raise error.about(self._names(list(failed)), phase="step") from first
 
     def _abort(self, step: StepId, answers: Answers) -> None:
         deadline = self._here.worker.agent.clock.now() + _ABORT_SECONDS
@@ -179,14 +183,16 @@ class Agreement:
             "may have stepped": unknown,
         }
         story = "; ".join(f"{self._names(who)} {what}" for what, who in says.items() if who)
-        raise StepFailed(
+        error = StepFailed(
             f"{step} failed{'' if len(answers) == 1 else _LATE}: {story}. "
             + "; ".join(map(str, errors)),
             stepped=tuple(map(self._name, stepped)),
             unknown=tuple(map(self._name, unknown)),
             hint="load a saved state before going on, unless the workers that have not stepped "
             "are gone for good",
-        ) from (errors[0] if errors else None)
+        )
+        error.about(self._names([*late, *lost, *unknown]), phase="commit")
+        raise error from (errors[0] if errors else None)
 
     def _names(self, owners: list[WorkerId]) -> str:
         return ", ".join(map(self._name, owners))

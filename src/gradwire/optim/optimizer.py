@@ -76,11 +76,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- a step
 
     def step(  # type: ignore[override]
-        self, context_id: ContextId | None = None, closure: Callable[[], object] | None = None
+        self,
+        context_id: ContextId | None = None,
+        closure: Callable[[], object] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> None:
         """Step all parameters that have a gradient in the context, or in `.grad`; or none of them.
 
-        In a context the gradients stay as they are, and so does `.grad`.
+        In a context the gradients stay as they are, and so does `.grad`. It ends within `timeout`
+        seconds, by default `Timeouts(step=…)`.
         """
         if closure is not None or callable(context_id):
             raise UsageError(
@@ -89,7 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if context_id is not None:
             self._here.worker.engine.contexts.find(context_id)
-        self._agreement.step(context_id, self._options())
+        self._agreement.step(context_id, self._options(), timeout)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what is in `.grad`, on all workers. The gradients of a context end with it."""

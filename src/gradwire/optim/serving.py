@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import cast, final
 
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.errors import UsageError
 from gradwire.ids import RefId
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare

@@ -84,7 +84,9 @@ def refusals() -> dict[str, int]:
     """What this worker has refused so far: how often, by kind.
 
     `not exposed`, `bad message` and `over limit` are what peers asked for and sent. The first of
-    each kind from each peer is in the log, with the reason.
+    each kind from each peer is in the log, with the reason. `late` is what came for a call, a pass
+    or a context that is over, `earlier life` what a worker said before it was started again: both
+    are only counted, and change nothing.
     """
     return _here().refusals.seen()
 

@@ -24,7 +24,7 @@ from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
-from gradwire.rpc.futures import Future, Landing, Surroundings
+from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
@@ -32,6 +32,7 @@ from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.scope import current_errand
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
@@ -89,8 +90,10 @@ class Calls:
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
         with self._span("async", target, to):
-            landed = self._launch(to, target, deadline)
-        return Future(landed, self._around, to)
+            context = self._engine.calling(current_context(), to)
+            promise = self._send_call(to, target, context, deadline)
+            landed = self._landed(promise, to, context, target.spoken, self._manner.of_call)
+        return Future(landed, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -139,10 +142,23 @@ class Calls:
         seconds = deadline - self._agent.clock.now()
         message = Fetch(hold.ref, context, seconds)
         what = f"fetch of {hold.ref}"
-        _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
+        promise = self._ask(hold.owner, message, deadline, what, _phase(context))
         self._engine.called(context, hold.owner)
         landed = self._landed(promise, hold.owner, context, what, self._manner.of_fetch)
-        return self._wait_for(hold.owner, landed)
+        return self._wait_for(hold.owner, promise, landed)
+
+    def _ask(
+        self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
+    ) -> Promise[Outcome]:
+        return self._agent.request(
+            owner,
+            message,
+            deadline=deadline,
+            what=what,
+            phase=phase,
+            errand=current_errand(),
+            tells=True,
+        )[1]
 
     def backward_from(
         self, hold: Hold, context: ContextId, *, retain_graph: bool, deadline: float
@@ -152,9 +168,13 @@ class Calls:
         self._engine.calling(self._engine.contexts.find(context).id, hold.owner)
         message = BackwardFrom(hold.ref, context, retain_graph, deadline - self._agent.clock.now())
         what = f"backward from {hold.ref}"
-        _, promise = self._agent.request(hold.owner, message, deadline=deadline, what=what)
-        self._agent.wait(hold.owner, lambda: promise.settled, promise.wait)
-        outcome = promise.wait()
+        promise = self._ask(hold.owner, message, deadline, what, "backward")
+        try:
+            self._agent.wait(hold.owner, lambda: promise.settled, promise.wait)
+            outcome = promise.wait()
+        except BaseException:
+            self._agent.cancel(promise, INTERRUPTED)
+            raise
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
 
@@ -167,6 +187,7 @@ class Calls:
             self._agent.wait(peer, lambda: promise.settled, promise.wait)
             outcome = promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
+            self._agent.cancel(promise, INTERRUPTED)
             late = self._landed(promise, peer, context, target.spoken, self._manner.of_call)
             late.on_settled(self._let_go)
             raise
@@ -178,11 +199,6 @@ class Calls:
         if came.cut and differentiable:
             warn_of_cut(came.cut, f"the result of {target.spoken}")
         return came.value
-
-    def _launch(self, to: WorkerId, target: Target, deadline: float) -> Promise[Landing[Any]]:
-        context = self._engine.calling(current_context(), to)
-        promise = self._send_call(to, target, context, deadline)
-        return self._landed(promise, to, context, target.spoken, self._manner.of_call)
 
     def _send_call(
         self,
@@ -225,7 +241,14 @@ class Calls:
         try:
             message = self._message(target, packed, deadline, keep)
             call, promise = self._agent.request(
-                to, message, packed.payload, deadline=deadline, what=what
+                to,
+                message,
+                packed.payload,
+                deadline=deadline,
+                what=what,
+                phase=_phase(packed.context),
+                errand=current_errand(),
+                tells=keep is None,
             )
         except BaseException:
             self._window.leave(to, size)
@@ -271,11 +294,14 @@ class Calls:
         promise.on_settled(settle)
         return landed
 
-    def _wait_for(self, peer: WorkerId, landed: Promise[Landing[Any]]) -> Any:  # noqa: ANN401
+    def _wait_for(
+        self, peer: WorkerId, promise: Promise[Outcome], landed: Promise[Landing[Any]]
+    ) -> Any:  # noqa: ANN401
         try:
             self._agent.wait(peer, lambda: landed.settled, landed.wait)
             landing = landed.wait()
         except BaseException:  # interrupted: what comes must still be let go of
+            self._agent.cancel(promise, INTERRUPTED)
             landed.on_settled(self._let_go)
             raise
         return landing.value()
@@ -286,6 +312,10 @@ class Calls:
     def _late(self, message: Message) -> None:
         assert isinstance(message, Result)
         self._refs.release(message.parcel.references)
+
+
+def _phase(context: ContextId | None) -> str:
+    return "call" if context is None else "forward"
 
 
 def _parcel_of(answer: Answer) -> tuple[Parcel, Payload]:

@@ -27,6 +27,7 @@ from gradwire.ids import WorkerId
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
 
+INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -91,8 +92,10 @@ class Future(torch.futures.Future[T]):
         promise: Promise[Landing[T]],
         around: Surroundings,
         source: WorkerId | None = None,
+        cancel: Callable[[str], bool] = lambda _: False,
     ) -> None:
         super().__init__()
+        self._cancel = cancel
         self._promise = promise
         self._around = around
         self._source = around.agent.directory.me.id if source is None else source
@@ -119,6 +122,15 @@ class Future(torch.futures.Future[T]):
         landing = promise.wait()
         self._complete(landing)
         return landing.value()
+
+    def cancel(self) -> bool:
+        """Call it off; False if it is done already, or is no call but what follows one.
+
+        Whoever waits for it gets Cancelled. The worker that runs it hears of it: a function that
+        has not begun does not, and one that runs gets Cancelled at its next use of gradwire.
+        To let go of a future does not call it off, nor to cancel a task that awaits it.
+        """
+        return self._cancel("its future was cancelled")
 
     def value(self) -> T:
         """The value of a future that is done."""

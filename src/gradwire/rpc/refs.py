@@ -15,7 +15,8 @@ from functools import partial
 from typing import NamedTuple, assert_never, final
 
 from gradwire.agent.agent import Agent, Outcome
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError

@@ -34,7 +34,7 @@ class Home(Protocol):
     def deadline(self, timeout: float | None) -> float:
         """The moment a wait that begins now must end."""
 
-    def backward_deadline(self) -> float:
+    def backward_deadline(self, timeout: float | None = None) -> float:
         """The moment a backward pass that begins now is given up."""
 
 

@@ -7,20 +7,44 @@ from __future__ import annotations
 
 import math
 from contextvars import ContextVar, Token
+from typing import NamedTuple
 
-from gradwire.errors import CallTimeout, UsageError
-
-_deadline: ContextVar[float] = ContextVar("gradwire deadline", default=math.inf)
-
-
-def is_due(deadline: float) -> Token[float]:
-    """This code must be over by then, until `was_due`."""
-    return _deadline.set(min(deadline, _deadline.get()))
+from gradwire.agent.errands import Source
+from gradwire.errors import CallTimeout, Cancelled, UsageError
 
 
-def was_due(token: Token[float]) -> None:
+class Due(NamedTuple):
+    """By when a function must be over, and whose request it serves."""
+
+    deadline: float = math.inf
+    errand: Source | None = None
+
+
+_NEVER = Due()
+_due: ContextVar[Due] = ContextVar("gradwire deadline", default=_NEVER)
+
+
+def is_due(deadline: float, errand: Source | None) -> Token[Due]:
+    """This code must be over by then, or when its errand is called off, until `was_due`."""
+    outer = _due.get()
+    return _due.set(Due(min(deadline, outer.deadline), errand or outer.errand))
+
+
+def was_due(token: Token[Due]) -> None:
     """As it was before."""
-    _deadline.reset(token)
+    _due.reset(token)
+
+
+def current_errand() -> Source | None:
+    """The request of a peer's that this code serves."""
+    return _due.get().errand
+
+
+def check_wanted() -> None:
+    """Raise Cancelled if nobody waits any more for what this code is run for."""
+    errand = _due.get().errand
+    if errand is not None and errand.cancelled:
+        raise Cancelled(f"the call that this one is made in was called off: {errand.cancelled}")
 
 
 def deadline_from(timeout: float | None, default: float, now: float) -> float:
@@ -28,6 +52,8 @@ def deadline_from(timeout: float | None, default: float, now: float) -> float:
     seconds = default if timeout is None else timeout
     if not 0 < seconds < math.inf:
         raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
-    if _deadline.get() <= now:
+    due = _due.get().deadline
+    check_wanted()
+    if due <= now:
         raise CallTimeout("the call that this one is made in is past its own deadline")
-    return min(now + seconds, _deadline.get())
+    return min(now + seconds, due)

@@ -16,7 +16,8 @@ import msgspec
 import torch
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload, Source
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
@@ -32,8 +33,8 @@ from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
 
-Inside = Callable[[ContextId | None, float], AbstractContextManager[None]]
-"""The scope of a served function: this worker, its context, its deadline."""
+Inside = Callable[[ContextId | None, float, Source], AbstractContextManager[None]]
+"""The scope of a served function: this worker, its context, its deadline, who asked."""
 Use = Callable[[Content], None]
 
 
@@ -83,6 +84,7 @@ class Serving:
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
+        self._agent.dispatch.errands.goes_on(source)  # others may hold the reference by now
         self._refs.check_room(source.worker)
         promise = self._refs.creation_arrived(keep.ref, keep.fork)
         at_once = not self._manner.answers_when_made
@@ -108,7 +110,7 @@ class Serving:
         """What the function returned; None if it will be handed to `later`."""
         if call.context is not None:
             self._engine.contexts.heard_of(call.context, source.worker)
-        with self._inside(call.context, deadline), _modes(call):
+        with self._inside(call.context, deadline, source), _modes(call):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context
             )
@@ -171,6 +173,8 @@ class Serving:
     def _answer_value(
         self, source: Source, value: object, context: ContextId | None, deadline: float
     ) -> None:
+        if source.cancelled:
+            return
         packed = self._parcels.pack(
             value, to=source.worker, context=context, place="result", deadline=deadline
         )
@@ -202,7 +206,7 @@ class Serving:
         hold = Hold(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
-        with self._inside(message.context, deadline):
+        with self._inside(message.context, deadline, source):
             context = self._engine.contexts.find(message.context)
             self._engine.root.backward(context, [root], retain_graph=message.retain_graph)
         self._agent.answer(source, Done(), deadline=deadline)

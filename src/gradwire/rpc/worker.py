@@ -20,7 +20,9 @@ from gradwire.agent.clock import Clock, MonotonicClock
 from gradwire.agent.connections import Connections
 from gradwire.agent.departure import Leaver
 from gradwire.agent.directory import Directory
+from gradwire.agent.errands import Source
 from gradwire.agent.membership import Membership
+from gradwire.agent.pulse import Pulses
 from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
 from gradwire.agent.secret import Secret
@@ -90,6 +92,7 @@ class Worker:
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, manner.channel)
         self.agent = self._agent(connections, clock, registry)
+        Pulses(self.agent, connections, options.timeouts)
         self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports, secret)
@@ -103,6 +106,7 @@ class Worker:
             agent,
             options.timeouts,
             self._inside_context,
+            self.backward_deadline,
             edge_per_message=manner.edge_per_message,
         )
         self.refs = Refs(agent)
@@ -133,13 +137,13 @@ class Worker:
         if isinstance(self._leaver, Membership):
             self._leaver.come(deadline)
 
-    def backward_deadline(self) -> float:
+    def backward_deadline(self, timeout: float | None = None) -> float:
         """The moment a backward pass that begins now is given up."""
-        return deadline_from(None, self._options.timeouts.backward, self.agent.clock.now())
+        return deadline_from(timeout, self._options.timeouts.backward, self.agent.clock.now())
 
-    def step_deadline(self) -> float:
+    def step_deadline(self, timeout: float | None = None) -> float:
         """The moment a step of an optimizer that begins now is given up."""
-        return deadline_from(None, self._options.timeouts.step, self.agent.clock.now())
+        return deadline_from(timeout, self._options.timeouts.step, self.agent.clock.now())
 
     def deadline(self, timeout: float | None) -> float:
         """The moment a call that begins now must be answered."""
@@ -163,6 +167,8 @@ class Worker:
                 hint="let the function return, and call shutdown() from the program itself",
             )
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
+        if not 0 < seconds < math.inf:
+            raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
         limit = self.agent.clock.now() + seconds
         gave_up: list[str] = []
         try:
@@ -229,11 +235,13 @@ class Worker:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
     def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
-        return _Serving(self, context, math.inf)
+        return _Serving(self, context, math.inf, None)
 
-    def serving(self, context: ContextId | None, deadline: float) -> AbstractContextManager[None]:
+    def serving(
+        self, context: ContextId | None, deadline: float, errand: Source | None = None
+    ) -> AbstractContextManager[None]:
         """The scope of a function that a peer has asked for."""
-        return _Serving(self, context, deadline)
+        return _Serving(self, context, deadline, errand)
 
 
 @final
@@ -243,17 +251,20 @@ class _Serving:
     hot: around each call served, so not one `with` inside the other
     """
 
-    __slots__ = ("_context", "_deadline", "_tokens", "_worker")
+    __slots__ = ("_context", "_deadline", "_errand", "_tokens", "_worker")
 
-    def __init__(self, worker: Worker, context: ContextId | None, deadline: float) -> None:
-        self._worker, self._context, self._deadline = worker, context, deadline
+    def __init__(
+        self, worker: Worker, context: ContextId | None, deadline: float, errand: Source | None
+    ) -> None:
+        self._worker, self._context = worker, context
+        self._deadline, self._errand = deadline, errand
 
     def __enter__(self) -> None:
         worker = self._worker
         self._tokens = (
             home_door.enter(worker),
             autograd_api.door.enter(worker.engine),
-            is_due(self._deadline),
+            is_due(self._deadline, self._errand),
             leave_outer(),
         )
         if self._context is not None:

@@ -67,6 +67,15 @@ class Channel(Protocol):
         return b""
 
     @property
+    def watches_itself(self) -> bool:
+        """Whether this end would notice now, by itself, that the other one is gone or frozen.
+
+        So it is in the middle of a frame that comes (`stall`), and always where both ends are in
+        one process.
+        """
+        return False
+
+    @property
     def remote(self) -> str:
         """The address of the other end, as it is written in errors."""
 

@@ -52,6 +52,8 @@ class Intake:
         shared: SharedMemory | None,
     ) -> None:
         self.limits = limits
+        self.is_midway = False
+        """whether it waits for the rest of a frame"""
         self._sock, self._guard, self._stall = sock, guard, stall
         self._pool, self._shared = pool, shared
         self._known_flags = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
@@ -200,6 +202,7 @@ class Intake:
 
     def _read_into(self, target: memoryview, *, past_this_frame: bool = False) -> int:
         """Read some; descriptors only come with the first byte of a frame."""
+        self.is_midway = True
         try:
             if not past_this_frame:
                 count = self._sock.recv_into(target, 0, socket.MSG_WAITALL)
@@ -212,6 +215,8 @@ class Intake:
             self._guard.lose(stalled(self._stall))
         except OSError as error:
             self._guard.lose(story_of(error), error)
+        finally:
+            self.is_midway = False
         if count == 0:
             self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
         return count

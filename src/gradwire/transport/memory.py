@@ -126,6 +126,7 @@ class MemoryChannel:
 
     peer_names: tuple[str, ...] | None = None
     binding: bytes = b""
+    watches_itself = True
 
     def __init__(
         self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool

@@ -93,6 +93,11 @@ class SocketChannel:
     def limits(self, limits: Limits) -> None:
         self._intake.limits = limits
 
+    @property
+    def watches_itself(self) -> bool:
+        """See `Channel.watches_itself`."""
+        return self._intake.is_midway
+
     def __repr__(self) -> str:
         return f"<SocketChannel to {self.remote}: {self._guard.story or 'open'}>"
 

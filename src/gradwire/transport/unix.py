@@ -11,6 +11,7 @@ to somebody may have put a socket of his own in the place of ours.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import tempfile
@@ -33,6 +34,10 @@ from gradwire.transport.wrapping import Wrapping
 
 _BACKLOG = 1024
 _LONGEST_PATH = 107
+_OWN = re.compile(r"gradwire-(\d+)-")
+_SOCKET = "socket"
+_LEFT_SECONDS = 60.0
+"""A directory that is younger may be about to get its socket."""
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -63,8 +68,8 @@ class UnixTransport:
     def listen(self, address: str) -> SocketListener:
         """Make the socket; it is removed again by `close`, and so is a directory made for it."""
         path = _path_in(address)
-        directory = None if path else tempfile.mkdtemp(prefix="gradwire-")
-        path = path or os.path.join(str(directory), "socket")
+        directory = None if path else _own_directory()
+        path = path or os.path.join(str(directory), _SOCKET)
         try:
             _check_length(path)
             sock = _listening(path)
@@ -115,6 +120,41 @@ class UnixTransport:
             self._refused("another user", f"unix://{path} (user {user})")
             return None
         return self._wrapping.channel(sock, f"unix://{path} (process {process})")
+
+
+def _own_directory() -> str:
+    """One for a socket; those that killed processes have left are removed."""
+    made = tempfile.mkdtemp(prefix=f"gradwire-{os.getpid()}-")
+    now = os.stat(made).st_mtime
+    for left in os.scandir(tempfile.gettempdir()):
+        with suppress(OSError):
+            if _is_left_over(left, now - _LEFT_SECONDS):
+                _remove(os.path.join(left.path, _SOCKET), left.path)
+    return made
+
+
+def _is_left_over(entry: os.DirEntry[str], before: float) -> bool:
+    """Whether it is of a process of ours that is gone; when in doubt, it is not."""
+    named = _OWN.match(entry.name)
+    if named is None or not entry.is_dir(follow_symlinks=False):
+        return False
+    found = entry.stat(follow_symlinks=False)
+    if found.st_uid != os.geteuid() or found.st_mtime > before:
+        return False
+    try:
+        os.kill(int(named[1]), 0)
+    except ProcessLookupError:
+        return not _is_listened_to(os.path.join(entry.path, _SOCKET))
+    return False
+
+
+def _is_listened_to(path: str) -> bool:
+    """It may be of a process that has another number where we look from."""
+    try:
+        _connected(path, 0.1).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    return True
 
 
 def _path_in(address: str) -> str:

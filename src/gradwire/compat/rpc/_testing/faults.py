@@ -82,6 +82,11 @@ class FaultyChannel:
         self._inner.limits = limits
 
     @property
+    def watches_itself(self) -> bool:
+        """As the channel itself does."""
+        return self._inner.watches_itself
+
+    @property
     def remote(self) -> str:
         """The address of the other end."""
         return self._inner.remote
