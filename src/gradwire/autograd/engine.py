@@ -60,9 +60,18 @@ class Engine:
         self.limits = agent.limits
         self._edges = Quota("edges", agent.limits.edges)
         first = first_of(agent.directory.myself.life)
-        self.contexts = Contexts(me.id, me.name, first=first, most=agent.limits.contexts)
+        self.contexts = Contexts(
+            me.id,
+            me.name,
+            first=first,
+            most=agent.limits.contexts,
+            may_share=agent.directory.may_share,
+        )
+        agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
-        self.passes = Passes(me.id, me.name, timeouts.backward, agent.clock, agent.timer)
+        self.passes = Passes(
+            me.id, me.name, timeouts.backward, agent.clock, agent.timer, first=first
+        )
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         self._served = Served(agent, self.contexts, self.passes, locks, inside)

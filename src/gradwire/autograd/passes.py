@@ -23,11 +23,20 @@ from gradwire.ids import ContextId, PassId, WorkerId
 class Passes:
     """See the top of this file."""
 
-    def __init__(self, me: WorkerId, name: str, seconds: float, clock: Clock, timer: Timer) -> None:
+    def __init__(
+        self,
+        me: WorkerId,
+        name: str,
+        seconds: float,
+        clock: Clock,
+        timer: Timer,
+        *,
+        first: int = 0,
+    ) -> None:
         self._me, self._name, self._seconds = me, name, seconds
         self._clock, self._timer = clock, timer
         self._lock = threading.Lock()
-        self._count = 0
+        self._count = first
         self._by_id: dict[tuple[ContextId, PassId], Running] = {}
         self._by_run: dict[int, Running] = {}
         timer.watch(self._expire)

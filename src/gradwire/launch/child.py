@@ -10,6 +10,7 @@ import io
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import cast
 
 import msgspec
 
@@ -18,9 +19,11 @@ from gradwire.launch.crew import ignore_interrupts
 from gradwire.launch.lifeline import end_with_parent
 from gradwire.launch.luggage import packed, unpacked
 from gradwire.launch.plan import Orders, given_in
+from gradwire.launch.watch_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.registry import exception_name
 from gradwire.rpc.rref import home_door
+from gradwire.rpc.worker import Worker
 
 BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 
@@ -70,6 +73,8 @@ def _work(line: Connection, orders: Orders) -> None:
     )
     init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
     if not orders.is_caller:
+        if orders.comes_back:
+            cast(Worker, home_door.find()).serve_until_over(CALLER, AS_LONG_AS_IT_TAKES)
         shutdown(timeout=AS_LONG_AS_IT_TAKES)
         return
     value = fn(*args)

@@ -125,6 +125,7 @@ class Agreement:
         """A promise of the answer, or what has kept the message from leaving."""
         what = f"{type(message).__name__} of {message.step}"
         try:
+            self._here.worker.refs.check_life(self._shards[owner].hold)
             agent = self._here.worker.agent
             return agent.request(owner, message, deadline=deadline, what=what)[1]
         except Exception as error:

@@ -36,7 +36,14 @@ from gradwire.rpc.refs_state import (
     SendFork,
     Verdict,
 )
-from gradwire.rpc.rights import Room, check_end, check_fork, check_passed, check_use
+from gradwire.rpc.rights import (
+    Room,
+    check_end,
+    check_fork,
+    check_passed,
+    check_use,
+    earlier_life,
+)
 from gradwire.wire.message import Message
 
 _JOIN_SECONDS = 5.0
@@ -95,7 +102,8 @@ class Refs:
     def keep_here(self, content: Content | None = None) -> Hold:
         """A new value of this worker's own; made later if there is no content yet."""
         with self._lock:
-            hold = self._table.create(self._agent.directory.me.id)
+            me = self._agent.directory.myself
+            hold = self._table.create(me.id, me.life)
             promise = self._values[hold.ref] = Promise()
         if content is not None:
             promise.settle(content)
@@ -104,7 +112,7 @@ class Refs:
     def keep_elsewhere(self, owner: WorkerId) -> Hold:
         """A new value that a call is about to make on another worker."""
         with self._lock:
-            return self._table.create(owner)
+            return self._table.create(owner, self._agent.directory.life(owner))
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
         """The value of a reference that this worker owns. It may be used before it is made.
@@ -187,15 +195,23 @@ class Refs:
         """A reference is part of the value being packed; its place in the list."""
         packing: Packing = self._local.packing
         to, packed, deadline = packing.to, packing.packed, packing.deadline
+        self.check_life(hold)
         self._wait_while(self._table.is_asking, hold, deadline)
         with self._lock:
             fork = self._table.pack(hold, to)
-        packed.append(Reference(hold.ref, hold.owner, fork))
+        packed.append(Reference(hold.ref, hold.owner, fork, hold.life))
         return len(packed) - 1
 
     def wait_until_counted(self, hold: Hold, deadline: float) -> None:
         """A value is fetched when its owner has counted us: a fetch may overtake its making."""
+        self.check_life(hold)
         self._wait_while(self._table.is_uncounted, hold, deadline)
+
+    def check_life(self, hold: Hold) -> None:
+        """EarlierLife if the owner was started again since; then the value is lost."""
+        now = self._agent.directory.life(hold.owner)
+        if hold.life < now:
+            raise earlier_life(hold.ref, self._agent.directory.name(hold.owner), hold.life, now)
 
     def _wait_while(self, uncounted: Callable[[ForkId], bool], hold: Hold, deadline: float) -> None:
         fork = hold.fork
@@ -211,7 +227,8 @@ class Refs:
         """Of references that came with one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                self.wait_until_counted(Hold(came.ref, came.owner, came.fork), deadline)
+                hold = Hold(came.ref, came.owner, came.fork, came.life)
+                self.wait_until_counted(hold, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
@@ -228,7 +245,7 @@ class Refs:
         if not references:
             return Unpacking(self._local, [])
         with self._lock:
-            check_passed(self._table, references, source, self._agent.directory.me.id)
+            check_passed(self._table, references, source, self._agent.directory.myself)
         return Unpacking(self._local, [self.make(hold) for hold in self.arrived(references)])
 
     def unpacked(self, place: object) -> object:
@@ -244,7 +261,10 @@ class Refs:
         actions: list[Action] = []
         with self._lock:
             for came in references:
-                hold, more = self._table.arrived(came.ref, came.owner, came.fork)
+                is_stale = came.life < self._agent.directory.life(came.owner)
+                hold, more = self._table.arrived(
+                    came.ref, came.owner, came.fork, came.life, is_stale=is_stale
+                )
                 holds.append(hold)
                 actions += more
                 if hold.fork is None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from gradwire.agent.members_state import Member
 from gradwire.agent.quota import over
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, EarlierLife
 from gradwire.ids import RefId, WorkerId
 from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
 from gradwire.rpc.refs_state import RefTable
@@ -26,14 +27,24 @@ def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
 
 
 def check_passed(
-    table: RefTable, references: Sequence[Reference], source: WorkerId, me: WorkerId
+    table: RefTable, references: Sequence[Reference], source: WorkerId, me: Member
 ) -> None:
     """References that came with a message."""
     for came in references:
         if came.fork.worker != source:
             raise BadMessage(f"w{source} passed {came.fork}, which it did not make")
-        if came.owner == me:
+        if came.owner == me.id and came.life < me.life:
+            raise earlier_life(came.ref, me.name, came.life, me.life)
+        if came.owner == me.id:
             check_use(table, came.ref, source)
+
+
+def earlier_life(ref: RefId, owner: str, life: int, now: int) -> EarlierLife:
+    """What is said of a reference to a value that its owner has lost."""
+    return EarlierLife(
+        f"{ref} belonged to life {life} of {owner}, which is in life {now}: it was started again",
+        hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
+    )
 
 
 def check_use(table: RefTable, ref: RefId, source: WorkerId) -> None:

@@ -7,17 +7,20 @@ notebooks and documentation: no ports, no processes, and hundreds of them start 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import ParamSpec, TypeVar, final
 
 from gradwire.agent.clock import Clock
-from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member as _Member
 from gradwire.agent.secret import fresh_secret
+from gradwire.errors import PeerLost
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
+from gradwire.transport.base import Listener
 from gradwire.transport.memory import MemoryNetwork
 
 P = ParamSpec("P")
@@ -45,14 +48,22 @@ class Member:
 class Cluster(Sequence[Member]):
     """The workers, by number."""
 
-    def __init__(self, members: list[Member]) -> None:
-        self._members = members
+    def __init__(self, members: list[Member], restart: Callable[[Worker], Worker]) -> None:
+        self._members, self._restart = members, restart
 
     def __getitem__(self, n: int) -> Member:  # type: ignore[override]
         return self._members[n]
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def restart(self, n: int) -> Member:
+        """End a worker without a word, and start it again: a new life under its name and number.
+
+        The others have heard of it when this returns.
+        """
+        member = self._members[n] = Member(self._restart(self._members[n].worker))
+        return member
 
     @contextmanager
     def trace(self) -> Iterator[list[str]]:
@@ -85,24 +96,39 @@ def cluster(
     options = options or Options()
     transports = Transports({"memory": MemoryNetwork(limits=options.limits)})
     listeners = [transports.listen(f"memory://w{id}") for id in range(n)]
-    members = [(WorkerInfo(f"w{id}", id), listeners[id].address) for id in range(n)]
+    members = [_Member(id, f"w{id}", listeners[id].address) for id in range(n)]
     exposed, secret = tuple(expose), fresh_secret()
-    workers = [
-        Worker(
-            Directory(id, members),
+    workers: list[Worker] = []
+
+    def start(directory: Directory, listener: Listener) -> Worker:
+        worker = Worker(
+            directory,
             "cluster",
             secret,
             transports,
-            listeners[id],
+            listener,
             options,
             exposed,
             clock,
             manner=manner or NATIVE,
         )
-        for id in range(n)
-    ]
+        workers.append(worker)
+        return worker
+
+    def restart(worker: Worker) -> Worker:
+        worker.close()
+        id, life = worker.directory.me.id, worker.directory.myself.life + 1
+        listener = transports.listen(f"memory://{worker.name}.{life}")
+        members[id] = _Member(id, worker.name, listener.address, life)
+        born = start(Directory(id, members), listener)
+        for other in born.directory.others():
+            with suppress(PeerLost):  # it is not there either, and will look for us
+                born.agent.reach(other.id, born.agent.clock.now() + options.timeouts.connect)
+        return born
+
+    begun = [Member(start(Directory(id, members), listeners[id])) for id in range(n)]
     try:
-        yield Cluster([Member(worker) for worker in workers])
+        yield Cluster(begun, restart)
     finally:
         for worker in workers:
             worker.close()

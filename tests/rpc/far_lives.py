@@ -1,0 +1,51 @@
+"""What the workers of test_lives.py and test_retrying.py run."""
+
+from __future__ import annotations
+
+import torch
+
+import gradwire
+from tests.gates import GATES
+
+CALLS: list[str] = []
+
+
+def here():
+    return gradwire.get_worker_info().name, gradwire.life()
+
+
+def doubled(x):
+    return 2 * x
+
+
+def kept(value):
+    return value
+
+
+def fetched(rref):
+    return rref.to_here()
+
+
+def relayed(to, x):
+    return gradwire.rpc_sync(to, doubled, args=(x,))
+
+
+def gated(gate):
+    GATES[gate].wait(10)
+
+
+def counted(name):
+    CALLS.append(name)
+    return name
+
+
+def weight():
+    return torch.nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+
+
+def product(w, x):
+    return w.local_value() * x
+
+
+def value_of(w):
+    return w.local_value().detach().clone()
