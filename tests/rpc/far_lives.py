@@ -49,3 +49,44 @@ def product(w, x):
 
 def value_of(w):
     return w.local_value().detach().clone()
+
+
+def set_value(w, value):
+    with torch.no_grad():
+        w.local_value().copy_(value)
+
+
+HOOKS = {}
+"""What ends the worker, by the name of the moment."""
+
+
+def ends_before():
+    HOOKS["before"]()
+    raise SystemExit("this worker has ended")
+
+
+def ends_after():
+    CALLS.append("after")
+    HOOKS["after"]()
+
+
+@gradwire.idempotent
+def again_before():
+    if gradwire.life() == 0:
+        HOOKS["before"]()
+        raise SystemExit("this worker has ended")
+    CALLS.append("before")
+    return here()
+
+
+@gradwire.idempotent
+def again_after():
+    CALLS.append("after")
+    if gradwire.life() == 0:
+        HOOKS["after"]()
+    return here()
+
+
+@gradwire.idempotent
+def again_with(rref):
+    return rref.to_here()

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, assert_never, final
 
+from msgspec.structs import astuple
+
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
+from gradwire.rpc import rights
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
 from gradwire.rpc.packing import Packing, Unpacking
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
@@ -35,14 +38,6 @@ from gradwire.rpc.refs_state import (
     SendDrop,
     SendFork,
     Verdict,
-)
-from gradwire.rpc.rights import (
-    Room,
-    check_end,
-    check_fork,
-    check_passed,
-    check_use,
-    earlier_life,
 )
 from gradwire.wire.message import Message
 
@@ -85,7 +80,7 @@ class Refs:
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
         self._closed = False
-        self._room = Room(self._table, me.id, agent.limits.references)
+        self._room = rights.Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
         """whether this worker has let go of all that lives elsewhere"""
         self.make: Made
@@ -121,7 +116,7 @@ class Refs:
         """
         with self._lock:
             if peer is not None:
-                check_use(self._table, ref, peer)
+                rights.check_use(self._table, ref, peer)
             kept = self._values.get(ref)
         if kept is None:
             raise UsageError(
@@ -195,7 +190,7 @@ class Refs:
         """A reference is part of the value being packed; its place in the list."""
         packing: Packing = self._local.packing
         to, packed, deadline = packing.to, packing.packed, packing.deadline
-        self.check_life(hold)
+        rights.check_life(self._agent.directory, hold)
         self._wait_while(self._table.is_asking, hold, deadline)
         with self._lock:
             fork = self._table.pack(hold, to)
@@ -204,14 +199,8 @@ class Refs:
 
     def wait_until_counted(self, hold: Hold, deadline: float) -> None:
         """A value is fetched when its owner has counted us: a fetch may overtake its making."""
-        self.check_life(hold)
+        rights.check_life(self._agent.directory, hold)
         self._wait_while(self._table.is_uncounted, hold, deadline)
-
-    def check_life(self, hold: Hold) -> None:
-        """EarlierLife if the owner was started again since; then the value is lost."""
-        now = self._agent.directory.life(hold.owner)
-        if hold.life < now:
-            raise earlier_life(hold.ref, self._agent.directory.name(hold.owner), hold.life, now)
 
     def _wait_while(self, uncounted: Callable[[ForkId], bool], hold: Hold, deadline: float) -> None:
         fork = hold.fork
@@ -227,8 +216,7 @@ class Refs:
         """Of references that came with one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                hold = Hold(came.ref, came.owner, came.fork, came.life)
-                self.wait_until_counted(hold, deadline)
+                self.wait_until_counted(Hold(*astuple(came)), deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
@@ -245,7 +233,7 @@ class Refs:
         if not references:
             return Unpacking(self._local, [])
         with self._lock:
-            check_passed(self._table, references, source, self._agent.directory.myself)
+            rights.check_passed(self._table, references, source, self._agent.directory.myself)
         return Unpacking(self._local, [self.make(hold) for hold in self.arrived(references)])
 
     def unpacked(self, place: object) -> object:
@@ -261,10 +249,8 @@ class Refs:
         actions: list[Action] = []
         with self._lock:
             for came in references:
-                is_stale = came.life < self._agent.directory.life(came.owner)
-                hold, more = self._table.arrived(
-                    came.ref, came.owner, came.fork, came.life, is_stale=is_stale
-                )
+                stale = came.life < self._agent.directory.life(came.owner)
+                hold, more = self._table.arrived(*astuple(came), is_stale=stale)
                 holds.append(hold)
                 actions += more
                 if hold.fork is None:
@@ -349,20 +335,20 @@ class Refs:
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         self.check_room(source.worker)
         with self._lock:
-            check_fork(self._table, message, source.worker, self._agent.directory.me.id)
+            rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
         with self._lock:
-            check_end(self._table, message, source.worker)
+            rights.check_end(self._table, message, source.worker)
             actions = self._table.accept_arrived(message.fork)
         self._answer(source, Done())
         self._perform(actions)
 
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
-            check_end(self._table, message, source.worker)
+            rights.check_end(self._table, message, source.worker)
             actions = self._table.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)

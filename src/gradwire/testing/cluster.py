@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar, final
 
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
-from gradwire.agent.members_state import Member as _Member
+from gradwire.agent.members_state import Member as Place
 from gradwire.agent.secret import fresh_secret
 from gradwire.errors import PeerLost
 from gradwire.events import Event
@@ -79,6 +79,57 @@ class Cluster(Sequence[Member]):
             yield lines
 
 
+@final
+class _Nursery:
+    """Starts the workers of one cluster, and starts them again."""
+
+    def __init__(
+        self,
+        n: int,
+        expose: Exposed,
+        options: Options | None,
+        clock: Clock | None,
+        manner: Manner | None,
+    ) -> None:
+        self._options, self._expose = options or Options(), tuple(expose)
+        self._clock, self._manner = clock, manner or NATIVE
+        self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
+        self._secret = fresh_secret()
+        self.started: list[Worker] = []
+        listeners = [self._transports.listen(f"memory://w{id}") for id in range(n)]
+        self._places = [Place(id, f"w{id}", listeners[id].address) for id in range(n)]
+        for id, listener in enumerate(listeners):
+            self._start(id, listener)
+
+    def restart(self, worker: Worker) -> Worker:
+        """See `Cluster.restart`."""
+        worker.close()
+        id, life = worker.directory.me.id, worker.directory.myself.life + 1
+        listener = self._transports.listen(f"memory://{worker.name}.{life}")
+        self._places[id] = Place(id, worker.name, listener.address, life)
+        born = self._start(id, listener)
+        for other in born.directory.others():
+            with suppress(PeerLost):  # it is not there either, and will look for us
+                limit = born.agent.clock.now() + self._options.timeouts.connect
+                born.agent.reach(other.id, limit)
+        return born
+
+    def _start(self, id: int, listener: Listener) -> Worker:
+        worker = Worker(
+            Directory(id, self._places),
+            "cluster",
+            self._secret,
+            self._transports,
+            listener,
+            self._options,
+            self._expose,
+            self._clock,
+            manner=self._manner,
+        )
+        self.started.append(worker)
+        return worker
+
+
 @contextmanager
 def cluster(
     n: int,
@@ -93,42 +144,9 @@ def cluster(
     >>> with cluster(2) as workers:
     ...     workers[0].run(gradwire.rpc_sync, "w1", torch.sin, args=(x,))
     """
-    options = options or Options()
-    transports = Transports({"memory": MemoryNetwork(limits=options.limits)})
-    listeners = [transports.listen(f"memory://w{id}") for id in range(n)]
-    members = [_Member(id, f"w{id}", listeners[id].address) for id in range(n)]
-    exposed, secret = tuple(expose), fresh_secret()
-    workers: list[Worker] = []
-
-    def start(directory: Directory, listener: Listener) -> Worker:
-        worker = Worker(
-            directory,
-            "cluster",
-            secret,
-            transports,
-            listener,
-            options,
-            exposed,
-            clock,
-            manner=manner or NATIVE,
-        )
-        workers.append(worker)
-        return worker
-
-    def restart(worker: Worker) -> Worker:
-        worker.close()
-        id, life = worker.directory.me.id, worker.directory.myself.life + 1
-        listener = transports.listen(f"memory://{worker.name}.{life}")
-        members[id] = _Member(id, worker.name, listener.address, life)
-        born = start(Directory(id, members), listener)
-        for other in born.directory.others():
-            with suppress(PeerLost):  # it is not there either, and will look for us
-                born.agent.reach(other.id, born.agent.clock.now() + options.timeouts.connect)
-        return born
-
-    begun = [Member(start(Directory(id, members), listeners[id])) for id in range(n)]
+    nursery = _Nursery(n, expose, options, clock, manner)
     try:
-        yield Cluster(begun, restart)
+        yield Cluster([Member(worker) for worker in nursery.started], nursery.restart)
     finally:
-        for worker in workers:
+        for worker in nursery.started:
             worker.close()
