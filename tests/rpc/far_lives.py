@@ -51,11 +51,6 @@ def value_of(w):
     return w.local_value().detach().clone()
 
 
-def set_value(w, value):
-    with torch.no_grad():
-        w.local_value().copy_(value)
-
-
 HOOKS = {}
 """What ends the worker, by the name of the moment."""
 

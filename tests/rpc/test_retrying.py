@@ -70,9 +70,7 @@ class _Trained:
         self.refs = [gradwire.remote(name, far.weight) for name in ("w1", "w2")]
         self.optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, self.refs, lr=0.1)
         if self.saved is not None:
-            for ref, value in zip(self.refs, self.saved[0], strict=True):
-                gradwire.rpc_sync(ref.owner(), far.set_value, args=(ref, value))
-            self.optimizer.load_state_dict(self.saved[1])
+            self.optimizer.restore(self.saved)
 
     def step(self) -> None:
         with gradwire.context() as context:
@@ -81,10 +79,6 @@ class _Trained:
                 x = gradwire.rpc_sync(ref.owner(), far.product, args=(ref, x))
             gradwire.backward(context, [x])
             self.optimizer.step(context)
-
-    def save(self) -> None:
-        values = [gradwire.rpc_sync(r.owner(), far.value_of, args=(r,)) for r in self.refs]
-        self.saved = values, self.optimizer.state_dict()
 
 
 def _train(lose) -> list[torch.Tensor]:
@@ -95,8 +89,9 @@ def _train(lose) -> list[torch.Tensor]:
                 if attempt.number == 0:
                     lose(n)
                 trained.step()
-                trained.save()
-    return trained.saved[0]
+                saved = trained.optimizer.checkpoint()
+        trained.saved = saved
+    return saved["parameters"]
 
 
 def test_training_goes_on_bit_for_bit(workers, w0):

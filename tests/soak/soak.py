@@ -76,14 +76,14 @@ def _judged(folder: Folder, steps: int) -> Report:
     kills = Counter(kill["worker"] for kill in folder.noted("kills"))
     restores = Counter(restore["error"] for restore in folder.noted("restores"))
     report = Report(steps, kills, restores, _growth(folder.noted("samples")))
-    losses, stages = replayed(steps)
+    losses, parameters = replayed(steps)
     ours, saved = folder.losses(steps), folder.committed()
     if not torch.equal(ours, losses):
         first = int((ours != losses).nonzero()[0]) if len(ours) == len(losses) else len(ours)
         report.wrong.append(f"the loss of step {first} is not that of the replay")
-    for n, (mine, theirs) in enumerate(zip(saved["stages"], stages, strict=True)):
-        if not all(torch.equal(mine[key], theirs[key]) for key in theirs):
-            report.wrong.append(f"the parameters of stage {n} are not those of the replay")
+    for n, (mine, theirs) in enumerate(zip(saved["parameters"], parameters, strict=True)):
+        if not torch.equal(mine, theirs):
+            report.wrong.append(f"parameter {n} is not that of the replay")
     for what, most in SLACK.items():
         if report.grown[what] > most:
             report.wrong.append(f"a process grew by {report.grown[what]} {what}, over {most}")

@@ -74,9 +74,7 @@ class Model:
         refs = [ref for stage in self.stages for ref in stage.remote_parameters()]
         self.optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, refs, lr=1e-3)
         if saved is not None:
-            for stage, state in zip(self.stages, saved["stages"], strict=True):
-                stage.load_state_dict(state)
-            self.optimizer.load_state_dict(saved["optimizer"])
+            self.optimizer.restore(saved)
 
     def step(self, n: int) -> float:
         with gradwire.context() as context:
@@ -86,11 +84,7 @@ class Model:
         return loss.item()
 
     def saved(self, done: int):
-        return {
-            "done": done,
-            "stages": [stage.state_dict() for stage in self.stages],
-            "optimizer": self.optimizer.state_dict(),
-        }
+        return {"done": done, **self.optimizer.checkpoint()}
 
 
 class Folder:
@@ -236,8 +230,8 @@ def train(path: str, seed: int, until: float, every: float) -> tuple[int, list[s
     return training.done, left
 
 
-def replayed(steps: int) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    """The same steps in one process, with torch alone."""
+def replayed(steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Losses and parameters of the same steps in one process, with torch alone."""
     torch.set_num_threads(1)
     stages = [Stage(n) for n in (1, 2)]
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
@@ -249,4 +243,4 @@ def replayed(steps: int) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return torch.tensor(losses, dtype=torch.float64), [stage.state_dict() for stage in stages]
+    return torch.tensor(losses, dtype=torch.float64), [each.detach() for each in parameters]
