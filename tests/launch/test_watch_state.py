@@ -228,13 +228,32 @@ def test_one_that_is_killed_while_it_starts_is_started_again():
     assert watch.to_restart() == [Restart(1, -9, Stage.STARTING)]
 
 
-def test_nobody_is_started_again_once_the_run_is_on_its_way_out():
-    returned, failed = _restartable(), _restartable()
-    returned.returned(10)
-    failed.failed(CALLER, 10, of_lost_peer=False)
-    for watch in (returned, failed):
-        watch.exited(1, -9, 11)
-        assert watch.to_restart() == []
+def test_nobody_is_started_again_once_the_run_has_failed():
+    watch = _restartable()
+    watch.failed(CALLER, 10, of_lost_peer=True)
+    watch.exited(1, -9, 11)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(12) == Died(1, -9, Stage.WORKING, CALLER)
+
+
+def test_who_dies_when_the_function_has_returned_is_not_missed():
+    watch = _restartable(workers=2)
+    watch.returned(10)
+    watch.exited(1, -9, 11)
+    watch.left(CALLER)
+    watch.exited(CALLER, 0, 12)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(12) == Succeeded()
+
+
+def test_the_death_of_the_caller_on_its_way_out_is_told():
+    watch = _restartable(workers=2)
+    watch.returned(10)
+    watch.exited(CALLER, -9, 11)
+
+    assert watch.verdict(11) == Died(CALLER, -9, Stage.LEAVING, None)
 
 
 def test_a_failure_that_was_told_is_no_death():

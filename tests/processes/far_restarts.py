@@ -132,3 +132,9 @@ def keep(value):
 
 def kept():
     return _kept
+
+
+def lose_one_and_return(path):
+    """What is returned does not depend on who is lost last."""
+    killed = caught(gradwire.rpc_sync, "w1", die)[0]
+    return killed, noted(path)

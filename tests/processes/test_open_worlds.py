@@ -6,6 +6,7 @@ import os
 import socket
 
 import pytest
+import torch
 
 import gradwire
 from gradwire import Options, PeerLost, UnknownWorker, UsageError
@@ -135,3 +136,36 @@ def test_a_worker_without_a_rank_is_told_so(monkeypatch):
 
     with pytest.raises(UsageError, match=r"init_rpc\('a'\) does not know its rank"):
         gradwire.init_rpc("a")
+
+
+def _between_others(x):
+    """A gradient from here through another worker."""
+    with gradwire.context():
+        gradwire.rpc_sync("second", far.cubed, args=(x,)).backward()
+    return x.grad
+
+
+def test_the_first_worker_and_its_store_may_be_lost_after_joining(hosts, here):
+    options = Options(init_method=f"tcp://127.0.0.1:{_free_port()}", timeouts=TIMEOUTS)
+    first, second = hosts.take(2)
+    first.begin(_come, "first", 0, options)  # it hosts the store
+    first.finish()
+    second.begin(_come, "second", 1, options)
+    second.finish()
+    gradwire.init_rpc("third", 2, options=options, expose=[far])
+    x = torch.tensor(3.0, requires_grad=True)
+
+    with gradwire.context():
+        y = gradwire.rpc_sync("second", far.cubed, args=(x,))
+        first.kill()
+        y.backward()
+
+    assert x.grad == 27
+    with pytest.raises(PeerLost, match="first was lost"):
+        gradwire.rpc_sync("first", far.here)
+    assert gradwire.rpc_sync("second", far.here) == "second"
+    assert _between_others(torch.tensor(3.0, requires_grad=True)) == 27
+    second.begin(_go)
+    second.finish()
+    assert "second" not in _names()
+    gradwire.shutdown()

@@ -63,6 +63,10 @@ def test_the_first_worker_is_not_immortal():
     assert run(far.first_dies, restarts=1) == (("w0", 1), [0], ("w2", 0))
 
 
+def test_one_that_comes_back_when_all_is_over_leaves_too(tmp_path):
+    assert run(far.lose_one_and_return, str(tmp_path / "ran"), restarts=1) == ("PeerLost", 1)
+
+
 def test_a_death_too_many_is_told():
     with pytest.raises(PeerLost, match=r"w0 died \(SIGKILL\) while it was at work"):
         run(far.die, restarts=1)

@@ -6,8 +6,8 @@ first. The death is the cause. So a failure that speaks of a lost peer lingers a
 death that explains it, and a death for the failure that says where it was felt.
 
 A worker that may be started again is, when its process ended without a word: `to_restart` says so.
-Not one that could not even import the script, nor one whose run is on its way out: that would help
-nobody.
+Not one that could not even import the script: that would help nobody. Nor one that dies when the
+function has returned: then it is not missed.
 
 Pure: workers are numbers, time is an argument. Worker 0 is the one that runs the function.
 """
@@ -145,6 +145,7 @@ class Watch:
             return
         self._exited.add(worker)
         in_order = stage is Stage.FAILED or (stage is Stage.LEFT and status == 0)
+        in_order = in_order or self._is_not_missed(worker)
         if self._death is None and not in_order:
             # Nobody can have felt the death of one that had not joined, nor tell of the caller's.
             is_felt = worker != CALLER and stage is Stage.WORKING
@@ -162,6 +163,11 @@ class Watch:
             and self._stages[worker] in at_work
             and not could_not_import
         )
+
+    def _is_not_missed(self, worker: int) -> bool:
+        """Whether it would be started again, were it not that the function has returned."""
+        is_over = self._stages[CALLER] in (Stage.LEAVING, Stage.LEFT)
+        return self._restarts_left[worker] > 0 and worker != CALLER and is_over
 
     def to_restart(self) -> list[Restart]:
         """Who is to be started again, each told once."""

@@ -180,10 +180,13 @@ class Worker:
             )
         return gave_up
 
-    def serve_until_over(self, caller: WorkerId, seconds: float) -> None:
-        """In a closed world: serve until the program of one worker is over, in whichever life."""
+    def serve_until_over(self, caller: WorkerId, seconds: float) -> bool:
+        """In a closed world: until the program of one worker is over, in whichever life.
+
+        False if it is not within this time.
+        """
         assert isinstance(self._leaver, Leaver), "an open world has nobody to wait for"
-        self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
+        return self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
 
     def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
