@@ -9,7 +9,7 @@ from gradwire.agent.directory import Directory, WorkerInfo
 from gradwire.agent.introduction import check, hello
 from gradwire.agent.members_state import Member
 from gradwire.errors import BadMessage
-from gradwire.ids import context_id
+from gradwire.ids import context_id, first_of
 
 MEMBERS = [(WorkerInfo("a", 0), "memory://a"), (WorkerInfo("b", 1), "memory://b")]
 A, B = Directory(0, MEMBERS), Directory(1, MEMBERS)
@@ -70,15 +70,33 @@ def test_a_later_life_of_a_known_worker_is_let_in_and_told_where_contexts_begin(
     assert (first.since, hello(ours, 1).since) == (0, 7)
 
 
+BEGAN = "was opened before this life of b began"
+EARLIER = "belongs to an earlier life of a"
+
+
 def test_a_life_takes_part_in_what_is_younger_than_itself():
     members = [Member(0, "a", "memory://a"), Member(1, "b", "memory://b", 1), Member(2, "c", "")]
     born, other = Directory(1, members), Directory(2, members)
 
-    assert not born.may_share(context_id(0, 7))  # it does not know yet
-    assert born.may_share(context_id(1, 0))
-    assert other.may_share(context_id(0, 0))
+    def of_a(*counts):
+        return [born.maybe_too_old(context_id(0, n)) for n in counts]
+
+    assert of_a(7) == [BEGAN]  # it does not know yet
+    assert born.maybe_too_old(context_id(1, 0)) is None
+    assert other.maybe_too_old(context_id(0, 0)) is None
     born.greeted(0, 0, 7)
     born.greeted(0, 0, 9)
-    assert [born.may_share(context_id(0, n)) for n in (6, 7, 8)] == [False, True, True]
-    born.greeted(0, 1, 0)
-    assert born.may_share(context_id(0, 1))
+    assert of_a(6, 7, 8) == [BEGAN, None, None]
+
+
+def test_what_an_earlier_life_has_opened_is_over_for_all():
+    members = [Member(0, "a", "memory://a"), Member(1, "b", "memory://b")]
+    directory = Directory(1, members)
+    directory.greeted(0, 0, 0)
+    assert directory.maybe_too_old(context_id(0, 5)) is None
+
+    directory.admit(Member(0, "a", "memory://c", 1))
+    directory.greeted(0, 1, 0)
+
+    assert directory.maybe_too_old(context_id(0, 5)) == EARLIER
+    assert directory.maybe_too_old(context_id(0, first_of(1))) is None

@@ -189,6 +189,18 @@ def test_an_opener_that_is_started_again_loses_its_contexts_everywhere(workers, 
         assert x.grad == 2
 
 
+def test_a_context_of_an_earlier_life_is_not_opened_by_what_is_late_of_it(workers, w0):
+    """w2 has not heard of the context before its opener was started again."""
+    left_open = gradwire.context()
+    id = workers[1].run(lambda: contextvars.copy_context().run(left_open.__enter__))
+    workers.restart(1)
+
+    with pytest.raises(EarlierLife, match="belongs to an earlier life of w1"):
+        workers[2].worker.engine.contexts.heard_of(id, 0)
+
+    assert not len(workers[2].worker.engine.contexts)
+
+
 def test_two_that_are_started_again_know_each_other(workers, w0):
     for n in (1, 2, 1):
         workers.restart(n)

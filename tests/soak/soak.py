@@ -21,6 +21,7 @@ RESTARTS = 60_000
 SLACK = {"kilobytes": 48 << 10, "threads": 8, "descriptors": 12}
 """How far a process may go beyond what it used when it had been at work for a few seconds."""
 _WARM_SAMPLES = 4
+_START_AND_END_SECONDS = 300
 
 
 @dataclass
@@ -55,11 +56,11 @@ def soak(seconds: float, seed: int, every: float, say=lambda line: None) -> Repo
             steps, left = gradwire.run(
                 training.train,
                 3,
-                args=(path, seed, time.monotonic() + seconds, every),
+                args=(path, seed, seconds, every),
                 expose=[training, os.getpid],
                 options=Options(timeouts=Timeouts(join=120, call=30, backward=30, step=30)),
                 restarts=RESTARTS,
-                timeout=seconds + 300,
+                timeout=seconds + _START_AND_END_SECONDS,
             )
         finally:
             over.set()

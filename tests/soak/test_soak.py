@@ -9,7 +9,7 @@ from tests.soak.soak import soak
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 def test_half_a_minute_of_kills_leaves_no_trace(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

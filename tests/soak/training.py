@@ -109,6 +109,12 @@ class Folder:
         data = bytearray((self.path / "losses").read_bytes()[: done * _FLOAT_BYTES])
         return torch.frombuffer(data, dtype=torch.float64)
 
+    def until(self, seconds: float) -> float:
+        """When it is over: counted from the first life of w0, on the clock of the machine."""
+        if not (self.path / "until").exists():
+            self.note("until", when=time.monotonic() + seconds)
+        return self.noted("until")[0]["when"]
+
     def note(self, name: str, **what) -> None:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(what) + "\n")
@@ -215,10 +221,11 @@ def left_here() -> list[str]:
     return left()
 
 
-def train(path: str, seed: int, until: float, every: float) -> tuple[int, list[str]]:
-    """Train until then; how many steps were committed, and what was left behind."""
+def train(path: str, seed: int, seconds: float, every: float) -> tuple[int, list[str]]:
+    """Train for so long; how many steps were committed, and what was left behind."""
     torch.set_num_threads(1)
     folder = Folder(path)
+    until = folder.until(seconds)
     killer = Killer(folder, seed, every)
     training = Training(folder, killer)
     while time.monotonic() < until or training.done == 0:

@@ -11,7 +11,7 @@ import msgspec
 
 from gradwire.agent.members_state import Member, Members
 from gradwire.errors import PeerLost, UnknownWorker, UsageError
-from gradwire.ids import ContextId, WorkerId, count_of, opener_of
+from gradwire.ids import ContextId, WorkerId, count_of, first_of, opener_of
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
@@ -105,20 +105,26 @@ class Directory:
             if known is None or known[0] < life:
                 self._since[worker] = life, since
 
-    def may_share(self, context: ContextId) -> bool:
-        """Whether this life may take part in a context that was opened elsewhere.
+    def maybe_too_old(self, context: ContextId) -> str | None:
+        """Why this life may take no part in a context that was opened elsewhere; None if it may.
 
         Note [Contexts and lives]: edges are numbered by worker and context. Two lives of one worker
         in one context would give the same number twice, and a gradient could go the wrong way. So a
         life takes part only in contexts that are younger than itself. Only their opener knows
         which those are: it says so when it is first greeted. Who may have had an earlier life takes
-        no part in contexts of openers it has not met.
+        no part in contexts of openers it has not met. And what an earlier life of its opener has
+        left of a context is dropped everywhere, however late it is heard of.
         """
-        opener = opener_of(context)
+        opener, me = opener_of(context), self.myself
+        if opener == me.id:
+            return None
+        if count_of(context) < first_of(self.life(opener)):
+            return f"belongs to an earlier life of {self.name(opener)}"
         known = self._since.get(opener)
-        if known is not None:
-            return count_of(context) >= known[1]
-        return self.is_open or self.myself.life == 0 or opener == self.myself.id
+        may_be_older = not self.is_open and me.life > 0
+        if may_be_older if known is None else count_of(context) < known[1]:
+            return f"was opened before this life of {me.name} began"
+        return None
 
     def admit(self, said: Member) -> list[WorkerId]:
         """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""

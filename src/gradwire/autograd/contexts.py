@@ -27,10 +27,10 @@ class Contexts:
         *,
         first: int = 0,
         most: int = 1 << 12,
-        may_share: Callable[[ContextId], bool] = lambda _: True,
+        maybe_too_old: Callable[[ContextId], str | None] = lambda _: None,
     ) -> None:
         self._quota = Quota("contexts", most)
-        self._may_share = may_share
+        self._maybe_too_old = maybe_too_old
         self._me, self._name = me, name
         self._lock = threading.Lock()
         self._count = first
@@ -60,7 +60,7 @@ class Contexts:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
         A new one counts as one of `source`, whoever opened it: that a peer says it is not enough.
-        EarlierLife if an earlier life of ours may have worked in it.
+        EarlierLife if an earlier life of ours may have worked in it, or one of its opener made it.
         """
         context = self._open.get(id)
         if context is not None:
@@ -109,9 +109,10 @@ class Contexts:
 
     def _check_young(self, id: ContextId) -> None:
         """See Note [Contexts and lives], directory.py."""
-        if opener_of(id) != self._me and not self._may_share(id):
+        why = self._maybe_too_old(id)
+        if why is not None:
             raise EarlierLife(
-                f"{spoken_context(id)} was opened before this life of {self._name} began",
+                f"{spoken_context(id)} {why}",
                 hint="begin again in a new context: what a lost worker computed is lost with it",
             )
 

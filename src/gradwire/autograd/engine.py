@@ -65,7 +65,7 @@ class Engine:
             me.name,
             first=first,
             most=agent.limits.contexts,
-            may_share=agent.directory.may_share,
+            maybe_too_old=agent.directory.maybe_too_old,
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
