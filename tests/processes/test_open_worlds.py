@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import Options, PeerLost, UnknownWorker, UsageError
+from gradwire import EarlierLife, Options, PeerLost, UnknownWorker, UsageError
 from gradwire.rpc.joining import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
@@ -169,3 +169,28 @@ def test_the_first_worker_and_its_store_may_be_lost_after_joining(hosts, here):
     second.finish()
     assert "second" not in _names()
     gradwire.shutdown()
+
+
+def test_the_first_worker_may_be_killed_and_others_come_and_it_comes_back(hosts, tmp_path, here):
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+    first, other = hosts.take(2)
+    first.begin(_come, "first", 0, options)
+    first.finish()
+    gradwire.init_rpc("second", 1, options=options, expose=[far])
+    value = gradwire.remote("first", far.same, args=(1,))
+    assert value.to_here() == (1,)
+    first.kill()
+
+    other.begin(_come, "third", 2, options)
+    assert other.finish() == ["second", "third"]
+    first, _ = hosts.take(2)
+    first.begin(_come, "first", 0, options)
+    assert first.finish() == ["first", "second", "third"]
+
+    names, doubled = gradwire.rpc_sync("third", far.through, args=(["first"], 2.0))
+    assert (names, doubled) == (["third", "first"], 8.0)
+    with pytest.raises(EarlierLife, match="belonged to life 1 of first, which is in life 4"):
+        value.to_here()
+    for host in (first, other):
+        host.begin(_go)
+        host.finish()
