@@ -6,11 +6,12 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROGRAMS ?= 2000
 SECONDS ?= 600
+MINUTES ?= 30
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples oracle fuzz conformance bench bench-peers chart docs clean
+.PHONY: help demo test check format lint types examples oracle fuzz soak conformance bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -43,6 +44,9 @@ oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
 fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: make fuzz SECONDS=60
 	@for target in frame message payload tensors world; do \
 		$(PY) -W ignore -m tests.fuzz --target $$target --seconds $(SECONDS) || exit 1; done
+
+soak: $(STAMP) ## train while workers are killed and started again: make soak MINUTES=5
+	$(PY) -m tests.soak --minutes $(MINUTES)
 
 conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of an hour)
 	$(PY) -m tests.conformance

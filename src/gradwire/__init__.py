@@ -9,6 +9,7 @@ from gradwire.errors import (
     CannotTravel,
     ContextClosed,
     DeadlinePassed,
+    EarlierLife,
     GradwireError,
     GraphCutWarning,
     JoinTimeout,
@@ -32,6 +33,7 @@ from gradwire.options import Limits, Options, Timeouts, Tls
 from gradwire.rpc.api import (
     get_worker_info,
     init_rpc,
+    life,
     refusals,
     remote,
     rpc_async,
@@ -42,6 +44,7 @@ from gradwire.rpc.asynchronous import async_execution
 from gradwire.rpc.codecs import register_codec
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
+from gradwire.rpc.retrying import idempotent, retrying
 from gradwire.rpc.rref import RRef
 
 __version__ = "0.1.0.dev0"
@@ -76,6 +79,10 @@ __all__ = [  # in the order one learns them
     # learn from it
     "DistributedOptimizer",
     "clip_grad_norm_",
+    # go on when a worker was lost
+    "retrying",
+    "idempotent",
+    "life",
     # what can go wrong
     "GradwireError",
     "UsageError",
@@ -87,6 +94,7 @@ __all__ = [  # in the order one learns them
     "ContextClosed",
     "PeerError",
     "PeerLost",
+    "EarlierLife",
     "BadMessage",
     "OverLimit",
     "DeadlinePassed",

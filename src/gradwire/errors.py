@@ -9,7 +9,8 @@ GradwireError              a RuntimeError, so that older programs still catch it
 │   └── ContextClosed      a graph outlived the context that recorded it
 ├── PeerError              a peer did not do its part
 │   ├── PeerLost           its connection ended, or it went silent
-│   │   └── NotTrusted     it did not prove that it belongs to the job
+│   │   ├── NotTrusted     it did not prove that it belongs to the job
+│   │   └── EarlierLife    it was started again; what was asked for was lost with its earlier life
 │   └── BadMessage         it sent something no correct peer sends
 │       └── OverLimit      it sent or holds more than `Limits` let it
 ├── DeadlinePassed         a wait was given up (also a TimeoutError)
@@ -100,6 +101,10 @@ class PeerLost(PeerError):
 
 class NotTrusted(PeerLost):
     """A peer, or what it left at the meeting place, did not prove that it belongs to the job."""
+
+
+class EarlierLife(PeerLost):
+    """A worker was started again, and what was asked for belonged to its earlier life."""
 
 
 class BadMessage(PeerError):

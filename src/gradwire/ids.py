@@ -16,6 +16,8 @@ LAST_WORKER = (1 << 15) - 1
 """Numbers of workers fit into the top bits of a context's id, which is a positive 64-bit number."""
 _CONTEXT_SHIFT = 48
 _LIFE_SHIFT = 32
+LAST_LIFE = (1 << _CONTEXT_SHIFT - _LIFE_SHIFT) - 1
+"""Lives fit into the upper part of a context's count."""
 
 
 class _Counted(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -78,6 +80,11 @@ def opener_of(context: ContextId) -> WorkerId:
     return context >> _CONTEXT_SHIFT
 
 
+def count_of(context: ContextId) -> int:
+    """Which of its opener's contexts it is."""
+    return context & ((1 << _CONTEXT_SHIFT) - 1)
+
+
 def spoken_context(context: ContextId) -> str:
     """How a context is written in errors and traces: c<worker>.<n>."""
-    return f"c{opener_of(context)}.{context & ((1 << _CONTEXT_SHIFT) - 1)}"
+    return f"c{opener_of(context)}.{count_of(context)}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
+from gradwire.ids import LAST_LIFE
 
 _TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
 
@@ -124,6 +125,10 @@ class Options:
 
     init_method: str = "env://"
     """where workers find each other: env://, tcp://host:port or file:///path"""
+    life: int = 0
+    """how often this worker of a closed world was started again, under its name and rank, while the
+    others went on; `run(restarts=…)` counts it, other launchers have to
+    """
     is_open: bool = False
     """workers come and go, whatever WORLD_SIZE says; so it is also where no world size is known"""
     listen: str = "auto"
@@ -157,6 +162,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise UsageError(f"threads={self.threads} would run no call", hint="at least 1")
+        if not 0 <= self.life <= LAST_LIFE:
+            raise UsageError(f"life={self.life} is not between 0 and {LAST_LIFE}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.agent.leaving_state import OVER, QUIET, Departure
+from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure
 
 
 def test_a_worker_waits_for_everyone_to_be_over():
@@ -47,3 +47,18 @@ def test_phases_only_grow_whatever_the_order(said):
         now = set(departure.missing(QUIET))
         assert now <= missing
         missing = now
+
+
+def test_one_that_is_back_has_said_nothing_yet():
+    departure = Departure([1, 2])
+    departure.said(1, QUIET)
+    departure.peer_lost(1)
+    assert departure.missing(READY) == [2]
+    departure.reborn(1)
+
+    assert departure.missing(OVER) == [1, 2]
+    assert not departure.has_reached(1, OVER)
+    departure.said(1, OVER)
+    assert departure.has_reached(1, OVER)
+    assert departure.missing(OVER) == [2]
+    assert departure.abandoned() == []

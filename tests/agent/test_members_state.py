@@ -24,6 +24,28 @@ def test_a_closed_world_admits_nobody_new():
         members.admit(C)
 
 
+def test_a_closed_world_admits_a_later_life_of_a_member():
+    members = Members(0, [A, B])
+    later = Member(1, "b", "elsewhere", 3)
+
+    assert not members.had_earlier(1)
+    assert members.admit(later) == [B]
+    assert members.admit(later) == []
+    assert members.numbered(1) == members.named("b") == later
+    assert members.had_earlier(1)
+    with pytest.raises(BadMessage, match="b speaks for an earlier life of b"):
+        members.admit(B)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [Member(1, "x", "", 9), Member(0, "b", "", 9), Member(2, "b", "", 9), Member(0, "a", "", 9)],
+)
+def test_nobody_else_takes_a_place_in_a_closed_world(claim):
+    with pytest.raises(BadMessage, match="claims the number of"):
+        Members(0, [A, B]).admit(claim)
+
+
 def test_an_open_world_admits_newcomers_once():
     members = Members(0, [A], is_open=True)
 

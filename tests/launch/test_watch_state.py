@@ -15,6 +15,7 @@ from gradwire.launch.watch_state import (
     Failed,
     Overdue,
     Patience,
+    Restart,
     Stage,
     Succeeded,
     Watch,
@@ -177,3 +178,88 @@ def test_a_run_ends_with_one_verdict_whatever_happens(workers, data):
                 watch.exited(worker, data.draw(st.sampled_from([0, 1, -9])), now)
                 going.discard(worker)
         now += 0.5
+
+
+def _restartable(restarts: int = 1, workers: int = 3) -> Watch:
+    watch = Watch(workers, PATIENCE, 0, restarts=restarts)
+    for worker in range(workers):
+        watch.begun(worker)
+    return watch
+
+
+@pytest.mark.parametrize("worker", [CALLER, 2])
+def test_a_worker_that_died_is_started_again_and_told_once(worker):
+    watch = _restartable()
+    watch.exited(worker, -9, 50)
+
+    assert watch.verdict(50) is None
+    assert watch.to_restart() == [Restart(worker, -9, Stage.WORKING)]
+    assert watch.to_restart() == []
+    assert watch.next_deadline() == 60
+    assert watch.verdict(60) == Overdue((worker,), Stage.WORKING)
+    watch.begun(worker)
+    assert watch.verdict(61) is None
+
+
+def test_each_has_its_own_number_of_restarts():
+    watch = _restartable()
+    for worker in (1, 2):
+        watch.exited(worker, 1, 50)
+        watch.begun(worker)
+    assert len(watch.to_restart()) == 2
+    watch.exited(1, -9, 70)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(70 + LINGER_SECONDS) == Died(1, -9, Stage.WORKING, None)
+
+
+def test_one_that_cannot_import_the_script_is_not_started_again():
+    watch = Watch(2, PATIENCE, 0, restarts=5)
+    watch.exited(1, 1, 3)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(3) == Died(1, 1, Stage.STARTING, None)
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again():
+    watch = Watch(2, PATIENCE, 0, restarts=5)
+    watch.exited(1, -9, 3)
+
+    assert watch.to_restart() == [Restart(1, -9, Stage.STARTING)]
+
+
+def test_nobody_is_started_again_once_the_run_has_failed():
+    watch = _restartable()
+    watch.failed(CALLER, 10, of_lost_peer=True)
+    watch.exited(1, -9, 11)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(12) == Died(1, -9, Stage.WORKING, CALLER)
+
+
+def test_who_dies_when_the_function_has_returned_is_not_missed():
+    watch = _restartable(workers=2)
+    watch.returned(10)
+    watch.exited(1, -9, 11)
+    watch.left(CALLER)
+    watch.exited(CALLER, 0, 12)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(12) == Succeeded()
+
+
+def test_the_death_of_the_caller_on_its_way_out_is_told():
+    watch = _restartable(workers=2)
+    watch.returned(10)
+    watch.exited(CALLER, -9, 11)
+
+    assert watch.verdict(11) == Died(CALLER, -9, Stage.LEAVING, None)
+
+
+def test_a_failure_that_was_told_is_no_death():
+    watch = _restartable()
+    watch.failed(2, 10, of_lost_peer=False)
+    watch.exited(2, 1, 11)
+
+    assert watch.to_restart() == []
+    assert watch.verdict(11) == Failed(2)

@@ -6,9 +6,10 @@ import os
 import socket
 
 import pytest
+import torch
 
 import gradwire
-from gradwire import Options, PeerLost, UnknownWorker, UsageError
+from gradwire import EarlierLife, Options, PeerLost, UnknownWorker, UsageError
 from gradwire.rpc.joining import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
@@ -135,3 +136,61 @@ def test_a_worker_without_a_rank_is_told_so(monkeypatch):
 
     with pytest.raises(UsageError, match=r"init_rpc\('a'\) does not know its rank"):
         gradwire.init_rpc("a")
+
+
+def _between_others(x):
+    """A gradient from here through another worker."""
+    with gradwire.context():
+        gradwire.rpc_sync("second", far.cubed, args=(x,)).backward()
+    return x.grad
+
+
+def test_the_first_worker_and_its_store_may_be_lost_after_joining(hosts, here):
+    options = Options(init_method=f"tcp://127.0.0.1:{_free_port()}", timeouts=TIMEOUTS)
+    first, second = hosts.take(2)
+    first.begin(_come, "first", 0, options)  # it hosts the store
+    first.finish()
+    second.begin(_come, "second", 1, options)
+    second.finish()
+    gradwire.init_rpc("third", 2, options=options, expose=[far])
+    x = torch.tensor(3.0, requires_grad=True)
+
+    with gradwire.context():
+        y = gradwire.rpc_sync("second", far.cubed, args=(x,))
+        first.kill()
+        y.backward()
+
+    assert x.grad == 27
+    with pytest.raises(PeerLost, match="first was lost"):
+        gradwire.rpc_sync("first", far.here)
+    assert gradwire.rpc_sync("second", far.here) == "second"
+    assert _between_others(torch.tensor(3.0, requires_grad=True)) == 27
+    second.begin(_go)
+    second.finish()
+    assert "second" not in _names()
+    gradwire.shutdown()
+
+
+def test_the_first_worker_may_be_killed_and_others_come_and_it_comes_back(hosts, tmp_path, here):
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
+    first, other = hosts.take(2)
+    first.begin(_come, "first", 0, options)
+    first.finish()
+    gradwire.init_rpc("second", 1, options=options, expose=[far])
+    value = gradwire.remote("first", far.same, args=(1,))
+    assert value.to_here() == (1,)
+    first.kill()
+
+    other.begin(_come, "third", 2, options)
+    assert other.finish() == ["second", "third"]
+    first, _ = hosts.take(2)
+    first.begin(_come, "first", 0, options)
+    assert first.finish() == ["first", "second", "third"]
+
+    names, doubled = gradwire.rpc_sync("third", far.through, args=(["first"], 2.0))
+    assert (names, doubled) == (["third", "first"], 8.0)
+    with pytest.raises(EarlierLife, match="belonged to life 1 of first, which is in life 4"):
+        value.to_here()
+    for host in (first, other):
+        host.begin(_go)
+        host.finish()

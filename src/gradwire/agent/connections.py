@@ -69,6 +69,8 @@ class Connections:
         self._closed = False
         self.on_joined: Callable[[WorkerId], None] = lambda _: None
         self.on_opened: Callable[[], None] = lambda: None
+        self.on_reborn: Callable[[WorkerId, PeerLost], None] = lambda worker, error: None
+        """told that a worker's earlier life is over, as a later one is there"""
 
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
@@ -130,9 +132,10 @@ class Connections:
         until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)
-            self._greet(channel, until)
+            self._greet(channel, worker, until)
             theirs = self._heard(channel, until)
             self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
+            self._directory.greeted(worker, theirs.life, theirs.since)
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
@@ -160,11 +163,12 @@ class Connections:
         theirs = self._heard(channel, until)
         member = introduction.check(theirs, name, directory, dialled=None)
         self._admit(member)
-        self._greet(channel, until)
+        directory.greeted(member.id, member.life, theirs.since)
+        self._greet(channel, member.id, until)
         self._adopt(member.id, channel)
 
-    def _greet(self, channel: Channel, deadline: float) -> None:
-        said = encode(introduction.hello(self._directory))
+    def _greet(self, channel: Channel, peer: WorkerId, deadline: float) -> None:
+        said = encode(introduction.hello(self._directory, peer))
         channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
 
     def _heard(self, channel: Channel, deadline: float) -> Hello:
@@ -183,7 +187,8 @@ class Connections:
             error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
             for channel in channels:
                 channel.close(str(error))
-                self._on_end(worker, channel, error, channel is channels[-1])
+                self._on_end(worker, channel, error, False)
+            self.on_reborn(worker, error)
 
     def _adopt(self, worker: WorkerId, channel: Channel) -> Channel:
         channel = self._wrap(channel)

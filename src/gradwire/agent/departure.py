@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent
@@ -15,6 +17,7 @@ from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
 
 _LOOK_AGAIN_SECONDS = 0.005
+_SAY_AGAIN_SECONDS = 10.0
 
 
 @final
@@ -25,8 +28,23 @@ class Leaver:
         self._agent = agent
         self._changed = threading.Condition()
         self._departure = Departure(info.id for info in agent.directory.others())
+        self._said = 0
         agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
+        agent.on_peer_reborn(self._peer_reborn)
+
+    def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
+        """Until a peer's program is over, in this life or a later one; False if it is late.
+
+        Its loss is no end: it may come back.
+        """
+        with self._changed:
+            while not self._departure.has_reached(worker, OVER):
+                left = deadline - self._agent.clock.now()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+        return True
 
     def leave(
         self,
@@ -55,6 +73,7 @@ class Leaver:
         return [self._agent.directory.name(worker) for worker in sorted({*late, *gone})]
 
     def _say(self, phase: int, deadline: float) -> None:
+        self._said = phase
         for info in self._agent.directory.others():
             try:
                 self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
@@ -79,3 +98,16 @@ class Leaver:
         with self._changed:
             self._departure.peer_lost(worker)
             self._changed.notify_all()
+
+    def _peer_reborn(self, worker: WorkerId) -> None:
+        """What its earlier life was told it does not know."""
+        with self._changed:
+            self._departure.reborn(worker)
+            self._changed.notify_all()
+        if self._said:
+            self._agent.dispatch.service.submit(partial(self._say_again, worker))
+
+    def _say_again(self, worker: WorkerId) -> None:
+        deadline = self._agent.clock.now() + _SAY_AGAIN_SECONDS
+        with suppress(GradwireError):  # then it is lost again, and its next life is told
+            self._agent.tell(worker, Leaving(self._said), deadline=deadline)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import msgspec
 
 from gradwire.agent.members_state import Member, Members
 from gradwire.errors import PeerLost, UnknownWorker, UsageError
-from gradwire.ids import WorkerId
+from gradwire.ids import ContextId, WorkerId, count_of, first_of, opener_of
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
@@ -52,6 +52,9 @@ class Directory:
         self._lock = threading.Lock()
         self._members = Members(me, map(_member, members), is_open=is_open)
         self._infos: dict[Member, WorkerInfo] = {}
+        self._since: dict[WorkerId, tuple[int, int]] = {}
+        self.contexts_opened: Callable[[], int] = lambda: 0
+        """how far this worker has counted its contexts; see Note [Contexts and lives]"""
         self.is_open = is_open
         """whether workers come and go"""
         self.myself = self._members.me
@@ -90,6 +93,38 @@ class Directory:
         """What it lets the others know besides its name and address."""
         member = self._members.remembered(worker)
         return "" if member is None else member.note
+
+    def since_for(self, worker: WorkerId) -> int:
+        """What a peer is told when it is greeted. See Note [Contexts and lives]."""
+        return self.contexts_opened() if self._members.had_earlier(worker) else 0
+
+    def greeted(self, worker: WorkerId, life: int, since: int) -> None:
+        """What a peer has told us; the first time counts."""
+        with self._lock:
+            known = self._since.get(worker)
+            if known is None or known[0] < life:
+                self._since[worker] = life, since
+
+    def maybe_too_old(self, context: ContextId) -> str | None:
+        """Why this life may take no part in a context that was opened elsewhere; None if it may.
+
+        Note [Contexts and lives]: edges are numbered by worker and context. Two lives of one worker
+        in one context would give the same number twice, and a gradient could go the wrong way. So a
+        life takes part only in contexts that are younger than itself. Only their opener knows
+        which those are: it says so when it is first greeted. Who may have had an earlier life takes
+        no part in contexts of openers it has not met. And what an earlier life of its opener has
+        left of a context is dropped everywhere, however late it is heard of.
+        """
+        opener, me = opener_of(context), self.myself
+        if opener == me.id:
+            return None
+        if count_of(context) < first_of(self.life(opener)):
+            return f"belongs to an earlier life of {self.name(opener)}"
+        known = self._since.get(opener)
+        may_be_older = not self.is_open and me.life > 0
+        if may_be_older if known is None else count_of(context) < known[1]:
+            return f"was opened before this life of {me.name} began"
+        return None
 
     def admit(self, said: Member) -> list[WorkerId]:
         """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""

@@ -13,10 +13,11 @@ from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
 
 
-def hello(directory: Directory) -> Hello:
-    """What this worker says."""
+def hello(directory: Directory, peer: WorkerId | None = None) -> Hello:
+    """What this worker says, to a peer if it knows who that is."""
     me = directory.myself
-    return Hello(me.id, me.life, me.address, me.note)
+    since = 0 if peer is None else directory.since_for(peer)
+    return Hello(me.id, me.life, me.address, me.note, since)
 
 
 def check(theirs: Hello, name: str, directory: Directory, *, dialled: WorkerId | None) -> Member:

@@ -32,6 +32,15 @@ class Departure:
         """It will say nothing more. One that had not said it was quiet is missed by `abandoned`."""
         self._gone.add(worker)
 
+    def reborn(self, worker: WorkerId) -> None:
+        """It is back in a later life, which has said nothing yet."""
+        self._gone.discard(worker)
+        self._phase[worker] = 0
+
+    def has_reached(self, worker: WorkerId, phase: int) -> bool:
+        """Whether a peer has come so far, in the life that it is in."""
+        return self._phase.get(worker, 0) >= phase
+
     def missing(self, phase: int) -> list[WorkerId]:
         """Who has not reached a phase and may still do so."""
         return sorted(w for w, p in self._phase.items() if p < phase and w not in self._gone)

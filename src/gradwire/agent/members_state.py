@@ -6,7 +6,8 @@ Rules of this file:
      worker is gone; the life is new then, and higher than any before it in the same job.
   3. A life that ended does not come back: what is late of it is refused.
 
-A *closed* world has the members it began with. An *open* one admits whoever knows its job.
+A *closed* world has the members it began with, each in its first life or a later one. An *open*
+one admits whoever knows its job.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class Members:
         """Who has this number, or had it last."""
         return self._by_id.get(id) or self._gone.get(id)
 
+    def had_earlier(self, id: WorkerId) -> bool:
+        """Whether this number was used before, by another life than the one that has it now."""
+        return id in self._gone
+
     def admit(self, said: Member) -> list[Member]:
         """A peer says who it is: those it takes the place of, or BadMessage if it may not."""
         known = self._by_id.get(said.id)
@@ -69,7 +74,8 @@ class Members:
         namesake = self._by_name.get(said.name)
         if namesake is not None and namesake is not known:
             replaced.append(namesake)
-        if not self._is_open or self.me in replaced:
+        is_back = known is not None and replaced == [known] and known.name == said.name
+        if self.me in replaced or not (self._is_open or is_back):
             raise BadMessage(f"{said.name} claims the number of {self._spoken(said.id)}")
         earlier = [*replaced, *filter(None, [self._gone.get(said.id)])]
         if any(said.life <= member.life for member in earlier):

@@ -10,13 +10,16 @@ class Hello(Message, frozen=True, tag=0x01):
     """The first message each way after the handshake, which has said name and job.
 
     `life` tells a worker from an earlier one of the same number. `address` is where it listens, for
-    those who have not heard of it yet; `note` is what they should know besides.
+    those who have not heard of it yet; `note` is what they should know besides. `since` is for a
+    peer whose number was used before: the count of the sender's first context that is not older
+    than this life of the peer.
     """
 
     worker: WorkerId
     life: int = 0
     address: str = ""
     note: str = ""
+    since: int = 0
 
 
 class Failure(Message, frozen=True, tag=0x02):

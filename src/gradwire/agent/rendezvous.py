@@ -39,6 +39,7 @@ class Entry(msgspec.Struct, frozen=True):
     name: str
     address: str
     note: str = ""
+    life: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,37 @@ def meet(
             arrived.give_up(round)
         raise
     entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
-    members = [Member(id, e.name, e.address, note=e.note) for id, e in enumerate(entries)]
+    members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
     store.set(f"{round}/read/{rank}", "", job)
     if rank == 0:  # the host of the store must not go while others read
         arrived.wait([f"{round}/read/{other}" for other in range(world_size)])
     return Meeting(directory, job, store.inner)
+
+
+def meet_again(
+    store: SignedStore,
+    me: Member,
+    world_size: int,
+    options: Options,
+    clock: Clock,
+) -> Meeting:
+    """Come back to those we have met in an earlier life, who are not asked to meet again.
+
+    We write first where we are, then read where the others are: of two that come back at once, one
+    finds the other. The earlier life may have died at any step of its own meeting.
+    """
+    arrived = _Arrivals(store, me.name, clock.now() + options.timeouts.join, clock)
+    round = arrived.last_round(me.id)
+    job = store.get(round)
+    entry = Entry(me.name, me.address, me.note, me.life)
+    store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
+    keys = [f"{round}/{other}" for other in range(world_size)]
+    arrived.wait(keys)
+    entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
+    members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
+    store.set(f"{round}/read/{me.id}", "", job)
+    return Meeting(Directory(me.id, members), job, store.inner)
 
 
 def _refuse_open_world(store: SignedStore) -> None:
@@ -158,6 +184,17 @@ class _Arrivals:
             if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
+
+    def last_round(self, rank: int) -> str:
+        """The one in which an earlier life of this rank was, or was about to be."""
+        n = self._store.add(_ROUNDS, 0)
+        if rank == 0 and n == 0:
+            return self.open_round()
+        round = f"gradwire/round {max(1, n)}"
+        if rank == 0 and not self._store.has([round]):
+            self._store.set(round, uuid.uuid4().hex)
+        self.wait([round], missing="0")
+        return round
 
     def give_up(self, round: str) -> None:
         """Nobody is to join a round that rank 0 has left."""

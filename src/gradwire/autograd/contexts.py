@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
 from gradwire.agent.quota import Quota
 from gradwire.autograd.context import Context
 from gradwire.autograd.nodes import origin_of_recv
-from gradwire.errors import ContextClosed, UsageError
+from gradwire.errors import ContextClosed, EarlierLife, UsageError
 from gradwire.ids import ContextId, WorkerId, context_id, opener_of, spoken_context
 
 _CLOSED_REMEMBERED = 20_000
@@ -19,8 +20,17 @@ _CLOSED_REMEMBERED = 20_000
 class Contexts:
     """Opened here or heard of from a peer; a closed one is not created again by a late message."""
 
-    def __init__(self, me: WorkerId, name: str, *, first: int = 0, most: int = 1 << 12) -> None:
+    def __init__(
+        self,
+        me: WorkerId,
+        name: str,
+        *,
+        first: int = 0,
+        most: int = 1 << 12,
+        maybe_too_old: Callable[[ContextId], str | None] = lambda _: None,
+    ) -> None:
         self._quota = Quota("contexts", most)
+        self._maybe_too_old = maybe_too_old
         self._me, self._name = me, name
         self._lock = threading.Lock()
         self._count = first
@@ -29,6 +39,11 @@ class Contexts:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def opened(self) -> int:
+        """The number of the next one that is opened here."""
+        return self._count
 
     def new(self) -> Context:
         """Open one here."""
@@ -45,6 +60,7 @@ class Contexts:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
         A new one counts as one of `source`, whoever opened it: that a peer says it is not enough.
+        EarlierLife if an earlier life of ours may have worked in it, or one of its opener made it.
         """
         context = self._open.get(id)
         if context is not None:
@@ -52,6 +68,8 @@ class Contexts:
         with self._lock:
             if id in self._closed or opener_of(id) == self._me:
                 return self._open.get(id)
+            if id not in self._open:
+                self._check_young(id)
             return self._open.get(id) or self._made(id, source)
 
     def find(self, id: ContextId) -> Context:
@@ -65,6 +83,7 @@ class Contexts:
                 f"{unknown}: {spoken_context(id)} is closed on {self._name}",
                 hint="backward must run inside the `with context()` block that made the graph",
             )
+        self._check_young(id)
         raise UsageError(unknown)
 
     def close(self, id: ContextId) -> Context | None:
@@ -87,6 +106,15 @@ class Contexts:
         """Every open one."""
         with self._lock:
             return list(self._open)
+
+    def _check_young(self, id: ContextId) -> None:
+        """See Note [Contexts and lives], directory.py."""
+        why = self._maybe_too_old(id)
+        if why is not None:
+            raise EarlierLife(
+                f"{spoken_context(id)} {why}",
+                hint="begin again in a new context: what a lost worker computed is lost with it",
+            )
 
     def _made(self, id: ContextId, source: WorkerId | None = None) -> Context:
         if source is not None:

@@ -62,7 +62,14 @@ class Engine:
         self.limits = agent.limits
         self._edges = Quota("edges", agent.limits.edges)
         first = first_of(agent.directory.myself.life)
-        self.contexts = Contexts(me.id, me.name, first=first, most=agent.limits.contexts)
+        self.contexts = Contexts(
+            me.id,
+            me.name,
+            first=first,
+            most=agent.limits.contexts,
+            maybe_too_old=agent.directory.maybe_too_old,
+        )
+        agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
         self.passes = Passes(agent.directory, due, timeouts.backward, agent.clock, agent.timer)
         locks = LeafLocks()

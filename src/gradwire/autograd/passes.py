@@ -18,7 +18,7 @@ from gradwire.agent.timer import Timer
 from gradwire.autograd.context import Context
 from gradwire.autograd.running import Running
 from gradwire.errors import ContextClosed, PeerLost
-from gradwire.ids import ContextId, PassId, WorkerId
+from gradwire.ids import ContextId, PassId, WorkerId, first_of
 
 
 @final
@@ -37,7 +37,7 @@ class Passes:
         self._me = directory.me.id
         self._clock, self._timer = clock, timer
         self._lock = threading.Lock()
-        self._count = 0
+        self._count = first_of(directory.myself.life)
         self._by_id: dict[tuple[ContextId, PassId], Running] = {}
         self._by_run: dict[int, Running] = {}
         timer.watch(self._expire)

@@ -10,6 +10,7 @@ import io
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import cast
 
 import msgspec
 
@@ -18,12 +19,15 @@ from gradwire.launch.crew import ignore_interrupts
 from gradwire.launch.lifeline import end_with_parent
 from gradwire.launch.luggage import packed, unpacked
 from gradwire.launch.plan import Orders, given_in
+from gradwire.launch.watch_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.registry import exception_name
 from gradwire.rpc.rref import home_door
+from gradwire.rpc.worker import Worker
 
 BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 
+_LOOK_AGAIN_SECONDS = 1.0
 AS_LONG_AS_IT_TAKES = 10 * 365 * 86400.0
 """How long a worker that only serves waits for the others. The parent's patience ends sooner."""
 
@@ -70,12 +74,32 @@ def _work(line: Connection, orders: Orders) -> None:
     )
     init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
     if not orders.is_caller:
+        if orders.comes_back:
+            _serve_all_lives(orders)
         shutdown(timeout=AS_LONG_AS_IT_TAKES)
         return
-    value = fn(*args)
-    hint = "return plain values and tensors; references live only as long as their workers"
-    what = f"what the function returned (a {type(value).__name__})"
-    orders.returned.write_bytes(packed(value, what, hint=hint))
+    if not orders.returned.exists():  # or an earlier life has died on its way out
+        _write_returned(orders, fn(*args))
     line.send_bytes(RETURNED.encode())
     if home_door.maybe_default() is not None:  # unless the function itself has left
         shutdown()
+
+
+def _serve_all_lives(orders: Orders) -> None:
+    """Until the function has returned, also if the worker that runs it dies and comes back.
+
+    One that itself comes back when all others have left is told so by nobody: it finds the value.
+    """
+    worker = cast(Worker, home_door.find())
+    while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
+        if orders.returned.exists():
+            return
+
+
+def _write_returned(orders: Orders, value: object) -> None:
+    """In one go: once it is there, no later life calls the function again."""
+    hint = "return plain values and tensors; references live only as long as their workers"
+    what = f"what the function returned (a {type(value).__name__})"
+    draft = orders.returned.with_suffix(".draft")
+    draft.write_bytes(packed(value, what, hint=hint))
+    draft.replace(orders.returned)

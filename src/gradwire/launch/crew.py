@@ -50,9 +50,9 @@ class Crew:
     """The processes, by number, in the order they were started."""
 
     def __init__(self) -> None:
-        self._processes: list[SpawnProcess] = []
+        self._started = 0
+        self._processes: dict[int, SpawnProcess] = {}
         self._lines: dict[int, Connection] = {}
-        self._over: set[int] = set()
 
     def __enter__(self) -> Crew:
         return self
@@ -70,12 +70,13 @@ class Crew:
         """Start a process that runs `main(line, our process id, *args)`; its number here."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
-        number = len(self._processes)
+        number = self._started
         process = context.Process(
             target=main, args=(theirs, os.getpid(), *args), kwargs=kwargs, name=name
         )
         self._lines[number] = ours
-        self._processes.append(process)
+        self._processes[number] = process
+        self._started += 1
         with theirs, _interrupts_held():
             process.start()
         return number
@@ -88,7 +89,7 @@ class Crew:
 
     def news(self, seconds: float) -> list[News]:
         """What has happened, waiting for it if need be; empty if nothing has by then."""
-        going = [n for n in range(len(self._processes)) if n not in self._over]
+        going = list(self._processes)
         waited_for: list[Connection | int] = [self._processes[n].sentinel for n in going]
         waited_for += [self._lines[n] for n in going if n in self._lines]
         # A process forked by one of ours can hold its sentinel open after it: look for oneself.
@@ -107,7 +108,9 @@ class Crew:
         status = self._processes[n].exitcode  # before its words: those said until then are there
         yield from self._words_of(n)
         if status is not None:
-            self._over.add(n)
+            self._processes.pop(n).close()
+            if n in self._lines:
+                self._lines.pop(n).close()
             yield Exit(n, status)
 
     def _words_of(self, n: int) -> Iterator[Word]:
@@ -119,7 +122,7 @@ class Crew:
             self._lines.pop(n).close()
 
     def _end(self, how: Callable[[SpawnProcess], None], seconds: float) -> None:
-        alive = [process for process in self._processes if _is_alive(process)]
+        alive = [process for process in self._processes.values() if _is_alive(process)]
         for process in alive:
             how(process)
         deadline = time.monotonic() + seconds
@@ -127,7 +130,7 @@ class Crew:
             _join(process, deadline)
 
     def _forget(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if _is_alive(process):
                 _log.error("process %s (%s) did not end when killed", process.pid, process.name)
             else:
@@ -136,7 +139,7 @@ class Crew:
             line.close()
         self._processes.clear()
         self._lines.clear()
-        self._over.clear()
+        self._started = 0
 
 
 def _is_alive(process: SpawnProcess) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire.errors import UsageError
+from gradwire.ids import LAST_LIFE
 from gradwire.options import Options
 
 _UNSET = Options().init_method
@@ -26,6 +27,8 @@ class Orders:
     world_size: int
     options: Options
     directory: Path
+    comes_back: bool = False
+    """whether workers are started again when they die"""
 
     @property
     def is_caller(self) -> bool:
@@ -53,8 +56,10 @@ def secret_in(directory: Path) -> Path:
     return directory / "secret"
 
 
-def check(world_size: int, options: Options, timeout: float | None) -> None:
+def check(world_size: int, options: Options, timeout: float | None, restarts: int = 0) -> None:
     """Refuse what no run could follow."""
+    if type(restarts) is not int or not 0 <= restarts <= LAST_LIFE:
+        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_LIFE}")
     if type(world_size) is not int or world_size < 1:
         raise UsageError(f"run() needs at least one worker, not world_size={world_size!r}")
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
@@ -62,6 +67,8 @@ def check(world_size: int, options: Options, timeout: float | None) -> None:
             f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
             hint="without timeout= the function may take as long as it likes",
         )
+    if options.life:
+        raise UsageError("run() counts the lives of its workers itself", hint="leave life= out")
     if options.init_method != _UNSET:
         raise UsageError(
             f"run() makes a meeting place of its own, and cannot use {options.init_method}",
@@ -69,7 +76,9 @@ def check(world_size: int, options: Options, timeout: float | None) -> None:
         )
 
 
-def orders_for(world_size: int, options: Options, directory: Path) -> list[Orders]:
+def orders_for(
+    world_size: int, options: Options, directory: Path, *, comes_back: bool = False
+) -> list[Orders]:
     """The workers w0, w1, … of one run."""
     meeting = f"file://{directory / 'meeting'}"
     return [
@@ -84,12 +93,31 @@ def orders_for(world_size: int, options: Options, directory: Path) -> list[Order
                 secret=options.secret or str(secret_in(directory)),
             ),
             directory,
+            comes_back,
         )
         for rank in range(world_size)
     ]
 
 
+def orders_again(orders: Orders) -> Orders:
+    """What a worker is told in its next life.
+
+    Its socket has another name: who still looks for the earlier life must not find this one.
+    """
+    options, life = orders.options, orders.options.life + 1
+    listen = options.listen
+    if listen.startswith(f"unix://{orders.directory}"):
+        listen = _socket(orders.directory, orders.rank, life)
+    return replace(orders, options=replace(options, life=life, listen=listen))
+
+
 def _listen(options: Options, directory: Path, rank: int) -> str:
-    if options.listen in ("auto", "unix"):
-        return f"unix://{directory / f'w{rank}.socket'}"
-    return options.listen
+    return _socket(directory, rank) if options.listen in ("auto", "unix") else options.listen
+
+
+def _socket(directory: Path, rank: int, life: int = 0) -> str:
+    return (
+        f"unix://{directory / f'w{rank}.{life}.socket'}"
+        if life
+        else (f"unix://{directory / f'w{rank}.socket'}")
+    )

@@ -5,13 +5,14 @@ The driver: starts the plan, hears the processes, asks the state what to make of
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn, TypeVar, assert_never, cast
+from typing import NoReturn, TypeVar, assert_never, cast, final
 
 import msgspec
 
@@ -22,12 +23,20 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.launch import child, spoken
 from gradwire.launch.crew import Crew, Exit, News, Word
 from gradwire.launch.luggage import maybe_exception, packed, unpacked
-from gradwire.launch.plan import Orders, check, given_in, orders_for, secret_in
+from gradwire.launch.plan import (
+    Orders,
+    check,
+    given_in,
+    orders_again,
+    orders_for,
+    secret_in,
+)
 from gradwire.launch.watch_state import (
     Died,
     Failed,
     Overdue,
     Patience,
+    Restart,
     Succeeded,
     Verdict,
     Watch,
@@ -37,6 +46,7 @@ from gradwire.rpc.registry import exception_name
 from gradwire.rpc.worker import Exposed
 
 T = TypeVar("T")
+_log = logging.getLogger("gradwire")
 
 _EXIT_SECONDS = 10.0
 """What a process may take to end after its worker has left."""
@@ -50,6 +60,7 @@ def run(
     expose: Exposed = (),
     options: Options | None = None,
     timeout: float | None = None,
+    restarts: int = 0,
 ) -> T:
     """Start workers w0, w1, … on this machine, call `fn(*args)` on w0 and return its value.
 
@@ -61,6 +72,12 @@ def run(
     The first failure of any worker is raised here, as its original type, with the worker's name and
     traceback: an exception of `fn`, a process that died, one that did not start or leave in time.
     `timeout` limits the whole of it, in seconds. However it ends, no process is left behind.
+
+    With `restarts`, a worker whose process dies is started again under its name, each of them up to
+    so many times, and the others go on. It is a new life (`gradwire.life`): what the earlier one
+    kept is lost, calls and backwards that needed it raise PeerLost, references to it EarlierLife,
+    and new calls work as soon as it is back; see `retrying`. If w0 itself dies, its next life
+    calls `fn(*args)` again, and the other workers have kept their values.
 
     What the workers print appears as they print it. How many threads torch uses in each is not
     changed: where workers outnumber cores, set OMP_NUM_THREADS, or torch.set_num_threads in `fn`.
@@ -75,7 +92,7 @@ def run(
     """
     _refuse_in_import()
     options = options or Options()
-    check(world_size, options, timeout)
+    check(world_size, options, timeout, restarts)
     given = packed(
         (fn, tuple(args), tuple(expose)),
         "what run() was given",
@@ -85,11 +102,10 @@ def run(
         given_in(Path(directory)).write_bytes(given)
         if options.secret is None:
             write_secret(secret_in(Path(directory)))
-        workers = orders_for(world_size, options, Path(directory))
-        watch = Watch(world_size, _patience(options.timeouts, timeout), time.monotonic())
-        for orders in workers:
-            crew.start(orders.name, child.main, orders)
-        verdict = _supervise(crew, watch, workers)
+        workers = orders_for(world_size, options, Path(directory), comes_back=restarts > 0)
+        patience = _patience(options.timeouts, timeout)
+        watch = Watch(world_size, patience, time.monotonic(), restarts=restarts)
+        verdict = _Supervision(crew, watch, workers).verdict()
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpacked(workers[0].returned.read_bytes(), "what the function returned"))
@@ -111,28 +127,53 @@ def _patience(timeouts: Timeouts, timeout: float | None) -> Patience:
     )
 
 
-def _supervise(crew: Crew, watch: Watch, workers: list[Orders]) -> Verdict:
-    while (verdict := watch.verdict(time.monotonic())) is None:
-        for news in crew.news(watch.next_deadline() - time.monotonic()):
-            _tell(watch, news, workers)
-    return verdict
+@final
+class _Supervision:
+    """Starts the workers, hears them, and starts again those that the state says."""
 
+    def __init__(self, crew: Crew, watch: Watch, workers: list[Orders]) -> None:
+        self._crew, self._watch = crew, watch
+        self._workers = workers
+        self._worker_of: dict[int, int] = {}
+        for worker in range(len(workers)):
+            self._start(worker)
 
-def _tell(watch: Watch, news: News, workers: list[Orders]) -> None:
-    now = time.monotonic()
-    match news:
-        case Exit(worker, status):
-            watch.exited(worker, status, now)
-        case Word(worker, child.BEGUN):
-            watch.begun(worker)
-        case Word(_, child.RETURNED):
-            watch.returned(now)
-        case Word(worker, child.LEFT):
-            watch.left(worker)
-        case Word(worker, word):
-            assert word == child.FAILED, f"w{worker} said {word!r}"
-            is_loss = _failure_of(workers[worker]).type_name == exception_name(PeerLost)
-            watch.failed(worker, now, of_lost_peer=is_loss)
+    def verdict(self) -> Verdict:
+        """Of the whole run."""
+        while (verdict := self._watch.verdict(time.monotonic())) is None:
+            for news in self._crew.news(self._watch.next_deadline() - time.monotonic()):
+                self._tell(news)
+            for restart in self._watch.to_restart():
+                self._start_again(restart)
+        return verdict
+
+    def _start(self, worker: int) -> None:
+        orders = self._workers[worker]
+        self._worker_of[self._crew.start(orders.name, child.main, orders)] = worker
+
+    def _start_again(self, restart: Restart) -> None:
+        orders = self._workers[restart.worker] = orders_again(self._workers[restart.worker])
+        how, when = spoken.ending(restart.status), spoken.WHEN[restart.stage]
+        life = orders.options.life
+        _log.warning("%s died (%s) %s; it is started again, life %d", orders.name, how, when, life)
+        self._start(restart.worker)
+
+    def _tell(self, news: News) -> None:
+        now, watch, worker = time.monotonic(), self._watch, self._worker_of[news.process]
+        match news:
+            case Exit(process, status):
+                del self._worker_of[process]
+                watch.exited(worker, status, now)
+            case Word(_, child.BEGUN):
+                watch.begun(worker)
+            case Word(_, child.RETURNED):
+                watch.returned(now)
+            case Word(_, child.LEFT):
+                watch.left(worker)
+            case Word(_, word):
+                assert word == child.FAILED, f"w{worker} said {word!r}"
+                name = _failure_of(self._workers[worker]).type_name
+                watch.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
 
 
 def _raise(

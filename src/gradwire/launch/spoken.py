@@ -10,7 +10,7 @@ from gradwire.launch.watch_state import Died, Overdue, Stage
 
 GUARD = 'a script calls run() under `if __name__ == "__main__":`, for every worker imports it'
 
-_WHEN = {
+WHEN = {
     Stage.STARTING: "while it started",
     Stage.WORKING: "while it was at work",
     Stage.LEAVING: "while it was leaving",
@@ -20,13 +20,13 @@ _WHEN = {
 
 def death(died: Died, names: Sequence[str]) -> GradwireError:
     """Who died, of what, and when."""
-    name, how = names[died.worker], _ending(died.status)
+    name, how = names[died.worker], ending(died.status)
     if died.stage is Stage.STARTING and died.status > 0:
         return UsageError(
             f"{name} could not start: it ended with {how} while importing the script",
             hint=f"what it printed says why; {GUARD}",
         )
-    return PeerLost(f"{name} died ({how}) {_WHEN[died.stage]}", hint="what it printed may say why")
+    return PeerLost(f"{name} died ({how}) {WHEN[died.stage]}", hint="what it printed may say why")
 
 
 def overdue(late: Overdue, names: Sequence[str], timeout: float | None) -> DeadlinePassed:
@@ -47,7 +47,8 @@ def overdue(late: Overdue, names: Sequence[str], timeout: float | None) -> Deadl
     )
 
 
-def _ending(status: int) -> str:
+def ending(status: int) -> str:
+    """How a process ended."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -5,6 +5,10 @@ in: when a worker dies, the function that was calling it fails too, and either m
 first. The death is the cause. So a failure that speaks of a lost peer lingers a moment for the
 death that explains it, and a death for the failure that says where it was felt.
 
+A worker that may be started again is, when its process ended without a word: `to_restart` says so.
+Not one that could not even import the script: that would help nobody. Nor one that dies when the
+function has returned: then it is not missed.
+
 Pure: workers are numbers, time is an argument. Worker 0 is the one that runs the function.
 """
 
@@ -68,6 +72,15 @@ class Overdue:
     due: Stage
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A worker died, of what and when, and is to be started again."""
+
+    worker: int
+    status: int
+    stage: Stage
+
+
 Verdict = Succeeded | Failed | Died | Overdue
 
 
@@ -89,11 +102,13 @@ class _Failure:
 class Watch:
     """The story of one run so far."""
 
-    def __init__(self, workers: int, patience: Patience, now: float) -> None:
+    def __init__(self, workers: int, patience: Patience, now: float, *, restarts: int = 0) -> None:
         self._stages = [Stage.STARTING] * workers
+        self._restarts_left = [restarts] * workers
+        self._to_restart: list[Restart] = []
         self._exited: set[int] = set()
         self._patience = patience
-        self._start_by = now + patience.start
+        self._start_by = [now + patience.start] * workers
         self._end_by = now + patience.whole
         self._leave_by = math.inf
         self._death: _Death | None = None
@@ -121,14 +136,43 @@ class Watch:
 
     def exited(self, worker: int, status: int, now: float) -> None:
         """Its process is over."""
-        self._exited.add(worker)
         stage = self._stages[worker]
+        if self._may_restart(worker, status):
+            self._restarts_left[worker] -= 1
+            self._stages[worker] = Stage.STARTING
+            self._start_by[worker] = now + self._patience.start
+            self._to_restart.append(Restart(worker, status, stage))
+            return
+        self._exited.add(worker)
         in_order = stage is Stage.FAILED or (stage is Stage.LEFT and status == 0)
+        in_order = in_order or self._is_not_missed(worker)
         if self._death is None and not in_order:
             # Nobody can have felt the death of one that had not joined, nor tell of the caller's.
             is_felt = worker != CALLER and stage is Stage.WORKING
             patience = LINGER_SECONDS if is_felt else 0.0
             self._death = _Death(worker, status, stage, now + patience)
+
+    def _may_restart(self, worker: int, status: int) -> bool:
+        is_going_on = self._death is None and self._failure is None
+        at_work = (Stage.STARTING, Stage.WORKING)
+        could_not_import = self._stages[worker] is Stage.STARTING and status > 0
+        return (
+            self._restarts_left[worker] > 0
+            and is_going_on
+            and self._stages[CALLER] in at_work
+            and self._stages[worker] in at_work
+            and not could_not_import
+        )
+
+    def _is_not_missed(self, worker: int) -> bool:
+        """Whether it would be started again, were it not that the function has returned."""
+        is_over = self._stages[CALLER] in (Stage.LEAVING, Stage.LEFT)
+        return self._restarts_left[worker] > 0 and worker != CALLER and is_over
+
+    def to_restart(self) -> list[Restart]:
+        """Who is to be started again, each told once."""
+        told, self._to_restart = self._to_restart, []
+        return told
 
     def verdict(self, now: float) -> Verdict | None:
         """How the run ended; None while it goes on."""
@@ -146,8 +190,11 @@ class Watch:
             return self._death.explained_at
         if self._failure is not None:
             return self._failure.explained_at
-        starting = Stage.STARTING in self._stages
-        return min(self._start_by if starting else math.inf, self._end_by, self._leave_by)
+        starting = [self._start_by[worker] for worker in self._starting()]
+        return min(*starting, self._end_by, self._leave_by, math.inf)
+
+    def _starting(self) -> list[int]:
+        return [w for w, stage in enumerate(self._stages) if stage is Stage.STARTING]
 
     def _verdict_of(self, death: _Death, now: float) -> Died | None:
         if self._failure is not None:
@@ -157,9 +204,9 @@ class Watch:
         return None
 
     def _maybe_overdue(self, now: float) -> Overdue | None:
-        starting = tuple(w for w, stage in enumerate(self._stages) if stage is Stage.STARTING)
-        if starting and now >= self._start_by:
-            return Overdue(starting, Stage.WORKING)
+        late = tuple(worker for worker in self._starting() if now >= self._start_by[worker])
+        if late:
+            return Overdue(late, Stage.WORKING)
         staying = tuple(w for w in range(len(self._stages)) if w not in self._exited)
         if now >= self._leave_by:
             return Overdue(staying, Stage.LEFT)

@@ -15,6 +15,7 @@ from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare
 from gradwire.optim.serving import StepServing
 from gradwire.optim.shard import Options, Shard, Stepped
 from gradwire.optim.turns import StepId
+from gradwire.rpc.rights import check_life
 from gradwire.rpc.rref import RRef
 
 Answers = dict[WorkerId, Any]
@@ -127,6 +128,7 @@ class Agreement:
         """A promise of the answer, or what has kept the message from leaving."""
         what = f"{type(message).__name__} of {message.step}"
         try:
+            check_life(self._here.worker.directory, self._shards[owner].hold)
             agent = self._here.worker.agent
             phase = "commit" if isinstance(message, Commit) else "step"
             return agent.request(owner, message, deadline=deadline, what=what, phase=phase)[1]

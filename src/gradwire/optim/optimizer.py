@@ -25,6 +25,7 @@ import torch
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
+from gradwire.optim.checkpoints import PARAMETERS, fetched, written
 from gradwire.optim.clipping import by_owner, check_references, measured
 from gradwire.optim.serving import make_shard
 from gradwire.optim.shard import Options, Shard, State, check_class, stepped_here
@@ -211,6 +212,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return {n: state[n] for n in mine & state.keys()}, by_number
 
         _checked(self._agreement.ask("load", share))
+
+    def checkpoint(self) -> StateDict:
+        """All that training goes on from: the values of the parameters, and `state_dict()`."""
+        return {PARAMETERS: fetched(self._refs()), **self.state_dict()}
+
+    def restore(self, checkpoint: StateDict) -> None:
+        """Bring back what `checkpoint()` saved, also to parameters that were made anew elsewhere.
+
+        Not all or nothing: if a worker is lost meanwhile, restore once more.
+        """
+        written(self._refs(), checkpoint)
+        self.load_state_dict(checkpoint)
 
     # -- asking owners
 

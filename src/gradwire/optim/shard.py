@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast, final
 import torch
 
 from gradwire.errors import ContextClosed, PeerLost, UsageError
-from gradwire.ids import ContextId, WorkerId
+from gradwire.ids import ContextId, WorkerId, first_of
 from gradwire.optim.messages import PlainOptions
 from gradwire.optim.saving import Storages
 from gradwire.optim.turns import StepId, Turns
@@ -41,7 +41,7 @@ class Stepped:
         self.worker = worker
         self.storages = Storages()
         self.turns = Turns(worker.agent.clock)
-        self._steps = itertools.count()
+        self._steps = itertools.count(first_of(worker.directory.myself.life))
         worker.engine.saving = self.storages.saving
         self.lost: dict[WorkerId, PeerLost] = {}
         worker.agent.on_peer_lost(self._peer_lost)

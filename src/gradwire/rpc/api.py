@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.directory import WorkerInfo
+from gradwire.autograd.scope import current_context
 from gradwire.errors import UsageError
 from gradwire.options import Options, place_from_environment
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.joining import join, move_out, settle_here
 from gradwire.rpc.registry import name_of
+from gradwire.rpc.retrying import again_until, is_idempotent
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.worker import Exposed, Worker
 
@@ -80,6 +83,16 @@ def get_worker_info(name: To | None = None) -> WorkerInfo:
     return directory.me if name is None else directory.find(name)
 
 
+def life(worker: To | None = None) -> int:
+    """In which life a worker is, as far as is known here; this one without an argument.
+
+    It is 0 until the worker was started again (`run(restarts=…)`), and higher in each later life.
+    In open worlds it is a number that no earlier worker had.
+    """
+    directory = _here().directory
+    return directory.life(directory.me.id if worker is None else directory.number(worker))
+
+
 def refusals() -> dict[str, int]:
     """What this worker has refused so far: how often, by kind.
 
@@ -101,12 +114,18 @@ def rpc_sync(
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
     Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
-    is part of the graph.
+    is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
+    marked `idempotent` is asked for again.
     """
     worker = _here()
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
-    return cast(T, worker.calls.call(number, target, worker.deadline(timeout)))
+    deadline = worker.deadline(timeout)
+    if is_idempotent(func) and current_context() is None:
+        info = worker.directory.find(to)
+        call = partial(worker.calls.call, number, target, deadline)
+        return cast(T, again_until(worker, info, deadline, call))
+    return cast(T, worker.calls.call(number, target, deadline))
 
 
 def rpc_async(

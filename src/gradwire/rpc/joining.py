@@ -13,14 +13,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.clock import MonotonicClock
 from gradwire.agent.directory import Directory, check_name
+from gradwire.agent.members_state import Member
 from gradwire.agent.refusals import Refusals
 from gradwire.agent.register import Register
-from gradwire.agent.rendezvous import meet, open_store
+from gradwire.agent.rendezvous import meet, meet_again, open_store
 from gradwire.agent.secret import Secret, find_secret
 from gradwire.agent.signed_store import SignedStore
 from gradwire.autograd import api as autograd_api
 from gradwire.door import Door
-from gradwire.errors import UsageError
+from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
 from gradwire.options import Options
 from gradwire.rpc.listening import listen, transports_for
@@ -122,6 +123,8 @@ class _Joining:
 
     def closed(self, world_size: int) -> Worker:
         address, options = self._listener.address, self._options
+        if options.life:
+            return self._back(world_size)
         met = meet(
             self._signed,
             self._name,
@@ -133,6 +136,22 @@ class _Joining:
             self._note,
         )
         return self._worker(met.directory, met.job)
+
+    def _back(self, world_size: int) -> Worker:
+        """In a later life: tell those who are there. Who is not will look for us, if it comes back.
+
+        They have gone on meanwhile: nothing is asked of them but to take note. The first, which is
+        often the one that asks, is told last: when it knows of us, so do the others.
+        """
+        options, address = self._options, self._listener.address
+        me = Member(self._rank, self._name, address, options.life, self._note)
+        met = meet_again(self._signed, me, world_size, options, self._clock)
+        worker = self._worker(met.directory, met.job)
+        for other in reversed(met.directory.others()):
+            limit = self._clock.now() + options.timeouts.connect
+            with suppress(PeerLost, DeadlinePassed):
+                worker.agent.reach(other.id, limit)
+        return worker
 
     def open(self) -> Worker:
         """If this fails, nobody looks for us, and who has heard of us hears that we left."""

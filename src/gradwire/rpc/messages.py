@@ -11,11 +11,12 @@ from gradwire.wire.message import Message, Seconds
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """A reference that travels in a parcel."""
+    """A reference that travels in a parcel; to a value of this life of its owner."""
 
     ref: RefId
     owner: WorkerId
     fork: ForkId
+    life: int = 0
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):

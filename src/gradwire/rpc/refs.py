@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, assert_never, final
 
+from msgspec.structs import astuple
+
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
@@ -21,6 +23,7 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
+from gradwire.rpc import rights
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
 from gradwire.rpc.packing import Packing, Unpacking
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
@@ -37,7 +40,6 @@ from gradwire.rpc.refs_state import (
     SendFork,
     Verdict,
 )
-from gradwire.rpc.rights import Room, check_end, check_fork, check_passed, check_use
 from gradwire.wire.message import Message
 
 _JOIN_SECONDS = 5.0
@@ -79,7 +81,7 @@ class Refs:
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._janitor: threading.Thread | None = None
         self._closed = False
-        self._room = Room(self._table, me.id, agent.limits.references)
+        self._room = rights.Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
         """whether this worker has let go of all that lives elsewhere"""
         self.make: Made
@@ -96,7 +98,8 @@ class Refs:
     def keep_here(self, content: Content | None = None) -> Hold:
         """A new value of this worker's own; made later if there is no content yet."""
         with self._lock:
-            hold = self._table.create(self._agent.directory.me.id)
+            me = self._agent.directory.myself
+            hold = self._table.create(me.id, me.life)
             promise = self._values[hold.ref] = Promise()
         if content is not None:
             promise.settle(content)
@@ -105,7 +108,7 @@ class Refs:
     def keep_elsewhere(self, owner: WorkerId) -> Hold:
         """A new value that a call is about to make on another worker."""
         with self._lock:
-            return self._table.create(owner)
+            return self._table.create(owner, self._agent.directory.life(owner))
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
         """The value of a reference that this worker owns. It may be used before it is made.
@@ -114,7 +117,7 @@ class Refs:
         """
         with self._lock:
             if peer is not None:
-                check_use(self._table, ref, peer)
+                rights.check_use(self._table, ref, peer)
             kept = self._values.get(ref)
         if kept is None:
             raise UsageError(
@@ -188,14 +191,16 @@ class Refs:
         """A reference is part of the value being packed; its place in the list."""
         packing: Packing = self._local.packing
         to, packed, deadline = packing.to, packing.packed, packing.deadline
+        rights.check_life(self._agent.directory, hold)
         self._wait_while(self._table.is_asking, hold, deadline)
         with self._lock:
             fork = self._table.pack(hold, to)
-        packed.append(Reference(hold.ref, hold.owner, fork))
+        packed.append(Reference(hold.ref, hold.owner, fork, hold.life))
         return len(packed) - 1
 
     def wait_until_counted(self, hold: Hold, deadline: float) -> None:
         """A value is fetched when its owner has counted us: a fetch may overtake its making."""
+        rights.check_life(self._agent.directory, hold)
         self._wait_while(self._table.is_uncounted, hold, deadline)
 
     def _wait_while(self, uncounted: Callable[[ForkId], bool], hold: Hold, deadline: float) -> None:
@@ -212,7 +217,7 @@ class Refs:
         """Of references that came with one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                self.wait_until_counted(Hold(came.ref, came.owner, came.fork), deadline)
+                self.wait_until_counted(Hold(*astuple(came)), deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
@@ -229,7 +234,7 @@ class Refs:
         if not references:
             return Unpacking(self._local, [])
         with self._lock:
-            check_passed(self._table, references, source, self._agent.directory.me.id)
+            rights.check_passed(self._table, references, source, self._agent.directory.myself)
         return Unpacking(self._local, [self.make(hold) for hold in self.arrived(references)])
 
     def unpacked(self, place: object) -> object:
@@ -245,7 +250,8 @@ class Refs:
         actions: list[Action] = []
         with self._lock:
             for came in references:
-                hold, more = self._table.arrived(came.ref, came.owner, came.fork)
+                stale = came.life < self._agent.directory.life(came.owner)
+                hold, more = self._table.arrived(*astuple(came), is_stale=stale)
                 holds.append(hold)
                 actions += more
                 if hold.fork is None:
@@ -330,20 +336,20 @@ class Refs:
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         self.check_room(source.worker)
         with self._lock:
-            check_fork(self._table, message, source.worker, self._agent.directory.me.id)
+            rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
         with self._lock:
-            check_end(self._table, message, source.worker)
+            rights.check_end(self._table, message, source.worker)
             actions = self._table.accept_arrived(message.fork)
         self._answer(source, Done())
         self._perform(actions)
 
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
-            check_end(self._table, message, source.worker)
+            rights.check_end(self._table, message, source.worker)
             actions = self._table.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)

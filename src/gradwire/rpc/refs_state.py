@@ -52,11 +52,15 @@ from gradwire.ids import ForkId, RefId, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One RRef object of this worker; without a fork on the owner itself."""
+    """One RRef object of this worker; without a fork on the owner itself.
+
+    `life` is the one of the owner's in which the value was made.
+    """
 
     ref: RefId
     owner: WorkerId
     fork: ForkId | None
+    life: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +217,15 @@ class RefTable:
 
     # Making, passing and ending holds.
 
-    def create(self, owner: WorkerId) -> Hold:
+    def create(self, owner: WorkerId, life: int = 0) -> Hold:
         """A new value: here at once, on another worker when the creating call arrives there."""
         ref = RefId(self._me, self._number())
         if owner == self._me:
             self._values[ref] = _Value(holds=1)
-            return Hold(ref, owner, None)
+            return Hold(ref, owner, None, life)
         fork = ForkId(self._me, self._number())
         self._held[fork] = _Held(ref, fork, owner, _Stage.CREATING)
-        return Hold(ref, owner, fork)
+        return Hold(ref, owner, fork, life)
 
     def pack(self, hold: Hold, to: WorkerId) -> ForkId:
         """A new fork, about to travel to `to` with the hold's ref and owner."""
@@ -239,15 +243,21 @@ class RefTable:
             return self.drop_arrived(hold.ref, child)
         return self._child_settled(child)
 
-    def arrived(self, ref: RefId, owner: WorkerId, fork: ForkId) -> tuple[Hold, list[Action]]:
-        """A reference came with a call or an answer of the worker that made the fork."""
+    def arrived(
+        self, ref: RefId, owner: WorkerId, fork: ForkId, life: int = 0, *, is_stale: bool = False
+    ) -> tuple[Hold, list[Action]]:
+        """A reference came with a call or an answer of the worker that made the fork.
+
+        A stale one is to a value that was lost with an earlier life of its owner.
+        """
         if owner == self._me:
-            return Hold(ref, owner, None), self._came_home(ref, fork)
+            return Hold(ref, owner, None, life), self._came_home(ref, fork)
         if fork in self._held:
             raise BadMessage(f"{fork} came twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
         held = self._held[fork] = _Held(ref, fork, owner, stage)
-        return Hold(ref, owner, fork), self._first_actions(held)
+        actions = self._broke(held, owner) if is_stale else self._first_actions(held)
+        return Hold(ref, owner, fork, life), actions
 
     def hold_ended(self, hold: Hold) -> list[Action]:
         """The RRef object is gone; to be reported once."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member
 from gradwire.agent.quota import over
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, EarlierLife
 from gradwire.ids import RefId, WorkerId
 from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
-from gradwire.rpc.refs_state import RefTable
+from gradwire.rpc.refs_state import Hold, RefTable
 
 
 def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
@@ -26,14 +28,31 @@ def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
 
 
 def check_passed(
-    table: RefTable, references: Sequence[Reference], source: WorkerId, me: WorkerId
+    table: RefTable, references: Sequence[Reference], source: WorkerId, me: Member
 ) -> None:
     """References that came with a message."""
     for came in references:
         if came.fork.worker != source:
             raise BadMessage(f"w{source} passed {came.fork}, which it did not make")
-        if came.owner == me:
+        if came.owner == me.id and came.life < me.life:
+            raise earlier_life(came.ref, me.name, came.life, me.life)
+        if came.owner == me.id:
             check_use(table, came.ref, source)
+
+
+def earlier_life(ref: RefId, owner: str, life: int, now: int) -> EarlierLife:
+    """What is said of a reference to a value that its owner has lost."""
+    return EarlierLife(
+        f"{ref} belonged to life {life} of {owner}, which is in life {now}: it was started again",
+        hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
+    )
+
+
+def check_life(directory: Directory, hold: Hold) -> None:
+    """EarlierLife if the owner of a value was started again since it was made."""
+    now = directory.life(hold.owner)
+    if hold.life < now:
+        raise earlier_life(hold.ref, directory.name(hold.owner), hold.life, now)
 
 
 def check_use(table: RefTable, ref: RefId, source: WorkerId) -> None:

@@ -32,7 +32,7 @@ from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
 from gradwire.errors import RefLeakWarning, UsageError
 from gradwire.events import Events
-from gradwire.ids import ContextId
+from gradwire.ids import ContextId, WorkerId
 from gradwire.options import Options
 from gradwire.rpc.calls import Calls
 from gradwire.rpc.gathering import Gatherings
@@ -185,6 +185,14 @@ class Worker:
                 stacklevel=3,
             )
         return gave_up
+
+    def serve_until_over(self, caller: WorkerId, seconds: float) -> bool:
+        """In a closed world: until the program of one worker is over, in whichever life.
+
+        False if it is not within this time.
+        """
+        assert isinstance(self._leaver, Leaver), "an open world has nobody to wait for"
+        return self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
 
     def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""

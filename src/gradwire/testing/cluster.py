@@ -7,17 +7,20 @@ notebooks and documentation: no ports, no processes, and hundreds of them start 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import ParamSpec, TypeVar, final
 
 from gradwire.agent.clock import Clock
-from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member as Place
 from gradwire.agent.secret import fresh_secret
+from gradwire.errors import PeerLost
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
+from gradwire.transport.base import Listener
 from gradwire.transport.memory import MemoryNetwork
 
 P = ParamSpec("P")
@@ -45,14 +48,22 @@ class Member:
 class Cluster(Sequence[Member]):
     """The workers, by number."""
 
-    def __init__(self, members: list[Member]) -> None:
-        self._members = members
+    def __init__(self, members: list[Member], restart: Callable[[Worker], Worker]) -> None:
+        self._members, self._restart = members, restart
 
     def __getitem__(self, n: int) -> Member:  # type: ignore[override]
         return self._members[n]
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def restart(self, n: int) -> Member:
+        """End a worker without a word, and start it again: a new life under its name and number.
+
+        The others have heard of it when this returns.
+        """
+        member = self._members[n] = Member(self._restart(self._members[n].worker))
+        return member
 
     @contextmanager
     def trace(self) -> Iterator[list[str]]:
@@ -66,6 +77,57 @@ class Cluster(Sequence[Member]):
             for member in self._members:
                 stack.enter_context(member.worker.events.subscribe(note))
             yield lines
+
+
+@final
+class _Nursery:
+    """Starts the workers of one cluster, and starts them again."""
+
+    def __init__(
+        self,
+        n: int,
+        expose: Exposed,
+        options: Options | None,
+        clock: Clock | None,
+        manner: Manner | None,
+    ) -> None:
+        self._options, self._expose = options or Options(), tuple(expose)
+        self._clock, self._manner = clock, manner or NATIVE
+        self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
+        self._secret = fresh_secret()
+        self.started: list[Worker] = []
+        listeners = [self._transports.listen(f"memory://w{id}") for id in range(n)]
+        self._places = [Place(id, f"w{id}", listeners[id].address) for id in range(n)]
+        for id, listener in enumerate(listeners):
+            self._start(id, listener)
+
+    def restart(self, worker: Worker) -> Worker:
+        """See `Cluster.restart`."""
+        worker.close()
+        id, life = worker.directory.me.id, worker.directory.myself.life + 1
+        listener = self._transports.listen(f"memory://{worker.name}.{life}")
+        self._places[id] = Place(id, worker.name, listener.address, life)
+        born = self._start(id, listener)
+        for other in born.directory.others():
+            with suppress(PeerLost):  # it is not there either, and will look for us
+                limit = born.agent.clock.now() + self._options.timeouts.connect
+                born.agent.reach(other.id, limit)
+        return born
+
+    def _start(self, id: int, listener: Listener) -> Worker:
+        worker = Worker(
+            Directory(id, self._places),
+            "cluster",
+            self._secret,
+            self._transports,
+            listener,
+            self._options,
+            self._expose,
+            self._clock,
+            manner=self._manner,
+        )
+        self.started.append(worker)
+        return worker
 
 
 @contextmanager
@@ -82,27 +144,9 @@ def cluster(
     >>> with cluster(2) as workers:
     ...     workers[0].run(gradwire.rpc_sync, "w1", torch.sin, args=(x,))
     """
-    options = options or Options()
-    transports = Transports({"memory": MemoryNetwork(limits=options.limits)})
-    listeners = [transports.listen(f"memory://w{id}") for id in range(n)]
-    members = [(WorkerInfo(f"w{id}", id), listeners[id].address) for id in range(n)]
-    exposed, secret = tuple(expose), fresh_secret()
-    workers = [
-        Worker(
-            Directory(id, members),
-            "cluster",
-            secret,
-            transports,
-            listeners[id],
-            options,
-            exposed,
-            clock,
-            manner=manner or NATIVE,
-        )
-        for id in range(n)
-    ]
+    nursery = _Nursery(n, expose, options, clock, manner)
     try:
-        yield Cluster([Member(worker) for worker in workers])
+        yield Cluster([Member(worker) for worker in nursery.started], nursery.restart)
     finally:
-        for worker in workers:
+        for worker in nursery.started:
             worker.close()
