@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import final
 
 import msgspec
@@ -18,6 +19,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.connections import Connections
 from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
+from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
 from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
@@ -90,6 +92,7 @@ class Agent:
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[Message], None]] = {}
         self._closed: str | None = None
+        self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
         self.timer.watch(self._expire)
 
     def start(self) -> None:
@@ -150,7 +153,7 @@ class Agent:
             channel = self._connections.to(to, deadline)
             with self._lock:
                 self._calls.left(n, channel)
-            channel.send(frame, deadline)
+            self._send(to, channel, frame, deadline)
         except BaseException as error:
             with self._lock:
                 self._calls.answered(n)
@@ -164,15 +167,25 @@ class Agent:
         except (PeerLost, DeadlinePassed) as error:
             raise self._named(error, to, "a greeting") from error
 
+    def hang_up(self, worker: WorkerId, reason: str) -> None:
+        """End the connection to a worker, which counts as lost until it is needed again."""
+        self._connections.hang_up(worker, PeerLost(reason))
+
     def tell(
         self, to: WorkerId, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> None:
         """Send one way."""
         frame = self._frame(message, payload)
         try:
-            self._connections.to(to, deadline).send(frame, deadline)
+            self._send(to, self._connections.to(to, deadline), frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             raise self._named(error, to, type(message).__name__) from error
+
+    def _send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        if self.failpoints is None:
+            channel.send(frame, deadline)
+        else:
+            self.failpoints.send(to, channel, frame, deadline)
 
     def _named(self, error: BaseException, to: WorkerId, what: str) -> BaseException:
         """What keeps a message from leaving says for whom it was."""
@@ -195,7 +208,10 @@ class Agent:
             return False
         frame = self._frame(message, payload, request=source.request, flags=IS_ANSWER)
         try:
-            source.channel.send(frame, deadline)
+            if self.failpoints is None:
+                source.channel.send(frame, deadline)
+            else:
+                self.failpoints.reply(source, frame, deadline)
         except PeerLost:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
@@ -251,11 +267,17 @@ class Agent:
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
+        points = self.failpoints
         if frame.flags & IS_ANSWER:
-            self._answer_came(worker, frame)
+            if points is None:
+                self._answer_came(worker, frame)
+            else:
+                source = Source(worker, channel, frame.request)
+                points.take_answer(source, frame.kind, partial(self._answer_came, worker, frame))
             return None
         source = Source(worker, channel, frame.request)
-        return self.dispatch.serve(source, frame, self.guarded, may_run)
+        guard = self.guarded if points is None else points.around(self.guarded, frame.kind)
+        return self.dispatch.serve(source, frame, guard, may_run)
 
     def wait(self, peer: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
         """Until `done` by what this peer sends, or by the end of it; `block` waits for that.

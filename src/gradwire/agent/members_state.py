@@ -12,7 +12,7 @@ A *closed* world has the members it began with. An *open* one admits whoever kno
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from gradwire.errors import BadMessage, UsageError
@@ -86,6 +86,10 @@ class Members:
             return None
         self._remove(known)
         return known
+
+    def moved(self, id: WorkerId, address: str) -> None:
+        """A member is reached there now, as far as this worker is concerned."""
+        self._add(replace(self._by_id[id], address=address))
 
     def _check_unique(self, member: Member) -> None:
         other = self._by_name.get(member.name)
