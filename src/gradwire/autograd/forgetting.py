@@ -16,6 +16,9 @@ from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import ContextId, WorkerId, spoken_context
 
 _SECONDS = 10.0
+_AT_ONCE_SECONDS = 1.0
+"""The same for the first try, on the thread of whoever closes the context: it does not wait long
+for a peer that cannot be reached. The next tries have threads of their own."""
 _FIRST_AGAIN_SECONDS = 0.25
 _TIMES = 10
 
@@ -33,7 +36,7 @@ class Forgetting:
     def tell(self, worker: WorkerId, context: ContextId, tried: int = 0) -> None:
         """Tell it now, or later if that fails."""
         try:
-            limit = self._agent.clock.now() + _SECONDS
+            limit = self._agent.clock.now() + (_SECONDS if tried else _AT_ONCE_SECONDS)
             self._agent.tell(worker, Forget(context), deadline=limit)
         except UsageError:  # this worker has shut down
             return
