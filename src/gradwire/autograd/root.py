@@ -42,7 +42,9 @@ from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
-"""How long a worker may take to put back what a failed pass has changed."""
+"""How long a worker may take to put back what a failed pass has changed, before its deadline."""
+_END_LATE_SECONDS = 1.5
+"""The same after it, or close to it."""
 
 
 @final
@@ -190,7 +192,8 @@ class Root:
         running.fail(told)
         self._passes.over(running)
         failure = self._agent.describe(told)
-        limit = self._agent.clock.now() + _END_SECONDS
+        now = self._agent.clock.now()
+        limit = min(now + _END_SECONDS, max(now, running.deadline) + _END_LATE_SECONDS)
         answers: dict[WorkerId, Promise[Outcome]] = {}
         for worker in running.asked:
             ended = PassEnded(running.context.id, running.id, failure)
