@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import final
 
 import msgspec
@@ -19,7 +18,7 @@ from gradwire.agent.clock import Clock
 from gradwire.agent.connections import Connections
 from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
-from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
+from gradwire.agent.failpoints import Failpoints, TakeAnswer, failpoints_by_environment
 from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
@@ -208,10 +207,9 @@ class Agent:
             return False
         frame = self._frame(message, payload, request=source.request, flags=IS_ANSWER)
         try:
-            if self.failpoints is None:
-                source.channel.send(frame, deadline)
-            else:
-                self.failpoints.reply(source, frame, deadline)
+            if self.failpoints is not None:
+                self.failpoints.before_reply(source)
+            self._send(source.worker, source.channel, frame, deadline)
         except PeerLost:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
@@ -269,11 +267,10 @@ class Agent:
     ) -> Job | None:
         points = self.failpoints
         if frame.flags & IS_ANSWER:
-            if points is None:
-                self._answer_came(worker, frame)
-            else:
-                source = Source(worker, channel, frame.request)
-                points.take_answer(source, frame.kind, partial(self._answer_came, worker, frame))
+            take: TakeAnswer = self._answer_came
+            if points is not None:
+                take = points.around_answer(channel, take)
+            take(worker, frame)
             return None
         source = Source(worker, channel, frame.request)
         guard = self.guarded if points is None else points.around(self.guarded, frame.kind)

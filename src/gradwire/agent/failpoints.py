@@ -36,7 +36,7 @@ from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
 from gradwire.transport.base import Channel
-from gradwire.wire.frame import Frame
+from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import Kinds, kind_of
 
 BEFORE_SEND, AFTER_SEND = "before-send", "after-send"
@@ -46,6 +46,8 @@ POINTS = (BEFORE_SEND, AFTER_SEND, BEFORE_HANDLE, AFTER_HANDLE, BEFORE_REPLY)
 ACTIONS = ("kill", "stop", "raise", "close", "delay", "call")
 ANY = "any"
 INJECTED = "a fault was injected"
+
+TakeAnswer = Callable[[WorkerId, Frame], None]
 
 _LONGEST_DELAY = 60.0
 _GRAMMAR = "write `ACTION POINT KIND`, then any of `on WORKER`, `with PEER`, `nth N`, `for SECONDS`"
@@ -164,18 +166,17 @@ class Failpoints:
         self._at(BEFORE_SEND, kind, to, channel)
         channel.send(frame, deadline)
         self._at(AFTER_SEND, kind, to, channel)
+        if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
+            self._mine.quiet = False
 
-    def reply(self, source: Source, frame: Frame, deadline: float) -> None:
-        """Send the answer to a request."""
+    def before_reply(self, source: Source) -> None:
+        """A request is about to be answered."""
         asked = self._asked.pop((source.channel, source.request), None)
         if asked is not None:
             self._at(BEFORE_REPLY, asked, source.worker, source.channel)
-        self.send(source.worker, source.channel, frame, deadline)
-        if not getattr(self._mine, "depth", 0):
-            self._mine.quiet = False
 
-    def handle(self, source: Source, kind: int, job: Job) -> None:
-        """Handle what came."""
+    def _handle(self, source: Source, kind: int, job: Job) -> None:
+        """Handle a request."""
         name = self._name(kind)
         if source.request:
             self._asked[source.channel, source.request] = name
@@ -191,7 +192,7 @@ class Failpoints:
             mine = self._mine
             mine.depth = getattr(mine, "depth", 0) + 1
             try:
-                guarded(source, lambda: self.handle(source, kind, job))
+                guarded(source, lambda: self._handle(source, kind, job))
                 self._at(AFTER_HANDLE, self._name(kind), source.worker, source.channel)
             finally:
                 mine.depth -= 1
@@ -199,12 +200,16 @@ class Failpoints:
 
         return run
 
-    def take_answer(self, source: Source, kind: int, job: Job) -> None:
-        """Settle what an answer is for."""
-        name = self._name(kind)
-        self._at(BEFORE_HANDLE, name, source.worker, source.channel)
-        job()
-        self._at(AFTER_HANDLE, name, source.worker, source.channel)
+    def around_answer(self, channel: Channel, take: TakeAnswer) -> TakeAnswer:
+        """What takes an answer, with the points before and after it."""
+
+        def run(worker: WorkerId, frame: Frame) -> None:
+            name = self._name(frame.kind)
+            self._at(BEFORE_HANDLE, name, worker, channel)
+            take(worker, frame)
+            self._at(AFTER_HANDLE, name, worker, channel)
+
+        return run
 
     # -- what happens
 
