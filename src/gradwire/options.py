@@ -231,6 +231,11 @@ def is_insecure_by_environment() -> bool:
     return os.environ.get(_INSECURE) == "1"
 
 
+def faults_from_environment() -> str:
+    """GRADWIRE_FAULTS: what is to go wrong in this process; see agent/failpoints.py."""
+    return os.environ.get("GRADWIRE_FAULTS", "")
+
+
 def hand_down_secret(path: str) -> None:
     """The processes that this one starts find their secret in this file."""
     os.environ[SECRET_VARIABLES.file] = path

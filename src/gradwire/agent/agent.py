@@ -21,6 +21,7 @@ from gradwire.agent.connections import Connections
 from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
 from gradwire.agent.errands import Source
+from gradwire.agent.failpoints import Failpoints, TakeAnswer, failpoints_by_environment
 from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
@@ -91,6 +92,7 @@ class Agent:
         self._closed: str | None = None
         self.silence_of: Callable[[WorkerId], float] = lambda _: 0.0
         """for how long a worker has given no sign of life, if that is suspect"""
+        self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
         self.timer.watch(self._expire)
         self._cancelling = Cancelling(directory, self.dispatch, clock, events, self._nested)
 
@@ -167,7 +169,7 @@ class Agent:
             channel = self._connections.to(to, deadline)
             with self._lock:
                 self._calls.left(n, channel)
-            channel.send(frame, deadline)
+            self._send(to, channel, frame, deadline)
         except BaseException as error:
             with self._lock:
                 self._calls.answered(n)
@@ -181,6 +183,10 @@ class Agent:
         except (PeerLost, DeadlinePassed) as error:
             raise self._named(error, to, "a greeting", "connect") from error
 
+    def hang_up(self, worker: WorkerId, reason: str) -> None:
+        """End the connection to a worker, which counts as lost until it is needed again."""
+        self._connections.hang_up(worker, PeerLost(reason))
+
     def tell(
         self,
         to: WorkerId,
@@ -193,9 +199,15 @@ class Agent:
         """Send one way."""
         frame = self._frame(message, payload)
         try:
-            self._connections.to(to, deadline).send(frame, deadline)
+            self._send(to, self._connections.to(to, deadline), frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             raise self._named(error, to, type(message).__name__, phase) from error
+
+    def _send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        if self.failpoints is None:
+            channel.send(frame, deadline)
+        else:
+            self.failpoints.send(to, channel, frame, deadline)
 
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
         if isinstance(error, PeerLost) and not self.directory.has(to):
@@ -221,7 +233,9 @@ class Agent:
             return False
         frame = self._frame(message, payload, request=source.request, flags=IS_ANSWER)
         try:
-            source.channel.send(frame, deadline)
+            if self.failpoints is not None:
+                self.failpoints.before_reply(source)
+            self._send(source.worker, source.channel, frame, deadline)
         except PeerLost:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
@@ -278,11 +292,16 @@ class Agent:
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
+        points = self.failpoints
         if frame.flags & IS_ANSWER:
-            self._answer_came(worker, frame)
+            take: TakeAnswer = self._answer_came
+            if points is not None:
+                take = points.around_answer(channel, take)
+            take(worker, frame)
             return None
         source = Source(worker, channel, frame.request)
-        return self.dispatch.serve(source, frame, self.guarded, may_run)
+        guard = self.guarded if points is None else points.around(self.guarded, frame.kind)
+        return self.dispatch.serve(source, frame, guard, may_run)
 
     def wait(self, peer: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
         """Until `done` by what this peer sends, or by the end of it; `block` waits for that.

@@ -182,13 +182,24 @@ class Connections:
     def _admit(self, member: Member) -> None:
         """A peer whose earlier life we still speak with takes its place; that one is lost."""
         for worker in self._directory.admit(member):
-            with self._lock:
-                channels = self._channels.pop(worker, [])
             error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
-            for channel in channels:
-                channel.close(str(error))
+            for channel in self._dropped(worker, error):
                 self._on_end(worker, channel, error, False)
             self.on_reborn(worker, error)
+
+    def hang_up(self, worker: WorkerId, error: PeerLost) -> None:
+        """End every channel to this worker; the next that is needed is dialled anew."""
+        channels = self._dropped(worker, error)
+        for channel in channels:
+            self._on_end(worker, channel, error, channel is channels[-1])
+
+    def _dropped(self, worker: WorkerId, error: PeerLost) -> list[Channel]:
+        """The channels to this worker, which are closed now."""
+        with self._lock:
+            channels = self._channels.pop(worker, [])
+        for channel in channels:
+            channel.close(str(error))
+        return channels
 
     def _adopt(self, worker: WorkerId, channel: Channel) -> Channel:
         channel = self._wrap(channel)

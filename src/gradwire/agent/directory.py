@@ -131,6 +131,13 @@ class Directory:
         with self._lock:
             return [member.id for member in self._members.admit(said)]
 
+    def move(self, worker: WorkerId, address: str) -> str:
+        """Dial it there from now on; where it was until now."""
+        before = self.address(worker)
+        with self._lock:
+            self._members.moved(worker, address)
+        return before
+
     def left(self, worker: WorkerId, life: int) -> bool:
         """A worker takes part no longer; False if that is old news."""
         with self._lock:

@@ -13,7 +13,7 @@ one admits whoever knows its job.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from gradwire.errors import BadMessage, UsageError
@@ -92,6 +92,10 @@ class Members:
             return None
         self._remove(known)
         return known
+
+    def moved(self, id: WorkerId, address: str) -> None:
+        """A member is reached there now, as far as this worker is concerned."""
+        self._add(replace(self._by_id[id], address=address))
 
     def _check_unique(self, member: Member) -> None:
         other = self._by_name.get(member.name)

@@ -10,7 +10,7 @@ from typing import final
 from gradwire.agent.quota import Quota
 from gradwire.autograd.context import Context
 from gradwire.autograd.nodes import origin_of_recv
-from gradwire.errors import ContextClosed, EarlierLife, UsageError
+from gradwire.errors import ContextClosed, EarlierLife, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, context_id, opener_of, spoken_context
 
 _CLOSED_REMEMBERED = 20_000
@@ -35,7 +35,8 @@ class Contexts:
         self._lock = threading.Lock()
         self._count = first
         self._open: dict[ContextId, Context] = {}
-        self._closed: dict[ContextId, None] = {}
+        self._closed: dict[ContextId, str | None] = {}
+        """those that are over, and of which peer's loss, if it was that"""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -61,10 +62,20 @@ class Contexts:
 
         A new one counts as one of `source`, whoever opened it: that a peer says it is not enough.
         EarlierLife if an earlier life of ours may have worked in it, or one of its opener made it.
+
+        Note [Contexts that are lost]: a worker drops the contexts of an opener that it has lost. If
+        only the connection was lost, the opener still works in them. What is then done here in
+        such a context would be done outside of it, and its gradients would be missing, so it
+        is refused: PeerLost.
         """
         context = self._open.get(id)
         if context is not None:
             return context
+        if (lost := self.lost_with(id)) is not None:
+            raise PeerLost(
+                f"{self._name} has lost {lost}, and dropped {spoken_context(id)} and its graph",
+                hint="begin again in a new context",
+            )
         with self._lock:
             if id in self._closed or opener_of(id) == self._me:
                 return self._open.get(id)
@@ -86,16 +97,20 @@ class Contexts:
         self._check_young(id)
         raise UsageError(unknown)
 
-    def close(self, id: ContextId) -> Context | None:
-        """Forget it for good; the context, if it was open here."""
+    def close(self, id: ContextId, lost: str | None = None) -> Context | None:
+        """Forget it for good, as `lost` was lost; the context, if it was open here."""
         with self._lock:
-            self._closed[id] = None
+            self._closed.setdefault(id, lost)
             if len(self._closed) > _CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
             context = self._open.pop(id, None)
         if context is not None and context.source is not None:
             self._quota.give_back(context.source)
         return context
+
+    def lost_with(self, id: ContextId) -> str | None:
+        """The worker whose loss has closed it here, if it was that."""
+        return self._closed.get(id)
 
     def opened_by(self, worker: WorkerId) -> list[ContextId]:
         """The contexts that end with this worker."""

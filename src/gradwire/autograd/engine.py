@@ -35,7 +35,7 @@ from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
 from gradwire.errors import ContextClosed, PeerLost, UsageError
-from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, spoken_context
+from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
 from gradwire.options import Timeouts
 from gradwire.wire.tensor import encode_tensors
 
@@ -239,15 +239,15 @@ class Engine:
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None:
-            self._forgetting.tell(peer, id)
+            self._forgetting.tell(peer, Forget(id, self.contexts.lost_with(id) or ""))
 
     def open(self) -> Context:
         """A new context, opened here."""
         return self.contexts.new()
 
-    def close(self, id: ContextId) -> None:
-        """Drop a context here and on every worker that was called in it."""
-        context = self.contexts.close(id)
+    def close(self, id: ContextId, lost: str | None = None) -> None:
+        """Drop a context here and on every worker that was called in it, as `lost` was lost."""
+        context = self.contexts.close(id, lost)
         if context is None:
             return
         closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
@@ -261,10 +261,15 @@ class Engine:
             if running.id.worker == self._me or running.ledger is None:
                 self.passes.over(running)
         for worker in context.called - {self._me}:
-            self._forgetting.tell(worker, id)
+            self._forgetting.tell(worker, Forget(id, lost or ""))
 
     def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
-        self.close(message.context)
+        context = self.contexts.maybe(message.context)
+        if context is not None and message.lost and opener_of(context.id) == self._me:
+            name = self._agent.directory.name(source.worker)
+            context.broken = f"{name} heard that {message.lost} was lost, and has dropped it"
+            return
+        self.close(message.context, message.lost or None)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         self.passes.peer_lost(worker, error)
@@ -273,4 +278,4 @@ class Engine:
     def _forget_lost(self, worker: WorkerId) -> None:
         self._served.root_lost(worker)
         for id in self.contexts.opened_by(worker):
-            self.close(id)
+            self.close(id, lost=self._agent.directory.name(worker))

@@ -86,3 +86,5 @@ class Forget(Message, frozen=True, tag=0x25):
     """A context is closed: drop it, and tell those you called in it."""
 
     context: ContextId
+    lost: str = ""
+    """the opener, if the sender has lost it: then nobody knows whether it is closed there"""

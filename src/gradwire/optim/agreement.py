@@ -21,6 +21,8 @@ from gradwire.rpc.rref import RRef
 Answers = dict[WorkerId, Any]
 Asking = Prepare | Commit | Abort
 _ABORT_SECONDS = 5.0
+_TOLD_SECONDS = 1.0
+"""For a shard to say that it has dropped a step that failed; it does so anyway."""
 _LATE = " after all workers were prepared"
 _ALONE_SHARE = 0.9
 """Of the time: whoever waits for its turn in vain must say so before we have to guess."""
@@ -153,14 +155,14 @@ class Agreement:
         failed = {owner: answers[owner] for owner in self._shards if _is_error(answers.get(owner))}
         if not failed:
             return
-        self._abort(step, answers)
+        self._abort(step, answers, _TOLD_SECONDS)
         first = next(iter(failed.values()))
         who = "; ".join(f"{self._name(owner)}: {error}" for owner, error in failed.items())
         error = StepFailed(f"{step} failed, and no worker has stepped. {who}")
         raise error.about(self._names(list(failed)), phase="step") from first
 
-    def _abort(self, step: StepId, answers: Answers) -> None:
-        deadline = self._here.worker.agent.clock.now() + _ABORT_SECONDS
+    def _abort(self, step: StepId, answers: Answers, wait: float = _ABORT_SECONDS) -> None:
+        deadline = self._here.worker.agent.clock.now() + wait
         self._tell(
             {
                 o: Abort(s.hold.ref, step, _ABORT_SECONDS)

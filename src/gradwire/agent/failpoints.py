@@ -1,0 +1,281 @@
+"""Points in the life of a message at which a test makes something go wrong.
+
+    before-send    one of ours is about to leave        after-send    it has left
+    before-handle  a peer's is about to be handled      after-handle  it has been
+    before-reply   a peer's request was handled, and its answer is about to leave
+
+A fault is written as words, for `gradwire.testing.faults.arm` or the environment variable
+GRADWIRE_FAULTS, where `;` stands between several:
+
+    kill before-reply Call                    this process, by SIGKILL, at the first of them
+    stop after-send Gradients on w1 nth 2     freeze it, only if this worker is w1
+    delay before-handle Start for 0.5         seconds of the worker's clock, or until released
+    close before-send Result with w0          the channel to that peer
+    raise before-handle Call                  InjectedFault
+    call before-send Commit                   whatever was given with it
+
+The kind is that of the message, or `any`. Each fault happens once. An agent without failpoints asks
+one attribute whether it has any.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from gradwire.agent.clock import Clock
+from gradwire.agent.directory import Directory
+from gradwire.agent.errands import Source
+from gradwire.agent.pool import Job
+from gradwire.errors import GradwireError, UsageError
+from gradwire.ids import WorkerId
+from gradwire.options import faults_from_environment
+from gradwire.transport.base import Channel
+from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import Kinds, kind_of
+
+BEFORE_SEND, AFTER_SEND = "before-send", "after-send"
+BEFORE_HANDLE, AFTER_HANDLE = "before-handle", "after-handle"
+BEFORE_REPLY = "before-reply"
+POINTS = (BEFORE_SEND, AFTER_SEND, BEFORE_HANDLE, AFTER_HANDLE, BEFORE_REPLY)
+ACTIONS = ("kill", "stop", "raise", "close", "delay", "call")
+ANY = "any"
+INJECTED = "a fault was injected"
+
+TakeAnswer = Callable[[WorkerId, Frame], None]
+
+_LONGEST_DELAY = 60.0
+_GRAMMAR = "write `ACTION POINT KIND`, then any of `on WORKER`, `with PEER`, `nth N`, `for SECONDS`"
+
+
+class InjectedFault(GradwireError):
+    """What a failpoint that was told to raise has raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens where; see the top of this file.
+
+    >>> print(Fault.parse("kill  before-reply Call nth 2 with w0"))
+    kill before-reply Call with w0 nth 2
+    """
+
+    action: str
+    point: str
+    kind: str
+    on: str | None = None
+    peer: str | None = None
+    nth: int = 1
+    seconds: float = _LONGEST_DELAY
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """The fault that these words describe, or UsageError."""
+        words = text.split()
+        if len(words) % 2 == 0 or len(words) < 3:
+            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR)
+        action, point, kind = words[:3]
+        said = dict(zip(words[3::2], words[4::2], strict=True))
+        if action not in ACTIONS or point not in POINTS or said.keys() - _DETAILS:
+            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR)
+        try:
+            nth, seconds = int(said.get("nth", 1)), float(said.get("for", _LONGEST_DELAY))
+        except ValueError:
+            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR) from None
+        return cls(action, point, kind, said.get("on"), said.get("with"), nth, seconds)
+
+    def __str__(self) -> str:
+        details = {"on": self.on, "with": self.peer}
+        spoken = [f"{word} {value}" for word, value in details.items() if value is not None]
+        spoken += [f"nth {self.nth}"] if self.nth != 1 else []
+        spoken += [f"for {self.seconds:g}"] if self.seconds != _LONGEST_DELAY else []
+        return " ".join([self.action, self.point, self.kind, *spoken])
+
+
+_DETAILS = {"on", "with", "nth", "for"}
+
+
+@dataclass(slots=True)
+class _Armed:
+    fault: Fault
+    act: Callable[[], None] | None
+    met: int = 0
+    fired: bool = False
+
+
+@final
+class Failpoints:
+    """Those of one worker."""
+
+    def __init__(self, directory: Directory, kinds: Kinds, clock: Clock) -> None:
+        self._directory, self._kinds, self._clock = directory, kinds, clock
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._armed: list[_Armed] = []
+        self._seen: Counter[str] = Counter()
+        self._asked: dict[tuple[Channel, int], str] = {}
+        self._released = threading.Condition()
+        self._releases = 0
+        self._mine = threading.local()
+
+    def arm(self, fault: Fault, act: Callable[[], None] | None = None) -> None:
+        """From now on; `act` is what the action `call` calls."""
+        if (fault.action == "call") != (act is not None):
+            raise UsageError(f"{fault}: the action `call`, and no other, needs what to call")
+        if fault.on in (None, self._directory.me.name):
+            with self._lock:
+                self._armed.append(_Armed(fault, act))
+
+    def disarm(self) -> None:
+        """Nothing more happens, and what is held up goes on; counts begin anew."""
+        with self._lock:
+            self._armed.clear()
+            self._seen.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Whatever is delayed goes on now."""
+        with self._released:
+            self._releases += 1
+            self._released.notify_all()
+
+    def keep_quiet(self) -> None:
+        """What this thread is serving does not count: it is the call that arms."""
+        self._mine.quiet = True
+
+    def fired(self) -> dict[str, bool]:
+        """Each fault that is armed, and whether it has happened."""
+        with self._lock:
+            return {str(armed.fault): armed.fired for armed in self._armed}
+
+    def seen(self) -> dict[str, int]:
+        """How often each point was met, by its name and the kind of message."""
+        with self._lock:
+            return dict(self._seen)
+
+    # -- what the agent calls
+
+    def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        """Send a frame."""
+        kind = self._name(frame.kind)
+        self._at(BEFORE_SEND, kind, to, channel)
+        channel.send(frame, deadline)
+        self._at(AFTER_SEND, kind, to, channel)
+        if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
+            self._mine.quiet = False
+
+    def before_reply(self, source: Source) -> None:
+        """A request is about to be answered."""
+        asked = self._asked.pop((source.channel, source.request), None)
+        if asked is not None:
+            self._at(BEFORE_REPLY, asked, source.worker, source.channel)
+
+    def _handle(self, source: Source, kind: int, job: Job) -> None:
+        """Handle a request."""
+        name = self._name(kind)
+        if source.request:
+            self._asked[source.channel, source.request] = name
+        self._at(BEFORE_HANDLE, name, source.worker, source.channel)
+        job()
+
+    def around(
+        self, guarded: Callable[[Source, Job], None], kind: int
+    ) -> Callable[[Source, Job], None]:
+        """The guard of a handler, with the points before and after it."""
+
+        def run(source: Source, job: Job) -> None:
+            mine = self._mine
+            mine.depth = getattr(mine, "depth", 0) + 1
+            try:
+                guarded(source, lambda: self._handle(source, kind, job))
+                self._at(AFTER_HANDLE, self._name(kind), source.worker, source.channel)
+            finally:
+                mine.depth -= 1
+                mine.quiet = False
+
+        return run
+
+    def around_answer(self, channel: Channel, take: TakeAnswer) -> TakeAnswer:
+        """What takes an answer, with the points before and after it."""
+
+        def run(worker: WorkerId, frame: Frame) -> None:
+            name = self._name(frame.kind)
+            self._at(BEFORE_HANDLE, name, worker, channel)
+            take(worker, frame)
+            self._at(AFTER_HANDLE, name, worker, channel)
+
+        return run
+
+    # -- what happens
+
+    def _at(self, point: str, kind: str, peer: WorkerId, channel: Channel) -> None:
+        if getattr(self._mine, "quiet", False):
+            return
+        name = self._directory.name(peer)
+        with self._lock:
+            self._seen[f"{point} {kind}"] += 1
+            due = [armed for armed in self._armed if _is_due(armed, point, kind, name)]
+        for armed in due:
+            self._act(armed, channel)
+
+    def _act(self, armed: _Armed, channel: Channel) -> None:
+        fault = armed.fault
+        match fault.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                # To this thread: the process stops before it goes on, not a moment later.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            case "raise":
+                raise InjectedFault(f"{INJECTED}: {fault}")
+            case "close":
+                channel.close(f"{INJECTED}: {fault}")
+            case "delay":
+                self._delay(fault.seconds)
+            case _:
+                assert armed.act is not None
+                armed.act()
+
+    def _delay(self, seconds: float) -> None:
+        until = self._clock.now() + seconds
+        with self._released:
+            releases = self._releases
+            while self._releases == releases and self._clock.now() < until:
+                self._clock.sleep(self._released, until)
+
+    def _name(self, kind: int) -> str:
+        name = self._names.get(kind)
+        if name is None:
+            self._names = {kind_of(known): known.__name__ for known in self._kinds.types}
+            name = self._names.get(kind, f"{kind:#06x}")
+        return name
+
+
+def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
+    """Whether it happens now; counts the meeting."""
+    fault = armed.fault
+    if armed.fired or fault.point != point or fault.kind not in (kind, ANY):
+        return False
+    if fault.peer not in (None, peer):
+        return False
+    armed.met += 1
+    armed.fired = armed.met == fault.nth
+    return armed.fired
+
+
+def failpoints_by_environment(
+    directory: Directory, kinds: Kinds, clock: Clock
+) -> Failpoints | None:
+    """Those that GRADWIRE_FAULTS asks for; None, as ever, without it."""
+    faults = [Fault.parse(text) for text in faults_from_environment().split(";") if text.strip()]
+    if not faults:
+        return None
+    failpoints = Failpoints(directory, kinds, clock)
+    for fault in faults:
+        failpoints.arm(fault)
+    return failpoints

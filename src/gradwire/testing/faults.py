@@ -1,0 +1,208 @@
+"""Make things go wrong on purpose, in tests of gradwire and of programs that use it.
+
+    arm, armed       at a point in the life of a message: see agent/failpoints.py for the words
+    kill, frozen …   processes
+    Proxy, proxied   the bytes between two workers
+    namespaces       the network between them, for root (testing/namespaces.py)
+
+A fault that a test has armed and that never happened is a failure of the test. Other processes arm
+theirs by the environment variable GRADWIRE_FAULTS, or by a call, if this module is exposed there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from time import monotonic
+from typing import Protocol, cast
+
+from gradwire.agent.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
+from gradwire.errors import DeadlinePassed, PeerLost
+from gradwire.rpc.api import rpc_sync
+from gradwire.rpc.rref import home_door
+from gradwire.rpc.worker import Worker
+from gradwire.testing.proxy import HARMS, Proxy, Way
+
+__all__ = [
+    "ACTIONS",
+    "HARMS",
+    "POINTS",
+    "Fault",
+    "InjectedFault",
+    "Proxy",
+    "Way",
+    "arm",
+    "armed",
+    "disarm",
+    "fired",
+    "freeze",
+    "frozen",
+    "kill",
+    "proxied",
+    "redirect",
+    "release",
+    "seen",
+    "thaw",
+]
+
+_FROZEN_SECONDS = 10.0
+
+
+# -- failpoints
+
+
+def arm(text: str = "", act: Callable[[], None] | None = None) -> None:
+    """Let this go wrong on the worker whose code this is; without words, only count what is met.
+
+    >>> gradwire.rpc_sync("w1", faults.arm, args=("kill before-reply Call",))
+    """
+    agent = _here().agent
+    if agent.failpoints is None:
+        agent.failpoints = Failpoints(agent.directory, agent.kinds, agent.clock)
+    if agent.dispatch.user.runs_this_thread:
+        agent.failpoints.keep_quiet()
+    for words in filter(str.strip, text.split(";")):
+        agent.failpoints.arm(Fault.parse(words), act)
+
+
+def disarm() -> None:
+    """Nothing more goes wrong on the worker whose code this is."""
+    agent = _here().agent
+    if agent.failpoints is not None:
+        agent.failpoints.disarm()
+        agent.failpoints = None
+
+
+def release() -> None:
+    """What is delayed on the worker whose code this is goes on."""
+    _points().release()
+
+
+def fired() -> dict[str, bool]:
+    """The faults armed on the worker whose code this is, and whether each has happened."""
+    return _points().fired()
+
+
+def seen() -> dict[str, int]:
+    """How often each point was met there since `arm`, as in `before-send Call`."""
+    return _points().seen()
+
+
+@contextmanager
+def armed(text: str, *, on: str | None = None) -> Iterator[None]:
+    """Armed inside the block, here or on another worker; it fails if one has not happened.
+
+    A worker that is gone has done what `kill` says; of others it is not known.
+    """
+    ask = _asker(on)
+    ask(arm, text)
+    yield
+    try:
+        happened = cast(dict[str, bool], ask(fired))
+        ask(disarm)
+    except PeerLost:
+        if all(Fault.parse(words).action == "kill" for words in text.split(";")):
+            return
+        raise
+    missed = [fault for fault, is_over in happened.items() if not is_over]
+    if missed:
+        raise AssertionError(f"never happened on {on or _here().name}: {'; '.join(missed)}")
+
+
+def _asker(on: str | None) -> Callable[..., object]:
+    if on is None:
+        return lambda fn, *args: fn(*args)
+    return lambda fn, *args: rpc_sync(on, fn, args=args)
+
+
+def _points() -> Failpoints:
+    points = _here().agent.failpoints
+    assert points is not None, "nothing is armed here"
+    return points
+
+
+# -- processes
+
+
+class _Process(Protocol):
+    @property
+    def pid(self) -> int | None: ...
+
+
+def kill(process: _Process | int) -> None:
+    """End it without a chance to say anything."""
+    os.kill(_number(process), signal.SIGKILL)
+
+
+def freeze(process: _Process | int) -> None:
+    """Stop all of its threads where they are; when this returns they are stopped."""
+    pid = _number(process)
+    os.kill(pid, signal.SIGSTOP)
+    until = monotonic() + _FROZEN_SECONDS
+    while _state(pid) not in "TZX":
+        if monotonic() > until:
+            raise DeadlinePassed(f"process {pid} did not stop in {_FROZEN_SECONDS:g} s")
+        Event().wait(0.001)
+
+
+def thaw(process: _Process | int) -> None:
+    """Let it go on."""
+    os.kill(_number(process), signal.SIGCONT)
+
+
+@contextmanager
+def frozen(process: _Process | int) -> Iterator[None]:
+    """Stopped inside the block."""
+    pid = _number(process)
+    freeze(pid)
+    try:
+        yield
+    finally:
+        thaw(pid)
+
+
+def _number(process: _Process | int) -> int:
+    pid = process if isinstance(process, int) else process.pid
+    assert pid is not None, "it was not started"
+    return pid
+
+
+def _state(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
+# -- links
+
+
+def redirect(worker: str, address: str) -> str:
+    """From now on the worker whose code this is dials another there; where it did until now."""
+    here = _here()
+    number = here.directory.number(worker)
+    before = here.directory.move(number, address)
+    here.agent.hang_up(number, f"{worker} is reached by another way now")
+    return before
+
+
+@contextmanager
+def proxied(worker: str, *, seed: int = 0) -> Iterator[Proxy]:
+    """A proxy between the worker whose code this is and another, which listens on tcp."""
+    here = _here()
+    target = here.directory.address(here.directory.number(worker))
+    with Proxy(target, seed=seed) as proxy:
+        redirect(worker, proxy.address)
+        try:
+            yield proxy
+        finally:
+            redirect(worker, target)
+
+
+def _here() -> Worker:
+    return cast(Worker, home_door.find())

@@ -1,0 +1,356 @@
+"""A proxy between two workers that does to their bytes what networks and their boxes do.
+
+Whoever connects to `Proxy.address` speaks with the worker behind it, until the test says otherwise:
+
+    cut, reset      end what is connected, politely or not; who connects again gets through
+    stall, heal     nothing passes, one way or both, and nobody is told
+    slow, slice     so many bytes a second; pieces of so many bytes
+    harm            one frame is flipped, truncated, dropped, doubled, swapped with the next one …
+
+It reads plain TCP and knows where frames begin. Over TLS it sees none: there a frame is whatever
+came in one piece.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+from gradwire.agent.handshake_state import HEAD_BYTES, body_length
+from gradwire.errors import UsageError
+from gradwire.transport.address import Address, parse_address
+from gradwire.wire.frame import PREFIX, Prefix
+from gradwire.wire.message import Message, kind_of
+
+HARMS = ("flip", "truncate", "drop", "duplicate", "swap", "stall", "cut", "reset")
+_HANDSHAKE_MESSAGES = 2  # that each end says before its first frame
+_CHUNK = 1 << 16
+_CONNECT_SECONDS = 10.0
+_JOIN_SECONDS = 5.0
+
+
+class Way(Enum):
+    """From whoever connected to the worker behind the proxy, or back."""
+
+    THERE = "there"
+    BACK = "back"
+
+
+@dataclass(slots=True)
+class _Harm:
+    what: str
+    kind: int | None
+    way: Way | None
+    nth: int
+    met: int = 0
+
+    def is_due(self, way: Way, kind: int | None) -> bool:
+        """Whether this is the frame; counts it if it might be."""
+        if self.way not in (None, way) or self.kind not in (None, kind):
+            return False
+        self.met += 1
+        return self.met == self.nth
+
+    @property
+    def has_fired(self) -> bool:
+        return self.met >= self.nth
+
+
+class _Ended(Exception):
+    """The connection is over."""
+
+
+@final
+class Proxy:
+    """See the top of this file. All chances are taken by `seed`.
+
+    >>> with Proxy("tcp://127.0.0.1:4242") as proxy:
+    ...     proxy.harm("flip", Gradients)
+    """
+
+    def __init__(self, target: str, *, seed: int = 0) -> None:
+        self._target = parse_address(target)
+        if self._target.port is None:
+            raise UsageError(f"a proxy speaks tcp, not {target}", hint="Options(listen='tcp://…')")
+        self._random = random.Random(seed)
+        self.changed = threading.Condition()
+        self._stalled: set[Way] = set()
+        self._rate: float | None = None
+        self._piece = _CHUNK
+        self._harms: list[_Harm] = []
+        self._pairs: list[_Pair] = []
+        self.passed = {Way.THERE: 0, Way.BACK: 0}
+        """bytes that have passed each way"""
+
+    @property
+    def address(self) -> str:
+        """Where to connect."""
+        host, port = self._listener.getsockname()[:2]
+        return str(Address(self._target.scheme, host, port))
+
+    def __enter__(self) -> Proxy:
+        host = "::1" if ":" in self._target.place else "127.0.0.1"
+        self._listener = socket.create_server((host, 0), family=_family(host))
+        self._acceptor = threading.Thread(target=self._accept, name="proxy accept", daemon=True)
+        self._acceptor.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(_JOIN_SECONDS)
+        self._listener.close()
+        self.heal()
+        pairs = self._pairs
+        self.cut()
+        for pair in pairs:
+            pair.join()
+
+    # -- what may go wrong
+
+    def cut(self) -> None:
+        """End what is connected, as a worker does that closes its socket."""
+        self._end(is_reset=False)
+
+    def reset(self) -> None:
+        """End what is connected by a RST, as a firewall does that has lost its memory."""
+        self._end(is_reset=True)
+
+    def stall(self, way: Way | None = None) -> None:
+        """Nothing passes this way, or none; what is sent is taken until buffers are full."""
+        with self.changed:
+            self._stalled |= {way} if way else set(Way)
+
+    def heal(self) -> None:
+        """Everything passes, at once; what has not happened will not."""
+        with self.changed:
+            self._stalled, self._rate, self._piece = set(), None, _CHUNK
+            self._harms = [harm for harm in self._harms if harm.has_fired]
+            self.changed.notify_all()
+
+    def slow(self, bytes_per_second: float) -> None:
+        """So many bytes each way."""
+        self._rate = bytes_per_second
+
+    def slice(self, size: int) -> None:
+        """What passes comes in pieces of so many bytes."""
+        self._piece = size
+
+    def harm(
+        self, what: str, kind: type[Message] | None = None, *, way: Way | None = None, nth: int = 1
+    ) -> None:
+        """To the nth frame from now, of those of this kind that go this way; see HARMS."""
+        if what not in HARMS:
+            raise UsageError(f"a proxy cannot {what!r} a frame", hint=", ".join(HARMS))
+        with self.changed:
+            self._harms.append(_Harm(what, None if kind is None else kind_of(kind), way, nth))
+
+    def fired(self) -> int:
+        """How many of the harms have happened."""
+        with self.changed:
+            return sum(harm.has_fired for harm in self._harms)
+
+    # -- what the pumps ask
+
+    def due(self, way: Way, kind: int | None) -> list[str]:
+        """What is to be done to a frame that passes now."""
+        with self.changed:
+            return [harm.what for harm in self._harms if harm.is_due(way, kind)]
+
+    def flipped(self, data: bytes) -> bytes:
+        """The same bytes but for one bit."""
+        with self.changed:
+            place, bit = self._random.randrange(len(data)), self._random.randrange(8)
+        return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+    def is_stalled(self, way: Way) -> bool:
+        """Whether nothing passes this way; asked with `changed` held."""
+        return way in self._stalled
+
+    @property
+    def pace(self) -> tuple[int, float | None]:
+        """Bytes in one piece, and bytes a second."""
+        return self._piece, self._rate
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            place = (self._target.place or "127.0.0.1", self._target.port or 0)
+            try:
+                far = socket.create_connection(place, _CONNECT_SECONDS)
+            except OSError:
+                near.close()
+                continue
+            with self.changed:
+                self._pairs = [*self._pairs, _Pair(self, near, far)]
+
+    def _end(self, *, is_reset: bool) -> None:
+        with self.changed:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            pair.end(is_reset=is_reset)
+
+
+@final
+class _Pair:
+    """A connection to the proxy and the one behind it, with a thread for each way."""
+
+    def __init__(self, proxy: Proxy, near: socket.socket, far: socket.socket) -> None:
+        self._proxy = proxy
+        self._sockets = (near, far)
+        self._ended, self._wake = socket.socketpair()
+        self._is_over = self._is_reset = False
+        self._left = 2
+        for sock in self._sockets:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._threads = [
+            threading.Thread(target=self._pump, args=args, name=f"proxy {args[0].value}")
+            for args in ((Way.THERE, near, far), (Way.BACK, far, near))
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def end(self, *, is_reset: bool = False) -> None:
+        """From any thread; the pumps close what is theirs."""
+        changed = self._proxy.changed
+        with changed:
+            self._is_reset |= is_reset
+            self._is_over = True
+            with suppress(OSError):
+                self._wake.send(b"x")
+            changed.notify_all()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+
+    def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
+        held = b""
+        try:
+            for kind, data in self._units(source):
+                held = self._pass(way, sink, kind, data, held)
+            self._pour(way, sink, held)
+        except (_Ended, OSError):
+            pass
+        finally:
+            self.end()
+            self._close()
+
+    def _pass(
+        self, way: Way, sink: socket.socket, kind: int | None, data: bytes, h: bytes
+    ) -> bytes:
+        """Send one unit, or do what is due to it; what is held back until the next."""
+        for what in self._proxy.due(way, kind):
+            match what:
+                case "flip":
+                    data = self._proxy.flipped(data)
+                case "drop":
+                    data = b""
+                case "duplicate":
+                    data += data
+                case "swap":
+                    return data
+                case "stall":
+                    self._pour(way, sink, data[: len(data) // 2])
+                    data = data[len(data) // 2 :]
+                    self._proxy.stall(way)
+                case _:
+                    if what == "truncate":
+                        self._pour(way, sink, data[: len(data) // 2])
+                    self.end(is_reset=what == "reset")
+                    raise _Ended
+        self._pour(way, sink, data + h)
+        return b""
+
+    def _units(self, source: socket.socket) -> Iterator[tuple[int | None, bytes]]:
+        """What comes, piece by piece: the handshake, then frames with their kinds."""
+        if self._proxy._target.scheme != "tcp":
+            while chunk := self._some(source):
+                yield None, chunk
+            return
+        with suppress(EOFError):
+            for _ in range(_HANDSHAKE_MESSAGES):
+                head = self._exactly(source, HEAD_BYTES)
+                yield None, head + self._exactly(source, body_length(head))
+            while True:
+                start = self._exactly(source, PREFIX.size)
+                prefix = Prefix._make(PREFIX.unpack(start))
+                rest = self._exactly(source, prefix.head_length + prefix.payload_length)
+                yield prefix.kind, start + rest
+
+    def _some(self, source: socket.socket, most: int = _CHUNK) -> bytes:
+        while True:
+            try:
+                return source.recv(most)
+            except BlockingIOError:
+                self._wait(source, select.POLLIN)
+
+    def _exactly(self, source: socket.socket, size: int) -> bytes:
+        parts = []
+        while size:
+            part = self._some(source, min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _pour(self, way: Way, sink: socket.socket, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            size, rate = self._proxy.pace
+            self._hold(way, 0.0 if rate is None else min(size, len(left)) / rate)
+            try:
+                sent = sink.send(left[:size])
+            except BlockingIOError:
+                self._wait(sink, select.POLLOUT)
+                continue
+            self._proxy.passed[way] += sent
+            left = left[sent:]
+
+    def _hold(self, way: Way, seconds: float) -> None:
+        """While nothing passes, and for as long as it takes to pass."""
+        changed = self._proxy.changed
+        with changed:
+            changed.wait_for(lambda: self._is_over, seconds) if seconds else None
+            while self._proxy.is_stalled(way) and not self._is_over:
+                changed.wait(1.0)
+        if self._is_over:
+            raise _Ended
+
+    def _wait(self, sock: socket.socket, what: int) -> None:
+        poll = select.poll()
+        poll.register(sock, what)
+        poll.register(self._ended, select.POLLIN)
+        poll.poll()
+        if self._is_over:
+            raise _Ended
+
+    def _close(self) -> None:
+        with self._proxy.changed:
+            self._left -= 1
+            if self._left:
+                return
+        for sock in self._sockets:
+            if self._is_reset:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        self._ended.close()
+        self._wake.close()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
