@@ -14,6 +14,7 @@ from gradwire.autograd.messages import Gradients, PassEnded, Start
 from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
 from gradwire.rpc.calls import Target
+from gradwire.rpc.contents import Value
 from gradwire.rpc.messages import (
     Accept,
     BackwardFrom,
@@ -25,7 +26,6 @@ from gradwire.rpc.messages import (
     Parcel,
     Reference,
 )
-from gradwire.rpc.refs import Value
 from gradwire.testing import cluster
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import encode, kind_of

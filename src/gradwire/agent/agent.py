@@ -23,14 +23,15 @@ from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload
 from gradwire.agent.errands import Source
 from gradwire.agent.failpoints import Failpoints, TakeAnswer, failpoints_by_environment
 from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
+from gradwire.agent.framing import framed
 from gradwire.agent.messages import Done, Failure
+from gradwire.agent.noting import Noting
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
-from gradwire.agent.refusals import Refusals, maybe_kind
+from gradwire.agent.refusals import Refusals
 from gradwire.agent.timer import Timer
 from gradwire.errors import (
     Cancelled,
-    CannotTravel,
     DeadlinePassed,
     GradwireError,
     PeerLost,
@@ -41,7 +42,7 @@ from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
 from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
-from gradwire.wire.message import Kinds, Message, encode, kind_of
+from gradwire.wire.message import Kinds, Message, encode
 
 _log = logging.getLogger("gradwire")
 
@@ -74,7 +75,7 @@ class Agent:
         name_of: NameOf,
         refusals: Refusals,
     ) -> None:
-        self._refusals = refusals
+        self.noting = Noting(directory, refusals)
         self.directory = directory
         self.clock = clock
         self.events = events
@@ -165,7 +166,7 @@ class Agent:
         try:
             if errand is not None and errand.cancelled:
                 raise Cancelled(f"{what} is not wanted any more: {errand.cancelled}")
-            frame = self._frame(message, payload, request=n)
+            frame = framed(message, payload, self.limits, request=n)
             channel = self._connections.to(to, deadline)
             with self._lock:
                 self._calls.left(n, channel)
@@ -197,7 +198,7 @@ class Agent:
         phase: str = "call",
     ) -> None:
         """Send one way."""
-        frame = self._frame(message, payload)
+        frame = framed(message, payload, self.limits)
         try:
             self._send(to, self._connections.to(to, deadline), frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
@@ -231,7 +232,7 @@ class Agent:
         """Answer a request, on the channel it came by; False if the asker is lost."""
         if source.request == 0 or source.cancelled:
             return False
-        frame = self._frame(message, payload, request=source.request, flags=IS_ANSWER)
+        frame = framed(message, payload, self.limits, request=source.request, flags=IS_ANSWER)
         try:
             if self.failpoints is not None:
                 self.failpoints.before_reply(source)
@@ -240,19 +241,6 @@ class Agent:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
         return True
-
-    def _frame(
-        self, message: Message, payload: Sequence[Buffer], *, request: int = 0, flags: int = 0
-    ) -> Frame:
-        """What is over the limits is refused here: its receiver would give up the connection."""
-        head, body = encode(message), sum(map(len, payload)) if payload else 0
-        if len(head) > self.limits.head or body > self.limits.payload:
-            raise CannotTravel(
-                f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
-                f"over the limits of {self.limits.head} and {self.limits.payload}",
-                hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
-            )
-        return Frame(kind_of(type(message)), flags, request, head, payload)
 
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
@@ -324,7 +312,7 @@ class Agent:
                 outcome = error
             _settle(pending, outcome)
             return
-        self.came_late(worker)
+        self.noting.came_late(worker)
         listener = self._late_listeners.get(type(message))
         if listener is not None:
             self.dispatch.user.submit(lambda: listener(message))
@@ -339,7 +327,7 @@ class Agent:
         try:
             job()
         except BaseException as error:  # whatever it is, the asker must be told
-            is_refusal = self.note(source.worker, error)
+            is_refusal = self.noting.note(source.worker, error)
             if source.request == 0:
                 if is_refusal:
                     return
@@ -347,22 +335,6 @@ class Agent:
                 _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
             else:
                 self.answer_with(source, error)
-
-    def note(self, peer: WorkerId, error: BaseException) -> bool:
-        """What a peer asked for ended so: count it, if that was a refusal of ours."""
-        kind = maybe_kind(error)
-        if kind is None:
-            return False
-        name = self.directory.name(peer)
-        if self._refusals.count(kind, name):
-            me = self.directory.me.name
-            # As text: whoever keeps the record must not keep the frames, and what is in them.
-            _log.warning("%s refused %s: %s; the next are only counted", me, name, str(error))
-        return True
-
-    def came_late(self, peer: WorkerId) -> None:
-        """What a peer sent is for something that is over: it is counted, and changes nothing."""
-        self._refusals.count("late", self.directory.name(peer))
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
@@ -380,7 +352,7 @@ class Agent:
         with self._lock:
             lost = self._calls.channel_lost(channel)
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
-        self.note(worker, reason)
+        self.noting.note(worker, reason)
         for n, pending, _ in lost:
             call = CallId(self.directory.me.id, n)
             _settle(pending, verdicts.lost(name, call, pending, reason, link, now))

@@ -209,7 +209,7 @@ class Engine:
         running = None if context is None else self.passes.heard_of(context, message.pass_id)
         if running is None:
             self._agent.events.emit("late", message.edge)
-            self._agent.came_late(source.worker)
+            self._agent.noting.came_late(source.worker)
             return
         running.settle_with(message, payload, self.limits)
         if message.last:

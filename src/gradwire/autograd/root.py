@@ -227,14 +227,14 @@ class Root:
         if running is not None:
             running.worker_done(source.worker, has_changed=message.has_changed)
         else:
-            self._agent.came_late(source.worker)
+            self._agent.noting.came_late(source.worker)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
         if running is not None:
             running.fail(self._agent.revive(message.failure))
         else:
-            self._agent.came_late(source.worker)
+            self._agent.noting.came_late(source.worker)
 
 
 class _Finish:

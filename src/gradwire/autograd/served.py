@@ -63,7 +63,7 @@ class Served:
             context = self._find(start, source.worker)
             running = self._passes.heard_of(context, start.pass_id)
             if running is None:  # it failed before it reached us
-                self._agent.came_late(source.worker)
+                self._agent.noting.came_late(source.worker)
                 return
             first = start.first
             if first is not None and check_gradients(context, first.edge, source.worker):
@@ -77,7 +77,7 @@ class Served:
         try:
             return self._contexts.find(start.context)
         except ContextClosed:
-            self._agent.came_late(root)
+            self._agent.noting.came_late(root)
             raise
 
     def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:

@@ -12,18 +12,19 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, assert_never, final
+from typing import assert_never, final
 
 from msgspec.structs import astuple
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
-from gradwire.agent.messages import Done, Failure
+from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc import rights
+from gradwire.rpc.contents import Content, Raised
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
 from gradwire.rpc.packing import Packing, Unpacking
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
@@ -46,22 +47,6 @@ _JOIN_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.01
 
 
-class Value(NamedTuple):
-    """What a reference points to."""
-
-    value: object
-
-
-class Raised(NamedTuple):
-    """What the function that should have made the value raised instead.
-
-    As data: an exception would hold the frames it was raised in, and all their values.
-    """
-
-    failure: Failure
-
-
-Content = Value | Raised
 Made = Callable[[Hold], object]
 """Makes the public object for a hold: an RRef, which refs knows nothing of."""
 

@@ -16,8 +16,9 @@ from gradwire.door import Door
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.rpc.calls import Calls, Target
+from gradwire.rpc.contents import Value
 from gradwire.rpc.futures import Future
-from gradwire.rpc.refs import Refs, Value
+from gradwire.rpc.refs import Refs
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.serving import checked_tensor
 

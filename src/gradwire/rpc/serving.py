@@ -24,11 +24,12 @@ from gradwire.autograd.engine import Engine
 from gradwire.errors import BadMessage, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId
 from gradwire.rpc.asynchronous import Later, result_of
+from gradwire.rpc.contents import Content, Raised, Value
 from gradwire.rpc.manner import Manner
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.profiling import function_span
-from gradwire.rpc.refs import Content, Raised, Refs, Value
+from gradwire.rpc.refs import Refs
 from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
@@ -99,7 +100,7 @@ class Serving:
                 self._agent.answer(source, Done(), deadline=deadline)
             content = self._run(call, payload, source, deadline, settle)
         except BaseException as error:  # whoever fetches the value is told
-            self._agent.note(source.worker, error)
+            self._agent.noting.note(source.worker, error)
             content = Raised(self._agent.describe(error))
         if content is not None:
             settle(content)
