@@ -51,6 +51,29 @@ def test_a_request_answered_before_it_was_noted_as_sent_leaves_nothing_behind():
     assert table.channel_lost(channel) == []
 
 
+def test_a_request_that_nobody_wants_is_taken_out_once_with_the_channel_it_went_over():
+    table, slot, channel = CallTable(), object(), object()
+    n = table.opened(pending(slot=slot))
+    other = table.opened(pending(slot=object()))
+    table.left(n, channel)
+
+    (taken,) = table.withdrawn(slot)
+    assert (taken.n, taken.pending.slot, taken.via) == (n, slot, channel)
+    assert table.withdrawn(slot) == []
+    assert table.answered(n) is None
+    assert table.answered(other) is not None
+
+
+def test_what_was_made_for_an_errand_ends_with_it():
+    table, errand = CallTable(), object()
+    made = table.opened(pending()._replace(errand=errand))
+    free = table.opened(pending())
+
+    assert [n for n, *_ in table.made_for(errand)] == [made]
+    assert table.made_for(errand) == []
+    assert table.answered(free) is not None
+
+
 class EveryRequestEndsOnce(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()

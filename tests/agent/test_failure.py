@@ -140,3 +140,19 @@ def test_an_error_that_is_too_large_is_clipped_not_lost():
     assert short.text == "x" * 100
     assert short.traceback == failure.traceback[-100:]
     assert isinstance(revive(short, REGISTRY.exception_type), ValueError)
+
+
+def test_whom_an_error_is_about_is_kept_on_its_way_through_others():
+    lost = PeerLost("w3 was lost").about("w3", link="unix:///there", phase="backward")
+
+    came = crossed(crossed(lost, "w2"), "w1")
+
+    assert came.worker == "w2"
+    assert (came.peer, came.link, came.phase) == ("w3", "unix:///there", "backward")
+
+
+def test_what_is_known_of_an_error_is_not_said_anew():
+    lost = PeerLost("w3 was lost").about("w3", phase="connect")
+
+    assert lost.about("w2", link="unix:///there", phase="call") is lost
+    assert (lost.peer, lost.link, lost.phase) == ("w3", "unix:///there", "connect")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import Options, PeerLost, StepFailed, Timeouts
+from gradwire import CallTimeout, Options, PeerLost, StepFailed, Timeouts
 from gradwire.rpc.rref import home_door
 from gradwire.testing.processes import process_cluster
 from tests.leftovers import eventually
@@ -203,6 +203,15 @@ def test_a_frozen_worker_is_suspected_and_given_up_and_may_come_back(hasty, capl
     gradwire.rpc_sync("w1", far.open_gate)
 
 
+def test_a_timeout_says_that_the_worker_is_silent(hasty):
+    gradwire.rpc_sync("w1", far.here)
+
+    with frozen(hasty["w1"]), pytest.raises(CallTimeout, match="no sign of life for 0") as late:
+        gradwire.rpc_sync("w1", far.here, timeout=0.7)
+
+    assert (late.value.peer, late.value.phase) == ("w1", "call")
+
+
 def test_what_a_worker_says_that_was_given_up_is_refused_and_counted(hasty):
     x = _x()
     with gradwire.context(), ThreadPoolExecutor(1) as pool:
@@ -254,7 +263,7 @@ def test_idle_workers_hear_of_each_other_and_busy_ones_say_nothing_more(hasty):
 def test_a_call_that_timed_out_stops_where_it_runs(workers, tmp_path):
     path = tmp_path / "marker"
     far.forget()
-    with pytest.raises(gradwire.CallTimeout):
+    with pytest.raises(CallTimeout):
         gradwire.rpc_sync("w1", far.mark_when_told, args=(str(path),), timeout=0.3)
     gradwire.rpc_sync("w1", far.wait_until_it_blocks)
     gradwire.rpc_sync("w1", far.open_gate)

@@ -89,7 +89,7 @@ def test_a_function_that_has_not_begun_is_dropped_when_its_caller_has_given_up(g
         with pytest.raises(CallTimeout):
             two[0].run(gw.rpc_sync, "w1", mark, args=(gate, "ran"), timeout=0.02)
         errands = two[1].worker.agent.dispatch.errands
-        assert eventually(lambda: any(e.cancelled for e in errands._open.values()))
+        assert eventually(lambda: any(e.cancelled for e in errands._open))
         GATES[gate].set()
 
         assert first.wait() == "w1"
@@ -227,11 +227,12 @@ def test_what_is_not_a_call_of_the_peers_is_left_alone(workers, gate):
     call = workers[0].run(gw.rpc_async, "w1", hold_here, args=(gate,))
     begun(gate)
     errands = workers[1].worker.agent.dispatch.errands
-    ((worker, number),) = errands._open
-    assert worker == 0
+    (errand,) = errands._open
 
-    assert errands.asked_by(2, next(iter(errands._open.values())).channel, [number]) == []
-    assert errands.asked_by(0, object(), [number]) == []
+    assert errands.asked_by(0, errand.channel, [errand.request]) == [errand]
+    assert errands.asked_by(0, errand.channel, [errand.request + 1]) == []
+    assert errands.asked_by(2, errand.channel, [errand.request]) == []
+    assert errands.asked_by(0, object(), [errand.request]) == []
     GATES[gate].set()
     assert call.wait() == "w1"
 

@@ -92,16 +92,24 @@ class Dispatch:
             job()
             return None
         what = served.what(message)
-        measured: Job = partial(self._measured, what, job)
-        pool = self.service
+        measured: Job
         if served.lane is Lane.USER:
-            pool = self.user
             self.errands.came(source)
-            measured = partial(self.errands.run, source, measured)
+            pool, measured = self.user, partial(self._run_errand, source, what, job)
+        else:
+            pool, measured = self.service, partial(self._measured, what, job)
         if may_run and self._pace.is_short(what) and pool.has_room():
             return partial(pool.run_here, measured)
         pool.submit(self._unserved.counted(source.worker, frame, measured))
         return None
+
+    def _run_errand(self, errand: Source, what: Hashable, job: Job) -> None:
+        """Unless nobody waits for it any more."""
+        try:
+            if not errand.cancelled:
+                self._measured(what, job)
+        finally:
+            self.errands.over(errand)
 
     def _measured(self, what: Hashable, job: Job) -> None:
         began = time.monotonic()

@@ -6,12 +6,11 @@ and its next use of gradwire raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import final
 
 import msgspec
 
-from gradwire.agent.pool import Job
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel
 
@@ -28,41 +27,22 @@ class Source(msgspec.Struct, eq=False):
 
 @final
 class Errands:
-    """Of one worker, by who asked and the number it asked under."""
+    """Of one worker. Few operations, each of them one step: there is no lock."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[WorkerId, int], Source] = {}
+        self._open: set[Source] = set()
+        self.came = self._open.add
+        """it will be run; hot: every call served"""
+        self.over = self._open.discard
+        """it was run, or from now on goes on whoever waits for it; hot: every call served"""
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def came(self, errand: Source) -> None:
-        """It will be run.
-
-        hot: every call served
-        """
-        self._open[errand.worker, errand.request] = errand
-
-    def run(self, errand: Source, job: Job) -> None:
-        """Do it, unless it was called off, and forget it.
-
-        hot: every call served
-        """
-        try:
-            if not errand.cancelled:
-                job()
-        finally:
-            self._open.pop((errand.worker, errand.request), None)
-
-    def goes_on(self, errand: Source) -> None:
-        """From now on it is done whoever waits for it."""
-        self._open.pop((errand.worker, errand.request), None)
-
-    def asked_by(self, worker: WorkerId, channel: Channel, requests: Iterable[int]) -> list[Source]:
+    def asked_by(
+        self, worker: WorkerId, channel: Channel, requests: Collection[int]
+    ) -> list[Source]:
         """Those of these that are still open; they came by this channel."""
-        found = [self._open.get((worker, n)) for n in requests]
-        return [errand for errand in found if errand is not None and errand.channel is channel]
+        mine = [errand for errand in self.of_channel(channel) if errand.worker == worker]
+        return [errand for errand in mine if errand.request in requests]
 
     def of_channel(self, channel: Channel) -> list[Source]:
         """All that came by a channel."""
-        return [errand for errand in list(self._open.values()) if errand.channel is channel]
+        return [errand for errand in list(self._open) if errand.channel is channel]

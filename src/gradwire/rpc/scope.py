@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import math
 from contextvars import ContextVar, Token
-from typing import NamedTuple
 
 from gradwire.agent.errands import Source
 from gradwire.errors import CallTimeout, Cancelled, UsageError
 
+Due = tuple[float, Source | None]
+"""By when a function must be over, and whose request it serves."""
 
-class Due(NamedTuple):
-    """By when a function must be over, and whose request it serves."""
-
-    deadline: float = math.inf
-    errand: Source | None = None
-
-
-_NEVER = Due()
-_due: ContextVar[Due] = ContextVar("gradwire deadline", default=_NEVER)
+_due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None))
 
 
 def is_due(deadline: float, errand: Source | None) -> Token[Due]:
     """This code must be over by then, or when its errand is called off, until `was_due`."""
-    outer = _due.get()
-    return _due.set(Due(min(deadline, outer.deadline), errand or outer.errand))
+    outer, its_errand = _due.get()
+    return _due.set((min(deadline, outer), its_errand if errand is None else errand))
 
 
 def was_due(token: Token[Due]) -> None:
@@ -37,23 +30,20 @@ def was_due(token: Token[Due]) -> None:
 
 def current_errand() -> Source | None:
     """The request of a peer's that this code serves."""
-    return _due.get().errand
-
-
-def check_wanted() -> None:
-    """Raise Cancelled if nobody waits any more for what this code is run for."""
-    errand = _due.get().errand
-    if errand is not None and errand.cancelled:
-        raise Cancelled(f"the call that this one is made in was called off: {errand.cancelled}")
+    return _due.get()[1]
 
 
 def deadline_from(timeout: float | None, default: float, now: float) -> float:
-    """The moment a wait ends: what was asked for, but not after what encloses it."""
+    """The moment a wait ends: what was asked for, but not after what encloses it.
+
+    CallTimeout if that is over, Cancelled if nobody waits any more for what this code is run for.
+    """
     seconds = default if timeout is None else timeout
     if not 0 < seconds < math.inf:
         raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
-    due = _due.get().deadline
-    check_wanted()
+    due, errand = _due.get()
+    if errand is not None and errand.cancelled:
+        raise Cancelled(f"the call that this one is made in was called off: {errand.cancelled}")
     if due <= now:
         raise CallTimeout("the call that this one is made in is past its own deadline")
     return min(now + seconds, due)

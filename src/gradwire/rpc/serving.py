@@ -85,7 +85,7 @@ class Serving:
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
-        self._agent.dispatch.errands.goes_on(source)  # others may hold the reference by now
+        self._agent.dispatch.errands.over(source)  # others may hold the reference by now
         self._refs.check_room(source.worker)
         promise = self._refs.creation_arrived(keep.ref, keep.fork)
         at_once = not self._manner.answers_when_made
