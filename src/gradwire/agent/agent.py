@@ -84,7 +84,6 @@ class Agent:
         self.dispatch = Dispatch(self.kinds, directory.me.name, threads, limits.unserved)
         self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
         self._connections = connections
-        self._reborn_listeners: list[Callable[[WorkerId], None]] = []
         self._type_of, self._name_of = type_of, name_of
         self._lock = threading.Lock()
         self._calls = CallTable()
@@ -99,7 +98,7 @@ class Agent:
 
     def start(self) -> None:
         """Begin to accept and serve; every handler is registered by now."""
-        self._connections.on_reborn = self._reborn
+        self._connections.on_reborn = self._lost
         self._connections.start(self._frame_came, self._channel_ended)
 
     def handle(
@@ -113,19 +112,15 @@ class Agent:
         self.dispatch.handle(message_type, handler, lane, what)
 
     def on_peer_lost(self, listener: OnLost) -> None:
-        """Be told when the last connection to a worker ended. Must not block."""
+        """Be told when the last connection to a worker ended, or a later life of it is there.
+
+        Of the latter the directory knows by then. Must not block.
+        """
         self._lost_listeners.append(listener)
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
         """Be told when a worker is connected, for the first time or again. Must not block."""
         self._connections.on_joined = listener
-
-    def on_peer_reborn(self, listener: Callable[[WorkerId], None]) -> None:
-        """Be told that a worker is in a later life, after the loss of the earlier one was told.
-
-        It is not connected yet. Must not block.
-        """
-        self._reborn_listeners.append(listener)
 
     def on_late(self, message_type: type[Message], listener: Callable[[Message], None]) -> None:
         """Be given an answer that nobody waits for any more, to release what it holds."""
@@ -361,12 +356,7 @@ class Agent:
         if last:
             self._lost(worker, reason, link)
 
-    def _reborn(self, worker: WorkerId, reason: PeerLost) -> None:
-        self._lost(worker, reason, "")
-        for listener in self._reborn_listeners:
-            listener(worker)
-
-    def _lost(self, worker: WorkerId, reason: GradwireError, link: str) -> None:
+    def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
         name = self.directory.name(worker)
         for listener in self._lost_listeners:
             listener(worker, verdicts.gone(name, reason, link))

@@ -27,11 +27,12 @@ class Leaver:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._changed = threading.Condition()
-        self._departure = Departure(info.id for info in agent.directory.others())
+        others = [info.id for info in agent.directory.others()]
+        self._departure = Departure(others)
+        self._lives = {worker: agent.directory.life(worker) for worker in others}
         self._said = 0
         agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
-        agent.on_peer_reborn(self._peer_reborn)
 
     def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
         """Until a peer's program is over, in this life or a later one; False if it is late.
@@ -95,19 +96,20 @@ class Leaver:
             self._changed.notify_all()
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
+        life = self._agent.directory.life(worker)
         with self._changed:
-            self._departure.peer_lost(worker)
+            is_back = life > self._lives.get(worker, life)
+            self._lives[worker] = life
+            if is_back:
+                self._departure.reborn(worker)
+            else:
+                self._departure.peer_lost(worker)
             self._changed.notify_all()
-
-    def _peer_reborn(self, worker: WorkerId) -> None:
-        """What its earlier life was told it does not know."""
-        with self._changed:
-            self._departure.reborn(worker)
-            self._changed.notify_all()
-        if self._said:
+        if is_back and self._said:
             self._agent.dispatch.service.submit(partial(self._say_again, worker))
 
     def _say_again(self, worker: WorkerId) -> None:
+        """What its earlier life was told, the later one does not know."""
         deadline = self._agent.clock.now() + _SAY_AGAIN_SECONDS
         with suppress(GradwireError):  # then it is lost again, and its next life is told
             self._agent.tell(worker, Leaving(self._said), deadline=deadline)

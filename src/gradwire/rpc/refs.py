@@ -56,7 +56,7 @@ class Refs:
     """See the top of this file."""
 
     def __init__(self, agent: Agent) -> None:
-        me = agent.directory.myself
+        me = self._me = agent.directory.myself
         self._agent = agent
         self._lock = threading.Lock()
         self._counted = threading.Condition(self._lock)
@@ -83,8 +83,7 @@ class Refs:
     def keep_here(self, content: Content | None = None) -> Hold:
         """A new value of this worker's own; made later if there is no content yet."""
         with self._lock:
-            me = self._agent.directory.myself
-            hold = self._table.create(me.id, me.life)
+            hold = self._table.create(self._me.id, self._me.life)
             promise = self._values[hold.ref] = Promise()
         if content is not None:
             promise.settle(content)
