@@ -6,11 +6,13 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROGRAMS ?= 2000
 SECONDS ?= 600
+ROUNDS ?= 500
+MINUTES ?= 5
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples oracle fuzz conformance bench bench-peers chart docs clean
+.PHONY: help demo test check format lint types examples oracle fuzz faults conformance bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -43,6 +45,11 @@ oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
 fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: make fuzz SECONDS=60
 	@for target in frame message payload tensors world; do \
 		$(PY) -W ignore -m tests.fuzz --target $$target --seconds $(SECONDS) || exit 1; done
+
+faults: $(STAMP) ## kill, freeze and cut workers: make faults ROUNDS=500 MINUTES=60 (as root: networks too)
+	$(PY) -m tests.kills --rounds $(ROUNDS)
+	$(PY) -m tests.mayhem --minutes $(MINUTES)
+	$(PY) -m pytest -m needs_root tests/faults
 
 conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of an hour)
 	$(PY) -m tests.conformance
