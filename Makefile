@@ -6,21 +6,13 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROGRAMS ?= 2000
 SECONDS ?= 600
-<<<<<<< HEAD
-MINUTES ?= 30
-=======
 ROUNDS ?= 500
-MINUTES ?= 5
->>>>>>> inject
+MINUTES ?= 30
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help demo test check format lint types examples oracle fuzz soak conformance bench bench-peers chart docs clean
-=======
-.PHONY: help demo test check format lint types examples oracle fuzz faults conformance bench bench-peers chart docs clean
->>>>>>> inject
+.PHONY: help demo test check format lint types examples oracle fuzz soak faults conformance bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -54,15 +46,13 @@ fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: mak
 	@for target in frame message payload tensors world; do \
 		$(PY) -W ignore -m tests.fuzz --target $$target --seconds $(SECONDS) || exit 1; done
 
-<<<<<<< HEAD
 soak: $(STAMP) ## train while workers are killed and started again: make soak MINUTES=5
 	$(PY) -m tests.soak --minutes $(MINUTES)
-=======
+
 faults: $(STAMP) ## kill, freeze and cut workers: make faults ROUNDS=500 MINUTES=60 (as root: networks too)
 	$(PY) -m tests.kills --rounds $(ROUNDS)
 	$(PY) -m tests.mayhem --minutes $(MINUTES)
 	$(PY) -m pytest -m needs_root tests/faults
->>>>>>> inject
 
 conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of an hour)
 	$(PY) -m tests.conformance
