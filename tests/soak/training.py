@@ -27,6 +27,7 @@ WIDTH, BATCH = 32, 16
 WAYS = ("w1", "w2", "w1", "w2", "w1", "w2", "w1", "w0")
 _SAMPLE_SECONDS = 1.0
 _FLOAT_BYTES = 8
+_IMPATIENCE = 0.2
 
 
 class Stage(nn.Module):
@@ -125,22 +126,35 @@ class Folder:
 
 
 class Killer:
-    """A thread of w0's that kills a worker every so often, at random."""
+    """A thread of w0's that kills a worker every so often, at random.
+
+    Mostly not before a step was committed since the last kill: where a process takes longer to
+    start than from one kill to the next, nothing would ever be done.
+    """
 
     def __init__(self, folder: Folder, seed: int, every: float) -> None:
         self._folder, self._every = folder, every
         self._random = random.Random(f"{seed} {gradwire.life()}")
         self.pids: dict[str, int] = {}
-        self._over = threading.Event()
+        self._over, self._progress = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._kill, name="killer", daemon=True)
         self._thread.start()
 
+    def committed(self) -> None:
+        self._progress.set()
+
     def close(self) -> None:
         self._over.set()
+        self._progress.set()
         self._thread.join(10)
 
     def _kill(self) -> None:
         while not self._over.wait(self._every * self._random.uniform(0.5, 1.5)):
+            if self._random.random() > _IMPATIENCE:
+                self._progress.wait()
+            if self._over.is_set():
+                return
+            self._progress.clear()
             victim = self._random.choice(WAYS)
             pid = self.pids.get(victim, 0)
             if pid and _is_sibling(pid):
@@ -186,6 +200,7 @@ class Training:
                 saved = self._model.saved(self.done + 1)
         self._folder.commit(loss, saved)
         self._saved = saved
+        self._killer.committed()
         if time.monotonic() >= self._next_sample:
             self._next_sample = time.monotonic() + _SAMPLE_SECONDS
             self._sample()
