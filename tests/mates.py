@@ -26,7 +26,7 @@ class Hung(Exception):
     """It has not done what it was told; its stacks are on stderr."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Raised(Exception):
     """What it did raised this."""
 

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -185,8 +186,7 @@ class Loop:
         try:
             for phase in far.PHASES:
                 if phase == death.phase:
-                    words = f"kill {death.point} nth {death.nth}"
-                    self._mates[death.victim].do(far.arm, words)
+                    self._arm(death)
                 began = time.monotonic()
                 try:
                     said = root.do(*self._command(phase))
@@ -198,6 +198,11 @@ class Loop:
             if death.victim != "w0":
                 raise Violation(f"the root died, and not {death.victim}") from None
         return None, context
+
+    def _arm(self, death: Death) -> None:
+        victim = self._mates[death.victim]
+        with suppress(Gone):  # what was on its way has met the point already
+            victim.do(far.arm, f"kill {death.point} nth {death.nth}")
 
     def _note(self, error: Raised, seconds: float) -> None:
         self.tally.errors[error.type_name] += 1
