@@ -177,8 +177,11 @@ class Hour:
         raise Violation(f"no step succeeds after {what}: {last}")
 
     def leftovers(self) -> dict:
-        """What is left on each worker once it has had time to forget."""
-        until = time.monotonic() + 20
+        """What is left on each worker once it has had time to forget.
+
+        A word about a reference that was lost with its link is said again after 30 s.
+        """
+        until = time.monotonic() + 60
         while True:
             found = {name: mate.do(steps.leftovers) for name, mate in self._mates.items()}
             left = {name: {w: n for w, n in one.items() if n} for name, one in found.items()}
