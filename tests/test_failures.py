@@ -22,7 +22,10 @@ PROGRAMS = {
     for (language, program), (after, said) in pairwise(BLOCKS)
     if (language, after) == ("python", "text")
 }
-NUMBERS = re.compile(r"(?<=w0#)\d+|(?<=s0\.)\d+|(?<=within 0\.)\d+")
+NUMBERS = re.compile(
+    r"(?<=w0#)\d+|(?<=s0\.)\d+|(?<=within 0\.)\d+"
+    r"|(?<=gradwire-run-)\w+|(?<=process )\d+|(?<=127\.0\.0\.1:)\d+|[\d.e-]+(?= s after)"
+)
 """of calls, of steps, and of hundredths of a second: which they are hangs on the order of things"""
 EPILOGUE = """
 if __name__ == "__main__":
