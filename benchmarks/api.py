@@ -72,6 +72,11 @@ def certificates_beside(place: str) -> Path:
     return Path(place).with_name("certificates")
 
 
+def checksum_beside(place: str) -> Path:
+    """A file that is there if tensors are to have checksums."""
+    return Path(place).with_name("checksum")
+
+
 def _gradwire() -> Api:
     import gradwire
 
@@ -79,7 +84,11 @@ def _gradwire() -> Api:
         listen = "tcp://127.0.0.1:0" if tcp else "unix"
         tls, secret = _tls(place, f"w{rank}"), str(secret_beside(place))
         options = gradwire.Options(
-            init_method=f"file://{place}", listen=listen, tls=tls, secret=secret
+            init_method=f"file://{place}",
+            listen=listen,
+            tls=tls,
+            secret=secret,
+            checksum=checksum_beside(place).exists(),
         )
         gradwire.init_rpc(f"w{rank}", rank, size, options, expose=exposed)
 

@@ -122,9 +122,9 @@ class Run:
             self._open[key] = [self.fresh(side, size, tcp=tcp) for side in self.sides]
         return self._open[key]
 
-    def fresh(self, side: str, size: int, *, tcp: bool = False, tls: bool = False) -> World:
+    def fresh(self, side: str, size: int, **settings: bool) -> World:
         """A world for the caller, who closes it."""
-        return World(side, size, exposed=self.modules, tcp=tcp, tls=tls)
+        return World(side, size, exposed=self.modules, **settings)
 
     def compare(
         self, worlds: list[World], block: Callable[..., list[float]], *args: Any

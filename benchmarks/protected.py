@@ -10,7 +10,11 @@ from benchmarks.echo import KIB, MIB, echo, spoken
 from benchmarks.measure import Row, Run, row
 
 SIZES = (KIB, MIB, 64 * MIB)
-ROADS = {"plain TCP": {"tcp": True}, "TLS 1.3": {"tcp": True, "tls": True}}
+ROADS = {
+    "plain TCP": {"tcp": True},
+    "plain TCP, checksums on tensors": {"tcp": True, "checksum": True},
+    "TLS 1.3": {"tcp": True, "tls": True},
+}
 """By name: how the world is made whose messages go that way."""
 
 

@@ -25,7 +25,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from benchmarks.api import certificates_beside, load, secret_beside, settle
+from benchmarks.api import certificates_beside, checksum_beside, load, secret_beside, settle
 
 _PR_SET_PDEATHSIG = 1
 SECONDS = 300.0
@@ -62,12 +62,15 @@ class World:
         exposed: Sequence[str] = (),
         tcp: bool = False,
         tls: bool = False,
+        checksum: bool = False,
     ) -> None:
         self.side, self.size, self.tcp = side, size, tcp
         self._directory = tempfile.TemporaryDirectory(prefix="bench-")
         place = str(Path(self._directory.name) / "place")
         if tls:
             _make_certificates(place, size)
+        if checksum:
+            checksum_beside(place).touch()
         secret_beside(place).touch(mode=0o600)
         secret_beside(place).write_text(secrets.token_hex(32), encoding="ascii")
         spawn = multiprocessing.get_context("spawn")
