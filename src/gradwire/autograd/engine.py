@@ -31,7 +31,7 @@ from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost, UsageError
-from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, spoken_context
+from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
 from gradwire.options import Timeouts
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
@@ -60,7 +60,7 @@ class Engine:
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         self._served = Served(agent, self.contexts, self.passes, locks, inside)
-        self._forgetting = Forgetting(agent)
+        self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
@@ -240,5 +240,8 @@ class Engine:
 
     def _forget_lost(self, worker: WorkerId) -> None:
         self._served.root_lost(worker)
-        for id in self.contexts.opened_by(worker):
-            self.close(id)
+        for id in self.contexts.all():
+            if opener_of(id) == worker:
+                self.close(id)
+            elif opener_of(id) != self._me:
+                self._forgetting.ask(id)

@@ -77,3 +77,18 @@ class Forget(Message, frozen=True, tag=0x25):
     """A context is closed: drop it, and tell those you called in it."""
 
     context: ContextId
+
+
+class Attend(Message, frozen=True, tag=0x26):
+    """To the opener of a context: I know it from somebody who is lost; tell me when it is closed.
+
+    Answered by Attended.
+    """
+
+    context: ContextId
+
+
+class Attended(Message, frozen=True, tag=0x27):
+    """Whether the context is open; if so, its opener tells when it closes."""
+
+    is_open: bool
