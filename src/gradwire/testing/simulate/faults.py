@@ -1,7 +1,7 @@
 """Which faults a history has, and who injects them.
 
-Faults are timed by steps: the frames sent and arrived so far. So a worker may crash between any
-two of them, also between two words of one thread.
+Faults are timed by steps: the frames sent and arrived so far, of any kind or of a backward pass. So
+a worker may crash between any two of them, also between two words of one thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from gradwire.testing.simulate.links import Link
-from gradwire.testing.simulate.world import World
+from gradwire.testing.simulate.world import ANY, BACKWARD, World
 
 KINDS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat")
 
@@ -60,13 +60,15 @@ class Nemesis:
             *[self._slow] * faults.slow,
         ]
         for act in kinds:
-            step = self._random.randint(1, faults.within)
-            world.at_step.setdefault(world.steps + step, []).append(act)
+            if self._random.random() < 0.5:
+                world.at(BACKWARD, self._random.randint(1, max(2, faults.within // 5)), act)
+            else:
+                world.at(ANY, self._random.randint(1, faults.within), act)
 
     def end(self) -> None:
         """Mend everything, now; nothing more happens."""
         self._is_over = True
-        self._world.at_step.clear()
+        self._world.spare()
         for link in list(self._world.network.links()):
             self._heal(link)
         if self._world.is_open:
@@ -76,7 +78,7 @@ class Nemesis:
     def stop(self) -> None:
         """Nothing more happens, and nothing is mended."""
         self._is_over = True
-        self._world.at_step.clear()
+        self._world.spare()
 
     def has_stalled(self) -> bool:
         """Whether a link is stalled now."""

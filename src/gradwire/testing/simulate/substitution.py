@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -78,13 +79,7 @@ _instead: dict[int, object] = {
 @contextmanager
 def substituted(others: Iterable[ModuleType] = ()) -> Iterator[None]:
     """Inside the block, in every module of gradwire and in these."""
-    ours = [module for name, module in list(sys.modules.items()) if _is_ours(name)]
-    changed = [
-        (module, name, value)
-        for module in [*ours, *others]
-        for name, value in list(vars(module).items())
-        if id(value) in _instead
-    ]
+    changed = [*_places_of_ours(len(sys.modules)), *_places([*others])]
     for module, name, value in changed:
         setattr(module, name, _instead[id(value)])
     changed.append((graph, "_ROOM", graph._ROOM))
@@ -94,6 +89,21 @@ def substituted(others: Iterable[ModuleType] = ()) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
+
+
+@lru_cache(1)
+def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
+    """Looked for again when there are more modules than last time."""
+    return _places([module for name, module in list(sys.modules.items()) if _is_ours(name)])
+
+
+def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
+    return [
+        (module, name, value)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if id(value) in _instead
+    ]
 
 
 def _is_ours(name: str) -> bool:

@@ -28,6 +28,9 @@ from gradwire.transport.address import Transports
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import Message
 
+ANY, BACKWARD = "any", "backward"
+"""Steps that are counted: of all frames, or of those of the autograd layer."""
+
 _REPEATABLE = {"Fork", "Accept", "Drop", "Forget"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
@@ -67,9 +70,9 @@ class World:
         self.lives: dict[str, Life] = {}
         self.counts: Counter[str] = Counter()
         """how often each kind of event and fault happened"""
-        self.steps = 0
+        self._steps: Counter[str] = Counter()
         """frames sent and arrived, by which faults are timed"""
-        self.at_step: dict[int, list[Callable[[], None]]] = {}
+        self._at_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
         self._lines: list[tuple[float, str, str, str]] = []
         self._repeats = repeats
         self._store = HashStore() if is_open else None
@@ -85,9 +88,11 @@ class World:
 
     def note(self, what: str, where: str, text: str = "") -> None:
         """One line of it."""
+        if self.scheduler.is_closed:
+            return
         self._lines.append((self.scheduler.now, what, where, text))
         if what in ("arrives", "late"):
-            self._step()
+            self._step(text)
 
     def sent(self, frame: Frame) -> str:
         """See `Watcher`."""
@@ -96,7 +101,7 @@ class World:
         text = f"{kind} {arrow} {frame.request or ''}".rstrip()
         task = self.scheduler.me()
         self.note("sends", task.process.name, text)
-        self._step()
+        self._step(text)
         return text
 
     def may_repeat(self, frame: Frame) -> bool:
@@ -114,10 +119,20 @@ class World:
         self.counts[kind] += 1
         self.note(f"*** {kind}", where, text)
 
-    def _step(self) -> None:
-        self.steps += 1
-        for act in self.at_step.pop(self.steps, ()):
-            self.scheduler.interrupt(act)
+    def at(self, kind: str, steps: int, act: Callable[[], None]) -> None:
+        """Do this after so many more steps of a kind."""
+        self._at_step.setdefault((kind, self._steps[kind] + steps), []).append(act)
+
+    def spare(self) -> None:
+        """Nothing more is done after any step."""
+        self._at_step.clear()
+
+    def _step(self, text: str) -> None:
+        kinds = (ANY, BACKWARD) if text.partition(" ")[0] in _of_backward() else (ANY,)
+        for kind in kinds:
+            self._steps[kind] += 1
+            for act in self._at_step.pop((kind, self._steps[kind]), ()):
+                self.scheduler.interrupt(act)
 
     def _heard(self, event: Event) -> None:
         self.counts[event.what] += 1
@@ -245,3 +260,8 @@ def _kinds() -> dict[int, str]:
         if isinstance(tag, int):
             found[tag] = kind.__name__
     return found
+
+
+@cache
+def _of_backward() -> set[str]:
+    return {name for kind, name in _kinds().items() if 0x20 <= kind < 0x30}
