@@ -191,6 +191,18 @@ class Agent:
             return False
         return True
 
+    def is_connected(self, worker: WorkerId) -> bool:
+        """Whether there is a connection to it now."""
+        return self._connections.has(worker)
+
+    def check_asker(self, source: Source) -> None:
+        """Raise if who asked is lost. Then nobody waits for what was asked, or would let go of it.
+
+        Under the lock that `on_peer_lost` takes this is exact: what passes is found by the loss.
+        """
+        if not self._connections.has(source.worker, source.channel):
+            raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
+
     def _frame(
         self, message: Message, payload: Sequence[Buffer], *, request: int = 0, flags: int = 0
     ) -> Frame:

@@ -89,6 +89,11 @@ class Connections:
         finally:
             dialling.release()
 
+    def has(self, worker: WorkerId, channel: Channel | None = None) -> bool:
+        """Whether the channel, or any, has not ended; that is known here before it is told."""
+        known = self._channels.get(worker, ())
+        return bool(known) if channel is None else channel in known
+
     def wait(self, worker: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
         """Until `done`, by what comes from this worker; see `Lines.wait`."""
         channels = self._channels.get(worker)
@@ -202,7 +207,7 @@ class Connections:
             self._spawn("greet", partial(self._welcome, channel))
 
     def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
-        if channel not in self._channels.get(worker, ()):
+        if not self.has(worker, channel):
             raise PeerLost("what is late of an earlier life is not read")
         return self._on_frame(worker, channel, frame, may_run)
 
