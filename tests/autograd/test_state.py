@@ -71,3 +71,14 @@ def test_the_root_waits_for_all_in_whatever_order(order):
     assert state.unfinished() == []
     assert state.concerns(0)
     assert not state.concerns(1)
+
+
+def test_a_worker_concerns_a_run_that_waits_for_its_gradients():
+    state = a_pass()
+    state.edges_expected({EDGES[0]: 3, EDGES[1]: 4})
+
+    assert state.concerns(3)
+    assert state.concerns(4)
+    state.edge_settled(EDGES[0])
+    assert not state.concerns(3)
+    assert state.concerns(4)

@@ -23,7 +23,7 @@ class Contexts:
         self._lock = threading.Lock()
         self._count = first
         self._open: dict[ContextId, Context] = {}
-        self._closed: dict[ContextId, None] = {}
+        self._closed: dict[ContextId, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -40,11 +40,20 @@ class Contexts:
         return self._open.get(id)
 
     def heard_of(self, id: ContextId) -> Context | None:
-        """A peer works in this context: the one we know, or a new one; None if it was closed."""
+        """A peer works in this context: the one we know, or a new one; None if it was closed.
+
+        Raises if it was closed because its opener was lost, which others may not know: what crossed
+        here without being recorded would be missing from the gradients of somebody.
+        """
         context = self._open.get(id)
         if context is not None:
             return context
         with self._lock:
+            if (lost := self._closed.get(id)) is not None:
+                raise ContextClosed(
+                    f"{spoken_context(id)} was closed on {self._name}: {lost}",
+                    hint="close the context and begin again",
+                )
             if id in self._closed or opener_of(id) == self._me:
                 return self._open.get(id)
             return self._open.get(id) or self._made(id)
@@ -56,16 +65,18 @@ class Contexts:
             return context
         unknown = f"Could not find autograd context with id: {id}"
         if id in self._closed:
+            lost = self._closed.get(id)
+            why = "" if lost is None else f": {lost}"
             raise ContextClosed(
-                f"{unknown}: {spoken_context(id)} is closed on {self._name}",
+                f"{unknown}: {spoken_context(id)} is closed on {self._name}{why}",
                 hint="backward must run inside the `with context()` block that made the graph",
             )
         raise UsageError(unknown)
 
-    def close(self, id: ContextId) -> Context | None:
-        """Forget it for good; the context, if it was open here."""
+    def close(self, id: ContextId, lost: str | None = None) -> Context | None:
+        """Forget it for good; the context, if it was open here. `lost` is why, if not its end."""
         with self._lock:
-            self._closed[id] = None
+            self._closed[id] = lost
             if len(self._closed) > _CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
             return self._open.pop(id, None)

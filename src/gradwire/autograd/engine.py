@@ -208,6 +208,15 @@ class Engine:
         context.called.add(peer)
         return context.id
 
+    def works_in(self, id: ContextId, source: Source) -> None:
+        """A peer's call is about to run in this context, unless that peer is lost by now."""
+        self.contexts.heard_of(id)
+        try:
+            self._agent.check_asker(source)
+        except PeerLost:  # and its loss may have been dealt with before the context came to be
+            self._forgetting.ask(id)
+            raise
+
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None:
@@ -217,31 +226,32 @@ class Engine:
         """A new context, opened here."""
         return self.contexts.new()
 
-    def close(self, id: ContextId) -> None:
-        """Drop a context here and on every worker that was called in it."""
-        context = self.contexts.close(id)
+    def close(self, id: ContextId, lost: str | None = None) -> None:
+        """Drop a context here and on every worker that was called in it; `lost` says whose loss."""
+        context = self.contexts.close(id, lost)
         if context is None:
             return
-        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
+        why = "" if lost is None else f": {lost}"
+        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}{why}")
         for running in self.passes.in_context(id):
             running.fail(closed)
             # What began elsewhere is ended by its root, which knows whether it ended well.
             if running.id.worker == self._me or running.ledger is None:
                 self.passes.over(running)
         for worker in context.called - {self._me}:
-            self._forgetting.tell(worker, id)
+            self._forgetting.tell(worker, id, lost)
 
     def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
-        self.close(message.context)
+        self.close(message.context, message.lost)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         self.passes.peer_lost(worker, error)
-        self._agent.dispatch.service.submit(lambda: self._forget_lost(worker))
+        self._agent.dispatch.service.submit(lambda: self._forget_lost(worker, error))
 
-    def _forget_lost(self, worker: WorkerId) -> None:
-        self._served.root_lost(worker)
+    def _forget_lost(self, worker: WorkerId, error: PeerLost) -> None:
         for id in self.contexts.all():
             if opener_of(id) == worker:
-                self.close(id)
+                self.close(id, error.message)
             elif opener_of(id) != self._me:
                 self._forgetting.ask(id)
+        self._served.root_lost(worker)

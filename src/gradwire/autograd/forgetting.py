@@ -31,7 +31,7 @@ class Forgetting:
     """What one worker has to say about contexts that are closed."""
 
     def __init__(
-        self, agent: Agent, contexts: Contexts, close: Callable[[ContextId], None]
+        self, agent: Agent, contexts: Contexts, close: Callable[[ContextId, str | None], None]
     ) -> None:
         self._agent, self._contexts, self._close = agent, contexts, close
         self._lock = threading.Lock()
@@ -40,17 +40,19 @@ class Forgetting:
         agent.handle(Attend, self._serve_attend, Lane.SERVICE)
         agent.kinds.add(Attended)
 
-    def tell(self, worker: WorkerId, context: ContextId, tried: int = 0) -> None:
+    def tell(
+        self, worker: WorkerId, context: ContextId, lost: str | None = None, tried: int = 0
+    ) -> None:
         """Tell it now, or later if that fails."""
         try:
             limit = self._agent.clock.now() + _SECONDS
-            self._agent.tell(worker, Forget(context), deadline=limit)
+            self._agent.tell(worker, Forget(context, lost), deadline=limit)
         except UsageError:  # this worker has shut down
             return
         except GradwireError:
             self._agent.events.emit("unforgotten", spoken_context(context))
             if tried < _TIMES:
-                self._again(tried + 1, partial(self.tell, worker, context, tried + 1))
+                self._again(tried + 1, partial(self.tell, worker, context, lost, tried + 1))
 
     def ask(self, context: ContextId, tried: int = 0) -> None:
         """Ask its opener whether a context is still open; close it here if not."""
@@ -76,7 +78,8 @@ class Forgetting:
             return
         said = outcome.message if isinstance(outcome, Answer) else None
         if not (isinstance(said, Attended) and said.is_open):
-            self._agent.dispatch.service.submit(partial(self._close, context))
+            lost = str(outcome) if isinstance(outcome, Exception) else None
+            self._agent.dispatch.service.submit(partial(self._close, context, lost))
 
     def _serve_attend(self, message: Attend, _: Payload, source: Source) -> None:
         context = self._contexts.maybe(message.context)

@@ -77,6 +77,21 @@ class Forget(Message, frozen=True, tag=0x25):
     """A context is closed: drop it, and tell those you called in it."""
 
     context: ContextId
+    lost: str | None = None
+    """whose loss closed it, if it was not its opener: others may still work in it"""
+
+
+class HowEnded(Message, frozen=True, tag=0x28):
+    """To the root, after its connection was lost: did you keep this pass? Answered by HasEnded."""
+
+    context: ContextId
+    pass_id: PassId
+
+
+class HasEnded(Message, frozen=True, tag=0x29):
+    """Whether the pass ended well."""
+
+    ended_well: bool
 
 
 class Attend(Message, frozen=True, tag=0x26):

@@ -62,6 +62,11 @@ class Running:
         with self._changed:
             self._state.workers_asked(workers)
 
+    def edges_expected(self, edges: dict[EdgeId, WorkerId]) -> None:
+        """The run here is about to wait for these, each from a worker."""
+        with self._changed:
+            self._state.edges_expected(edges)
+
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
         with self._changed:
