@@ -86,7 +86,7 @@ class Refs:
         agent.kinds.add(Counted)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed)
+        self._sender = RefSender(agent, self._heard, self._owed, self._unreached)
 
     # -- values of this worker
 
@@ -137,12 +137,13 @@ class Refs:
 
     # -- a creating call
 
-    def creation_arrived(self, ref: RefId, fork: ForkId | None) -> Promise[Content]:
+    def creation_arrived(self, ref: RefId, fork: ForkId | None, source: Source) -> Promise[Content]:
         """A call has come whose result stays here; without a fork, from this worker itself.
 
         The promise is to be settled even if nobody holds the reference any more.
         """
         with self._lock:
+            self._agent.check_asker(source)
             promise = self._values.setdefault(ref, Promise())
             actions = [] if fork is None else self._table.creation_arrived(ref, fork)
         self._perform(actions)
@@ -229,6 +230,8 @@ class Refs:
         actions: list[Action] = []
         with self._lock:
             for came in references:
+                # Who passes it on may have better news of its owner; else asking tells.
+                self._table.peer_joined(came.owner)
                 hold, more = self._table.arrived(came.ref, came.owner, came.fork)
                 holds.append(hold)
                 actions += more
@@ -313,6 +316,7 @@ class Refs:
 
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         with self._lock:
+            self._agent.check_asker(source)
             verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
 
@@ -336,6 +340,14 @@ class Refs:
             actions = self._table.peer_lost(worker)
         # Off the thread that reads: a value that ends may run a finalizer of the user's.
         self._agent.dispatch.service.submit(partial(self._perform, actions))
+
+    def _unreached(self, worker: WorkerId, error: PeerLost) -> bool:
+        """It could not be reached: it is lost, unless it has reached us meanwhile."""
+        with self._lock:
+            if self._agent.is_connected(worker):
+                return False
+        self._peer_lost(worker, error)
+        return True
 
     def _peer_joined(self, worker: WorkerId) -> None:
         with self._lock:

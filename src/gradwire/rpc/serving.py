@@ -20,7 +20,7 @@ from gradwire.agent.dispatch import Lane, Payload, Source
 from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
-from gradwire.errors import BadMessage, NotExposed, UsageError
+from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId
 from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.manner import Manner
@@ -81,7 +81,11 @@ class Serving:
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
-        promise = self._refs.creation_arrived(keep.ref, keep.fork)
+        try:
+            promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
+        except GradwireError:
+            self._refs.release(call.parcel.references)
+            raise
         at_once = not self._manner.answers_when_made
 
         def settle(content: Content) -> None:
@@ -103,7 +107,11 @@ class Serving:
     ) -> Content | None:
         """What the function returned; None if it will be handed to `later`."""
         if call.context is not None:
-            self._engine.contexts.heard_of(call.context)
+            try:
+                self._engine.works_in(call.context, source)
+            except GradwireError:
+                self._refs.release(call.parcel.references)
+                raise
         with self._inside(call.context, deadline), _modes(call):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context
