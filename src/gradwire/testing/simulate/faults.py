@@ -14,8 +14,6 @@ from typing import final
 from gradwire.testing.simulate.links import Link
 from gradwire.testing.simulate.world import ANY, BACKWARD, World
 
-KINDS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
@@ -52,6 +50,8 @@ class Nemesis:
         self._random = random.Random(f"faults {seed}")
         self.victims: set[str] = set()
         """workers that a fault has hit, themselves or by a link of theirs"""
+        self.may_be_silent = False
+        """whether there was a fault that only a deadline can notice"""
         self._is_over = False
         kinds: list[Callable[[], None]] = [
             *[self._crash] * faults.crashes,
@@ -130,6 +130,7 @@ class Nemesis:
     def _some_link(self) -> Link:
         a, b = self._random.sample(self._world.names, 2)
         self.victims |= {a, b}
+        self.may_be_silent = True
         return self._world.network.link(a, b)
 
     def _heal_later(self, link: Link) -> None:

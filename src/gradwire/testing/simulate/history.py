@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import random
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
 
 from gradwire.options import Options, Timeouts
 from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Faults, Nemesis
 from gradwire.testing.simulate.leaks import leaks
 from gradwire.testing.simulate.programs import Script, random_script
-from gradwire.testing.simulate.scheduler import Runaway, Unwound
+from gradwire.testing.simulate.scheduler import Runaway
 from gradwire.testing.simulate.stage import Stage
-from gradwire.testing.simulate.substitution import substituted
+from gradwire.testing.simulate.surroundings import simulated
 from gradwire.testing.simulate.world import LogToWorld, World
 
 TIMEOUTS = Timeouts(call=5.0, backward=8.0, connect=2.0, join=20.0, shutdown=10.0)
@@ -98,13 +91,20 @@ def _faults(chosen: random.Random, liveness: bool) -> Faults:
     )
     within = chosen.choice((20, 60, 150))
     repeats = chosen.choice((0.0, 0.0, 0.1, 0.5))
-    faults = Faults(heal=not liveness, within=within, repeats=repeats)
-    return replace(faults, **kinds)
+    return Faults(
+        crashes=kinds["crashes"],
+        cuts=kinds["cuts"],
+        stalls=kinds["stalls"],
+        slow=kinds["slow"],
+        heal=not liveness,
+        within=within,
+        repeats=repeats,
+    )
 
 
 def play(setting: Setting) -> Told:
     """Run one history and check it."""
-    with substituted(), _quiet() as log:
+    with simulated() as log:
         world = World(
             setting.seed,
             setting.workers,
@@ -218,7 +218,8 @@ class _Playing:
     def _left(self) -> list[str]:
         if self._setting.is_liveness and self._nemesis.has_stalled():
             return []  # who cannot be reached cannot be told to forget
-        return [text for worker in self._world.workers().values() for text in leaks(worker)]
+        with self._world.scheduler.aside():
+            return [text for worker in self._world.workers().values() for text in leaks(worker)]
 
     def _leave(self) -> None:
         """All shut down together, by the deadline."""
@@ -240,40 +241,3 @@ class _Playing:
         late = sorted(set(alive) - left)
         if late:
             self._stage.violate("I3", f"shutdown did not end on {', '.join(late)}")
-
-
-@contextmanager
-def _quiet() -> Iterator[logging.Logger]:
-    """Collect garbage when told only; keep what is logged, and what ends by Unwound, for us."""
-    log = logging.getLogger("gradwire")
-    propagate, hook, was_enabled = log.propagate, sys.unraisablehook, gc.isenabled()
-    log.propagate = False
-
-    def unraisable(what: Any) -> None:  # noqa: ANN401
-        if not issubclass(what.exc_type, Unwound):
-            hook(what)
-
-    sys.unraisablehook = unraisable
-    gc.disable()
-    try:
-        with warnings.catch_warnings(), _on_one_core():
-            warnings.simplefilter("ignore")
-            yield log
-    finally:
-        log.propagate, sys.unraisablehook = propagate, hook
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def _on_one_core() -> Iterator[None]:
-    """One thread runs at a time: on two cores each hand-over would wake the other core."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)

@@ -6,7 +6,7 @@ nothing is in order. What a fault may do:
 
     slow    frames take longer, up to seconds
     stall   nothing arrives, nothing ends, connecting takes for ever; what was held comes later
-    cut     connections end, at each side at its own moment, and nobody can connect
+    cut     connections end, at each side at its own moment, and new ones are not answered
     repeat  a frame that the protocol lets come twice does
 
 This file must not know what a frame means but for its kind.
@@ -84,6 +84,16 @@ class _Pipe:
         else:
             self._travel(data, text)
         return True
+
+    def repeat(self, data: bytes, text: str) -> None:
+        """The same once more, at once or after a while."""
+
+        def again() -> None:
+            if not self._has_ended and not self._link.is_stalled:
+                self._travel(data, text)
+
+        seconds = self._scheduler.random.choice((0.0, 0.01, 0.5))
+        self._scheduler.at(self._scheduler.now + seconds, again)
 
     def get(self, until: float, done: Callable[[], bool]) -> bytes | None:
         """The next frame, None after the last; TimeoutError if there is none by then."""
@@ -182,14 +192,15 @@ class SimulatedChannel:
         watcher = self._network.watcher
         text = watcher.sent(frame)
         self._network.scheduler.maybe_preempt()
-        for _ in range(2 if watcher.may_repeat(frame) else 1):
-            try:
-                taken = self._outgoing.put(data, text, deadline)
-            except TimeoutError:
-                raise unread_by_deadline(self.remote) from None
-            if not taken:
-                self._check_open()
-                raise PeerLost(CLOSED_BY_PEER)
+        try:
+            taken = self._outgoing.put(data, text, deadline)
+        except TimeoutError:
+            raise unread_by_deadline(self.remote) from None
+        if not taken:
+            self._check_open()
+            raise PeerLost(CLOSED_BY_PEER)
+        if watcher.may_repeat(frame):
+            self._outgoing.repeat(data, text)
 
     def recv(self) -> Frame:
         """See `Channel.recv`."""
@@ -318,11 +329,11 @@ class Network:
         name = address.partition("://")[2].partition(".")[0]
         link = self.link(here.name, name)
         scheduler.block([], min(deadline, scheduler.now + self.blink() * link.slowness))
-        while link.is_stalled:
+        while link.is_stalled or link.is_cut:
             if not scheduler.block(link.waits, deadline):
                 raise DeadlinePassed(f"{address} did not answer")
         listener = self._listeners.get(address)
-        if link.is_cut or listener is None or listener.process.is_dead:
+        if listener is None or listener.process.is_dead:
             raise PeerLost(f"cannot reach {address}: nobody listens there")
         number = next(self._numbers)
         there = _Pipe(self, link, f"{here.name}>{name}", self._capacity)

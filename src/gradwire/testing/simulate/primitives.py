@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from queue import Empty
 from typing import Any, final
 
@@ -55,6 +56,15 @@ class Lock:
         if self._waits:
             self._scheduler.wake(self._waits)
 
+    def let_go(self) -> int:
+        """Give it back however often it was taken: what `take_back` wants."""
+        self.release()
+        return 1
+
+    def take_back(self, depth: int) -> None:
+        """As it was before `let_go`."""
+        self.acquire()
+
     def locked(self) -> bool:
         """Whether somebody has it."""
         return self._is_held
@@ -95,7 +105,7 @@ class RLock(Lock):
             super().release()
 
     def let_go(self) -> int:
-        """Give it back however often it was taken: what `take_back` wants."""
+        """Give it back, however often it was taken."""
         depth, self._depth = self._depth, 1
         self.release()
         return depth
@@ -124,18 +134,13 @@ class Condition:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until notified; False if that took too long."""
-        lock = self._lock
-        depth = lock.let_go() if isinstance(lock, RLock) else lock.release()
+        if self._scheduler.current is None:
+            return False
+        depth = self._lock.let_go()
         try:
-            if self._scheduler.current is None:
-                return False
             return self._scheduler.block(self._waits, _until(self._scheduler, timeout))
         finally:
-            if isinstance(lock, RLock):
-                assert depth is not None
-                lock.take_back(depth)
-            else:
-                lock.acquire()
+            self._lock.take_back(depth)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401
         """Until it is true; what it gave last."""
@@ -240,6 +245,10 @@ class Thread:
         self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
         self.name, self.daemon = name or "thread", bool(daemon)
         self._task: Task | None = None
+        self._number = scheduler.number()
+
+    def __hash__(self) -> int:
+        return self._number  # sets of threads are walked in an order that the seed decides
 
     def start(self) -> None:
         """Let it run."""
@@ -293,7 +302,7 @@ class Timer:
     ) -> None:
         self._scheduler, self._interval = scheduler, interval
         self.name, self.daemon = "timer", False
-        self._call = lambda: function(*(args or ()), **(kwargs or {}))
+        self._call = partial(function, *(args or ()), **(kwargs or {}))
         self._timed: Timed | None = None
 
     def start(self) -> None:
@@ -303,9 +312,12 @@ class Timer:
 
         def fire() -> None:
             if not process.is_dead:
-                scheduler.spawn(self.name, process, lambda: (self._call(), None)[1])
+                scheduler.spawn(self.name, process, self._fire)
 
         self._timed = scheduler.at(scheduler.now + self._interval, fire)
+
+    def _fire(self) -> None:
+        self._call()
 
     def cancel(self) -> None:
         """It will not be called."""

@@ -19,6 +19,8 @@ import gradwire
 from gradwire.testing.simulate.scheduler import here
 
 TO_GRAD, TO_MAP, OF_INPUT = "loss.backward()", "backward(context, [loss])", "autograd.grad()"
+_APART = 7
+"""The factor of calls that are given no graph: their part's gradient is all that backward gives."""
 _MODES = ("sync", "sync", "async", "remote")
 
 
@@ -115,7 +117,8 @@ def called(h: torch.Tensor, children: Sequence[Any]) -> list[torch.Tensor]:
     """What the children return that is used; the asynchronous ones run meanwhile."""
     outs: list[tuple[bool, Any]] = []
     for child, ticket, factor, mode, is_used, grandchildren in children:
-        rest = (h, ticket, factor, grandchildren)
+        given = h.detach() if factor == _APART else h
+        rest = (given, ticket, factor, grandchildren)
         if isinstance(child, Part):
             outs.append((is_used, child.forward(*rest)))
         elif mode == "async":
@@ -161,7 +164,7 @@ def alone(script: Script, step: Step) -> Expected:
     loss = loss_of(x, called(x * 2, plan(step.calls, parts, counted=False)))
     found = torch.autograd.grad(loss, [x, *(part.p for part in parts)], allow_unused=True)
     times = 1 if step.way == OF_INPUT else step.times
-    scaled = [None if g is None else g * times for g in found]
+    scaled: list[torch.Tensor | None] = [None if g is None else g * times for g in found]
     return Expected(loss.detach(), scaled[0], scaled[1:])
 
 
@@ -195,7 +198,7 @@ def _random_step(chosen: random.Random, parts: int, tickets: count[int]) -> Step
 
 
 def _random_node(chosen: random.Random, parts: int, tickets: count[int], depth: int) -> Node:
-    children = ()
+    children: tuple[Node, ...] = ()
     if depth > 1:
         n = chosen.choice((0, 1, 1, 2))
         children = tuple(_random_node(chosen, parts, tickets, depth - 1) for _ in range(n))

@@ -14,8 +14,8 @@ import _thread
 import heapq
 import random
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import final
 
@@ -162,6 +162,15 @@ class Scheduler:
         process.is_dead = True
         self._ready = [task for task in self._ready if task.process is not process]
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """To look at what threads share as if from outside: no lock is taken inside the block."""
+        current, self.current = self.current, None
+        try:
+            yield
+        finally:
+            self.current = current
+
     def waiting(self) -> Iterable[Task]:
         """The threads of living processes that wait."""
         return [t for t in self._tasks if not (t.over or t.process.is_dead) and t.wait is not None]
@@ -173,6 +182,10 @@ class Scheduler:
         timed = Timed(max(moment, self.now), next(self._numbers), act)
         heapq.heappush(self._arranged, timed)
         return timed
+
+    def number(self) -> int:
+        """One that was not given before."""
+        return next(self._numbers)
 
     def interrupt(self, act: Callable[[], None]) -> None:
         """Do this where the thread that runs next takes a lock, sends or blocks."""

@@ -42,8 +42,15 @@ class Made:
     part: Part
     life: Life
     grad: torch.Tensor | None = None
+    root: Life | None = None
+    """who differentiates into it"""
+    before: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    """what `.grad` was before the last step, and what each pass of that adds"""
+    times: int = 0
+    """how many passes it has; its root may crash after any of them"""
     is_in_doubt: bool = False
-    """a pass failed whose root lives there, or its end was not heard: `.grad` may be either"""
+    """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
 
 
 @dataclass(slots=True)
@@ -132,6 +139,7 @@ class Stage:
             if not torch.equal(loss.detach(), expected.loss):
                 self.violate("I1", f"loss {loss.item()} and not {expected.loss.item()}")
             names = [f"{tag}.{n}" for n in range(len(script.places))]
+            self._begins(script, step, names, expected)
             try:
                 with self._within("backward", step.times * timeouts.backward + _END_SECONDS):
                     got = self._backward(step, context, loss, x)
@@ -149,10 +157,19 @@ class Stage:
         if step.way == OF_INPUT:
             return torch.autograd.grad(loss, [x])[0]
         for n in range(step.times):
-            loss.backward(retain_graph=n + 1 < step.times)
+            loss.backward(retain_graph=n + 1 < step.times)  # type: ignore[no-untyped-call]
         return x.grad
 
     # -- checking
+
+    def _begins(self, script: Script, step: Step, names: list[str], expected: Expected) -> None:
+        for name, gradient in zip(names, expected.parts, strict=True):
+            made = self.parts.get(name)
+            if made is not None:
+                made.root = self._world.lives[script.root]
+                if step.way == TO_GRAD and gradient is not None:
+                    made.before, made.last = made.grad, gradient / step.times
+                    made.times = step.times
 
     def _succeeded(
         self,
@@ -173,7 +190,7 @@ class Stage:
                     found = known.gradients.get(made.part.p)
                     self._same("I1", f"the map's gradient of {name}", found, gradient)
             if step.way == TO_GRAD and gradient is not None:
-                made.grad = gradient if made.grad is None else made.grad + gradient
+                made.grad = _plus(made.grad, gradient)
             if not made.is_in_doubt:
                 self._same("I1", f".grad of {name}", made.part.p.grad, made.grad)
 
@@ -194,26 +211,42 @@ class Stage:
                 self.violate("I5", f"the map keeps a gradient of {name} from a failed pass")
 
     def check_part(self, name: str) -> None:
-        """Its `.grad` is what the good passes gave."""
+        """Its `.grad` is what the good passes gave.
+
+        If its root was lost in a pass nobody knows how that ended, but it has ended one way.
+        """
         made = self.parts[name]
-        if not (made.is_in_doubt or made.life.process.is_dead):
-            self._same("I5", f".grad of {name}", made.part.p.grad, made.grad)
+        if made.is_in_doubt or made.life.process.is_dead:
+            return
+        if made.root is not None and self._are_apart(made.root, made.life):
+            return  # how the last pass ended may not have been heard
+        if made.root is not None and made.root.process.is_dead:
+            found, last = made.part.p.grad, made.last
+            after = [] if last is None else [last * n for n in range(1, made.times + 1)]
+            might_be = [made.before, *(_plus(made.before, more) for more in after)]
+            if any(_is_same(found, other) for other in might_be):
+                return
+        self._same("I5", f".grad of {name}", made.part.p.grad, made.grad)
+
+    def _are_apart(self, a: Life, b: Life) -> bool:
+        link = self._world.network.link(a.name, b.name)
+        return link.is_cut or link.is_stalled
 
     def _check_error(self, error: str) -> None:
         victims = self._nemesis.victims
         if not victims:
             self.violate("I2", f"an error without a fault: {error}")
+        elif "Timeout" in error.partition(":")[0]:
+            self._world.counts["timeouts"] += 1  # it names whom it waited for, who waited too
+            if not self._nemesis.may_be_silent:
+                self.violate("I3", f"a crash was noticed by a deadline only: {error}")
         elif not any(re.search(rf"(?<![\w/]){name}(?![\w#])", error) for name in victims):
             self.violate("I2", f"names none of {', '.join(sorted(victims))}: {error}")
 
     def _same(
         self, invariant: str, what: str, got: torch.Tensor | None, expected: torch.Tensor | None
     ) -> None:
-        if got is None or expected is None:
-            is_same = got is expected
-        else:
-            is_same = torch.equal(got, expected)
-        if not is_same:
+        if not _is_same(got, expected):
             self.violate(invariant, f"{what} is {_spoken(got)} and not {_spoken(expected)}")
 
     @contextmanager
@@ -225,6 +258,14 @@ class Stage:
             took = self._world.scheduler.now - began
             if took > seconds + SLACK_SECONDS:
                 self.violate("I3", f"{what} took {took:.3f} s, at most {seconds:g} were allowed")
+
+
+def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    return more if old is None else old + more
+
+
+def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 def _spoken(tensor: torch.Tensor | None) -> str:

@@ -14,7 +14,7 @@ from functools import cache, partial
 from types import ModuleType
 from typing import final
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.agent.clock import MonotonicClock
 from gradwire.agent.directory import Directory, WorkerInfo
