@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from gradwire.agent.calls_state import CallTable
-from gradwire.agent.connections import Connections
 from gradwire.agent.dispatch import Dispatch
 from gradwire.autograd import engine, root
 from gradwire.autograd.forgetting import Forgetting
@@ -131,20 +130,6 @@ def a_request_is_served_twice(patch):
 @mutant(False, 700)
 def nobody_asks_the_opener_of_a_context(patch):
     patch.setattr(Forgetting, "ask", lambda self, context, tried=0: None)
-
-
-@mutant(True, 125)
-def one_of_two_connections_ends_alone(patch):
-    def alone(self, line, error):
-        worker, channel = line.worker, line.channel
-        known = self._channels.get(worker, [])
-        left = [other for other in known if other is not channel]
-        self._channels[worker] = left
-        channel.close(str(error))
-        if channel in known:
-            self._on_end(worker, channel, error, not left and not self._closed)
-
-    patch.setattr(Connections, "_ended", alone)
 
 
 def first_found(name, seeds, monkeypatch):

@@ -259,7 +259,8 @@ class Engine:
         context = self.contexts.close(id, lost)
         if context is None:
             return
-        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
+        why = "" if lost is None else f", as {lost} was lost"
+        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}{why}")
         with context.lock:
             edges_of, context.edges_of = context.edges_of, Counter()
         for peer, count in edges_of.items():

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import _thread
 import heapq
+import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import final
 
 _PREEMPTED_EVERY = 60
+_OFF_SECONDS = 0.5
 """So many locks are taken, on average, between two of which the baton is handed on."""
 
 _here = threading.local()
@@ -107,6 +110,7 @@ class Scheduler:
         self.stage: object = None
         """what the programs of a history share, for code that does not know which one it is in"""
         self._most_switches = most_switches
+        self._others = _threads()
         self._numbers = count()
         self._ready: list[Task] = []
         self._arranged: list[Timed] = []
@@ -156,6 +160,16 @@ class Scheduler:
         self.current = None
         self._tasks.clear()
         self.threads.clear()
+        self._see_them_off()
+
+    def _see_them_off(self) -> None:
+        """A thread that has handed on the baton for good still needs the interpreter to end.
+
+        So does what torch keeps for each thread, after Python has forgotten it.
+        """
+        limit = time.monotonic() + _OFF_SECONDS
+        while _threads() > self._others and time.monotonic() < limit:
+            time.sleep(_OFF_SECONDS / 1000)
 
     def kill(self, process: Process) -> None:
         """Its threads do not run again."""
@@ -297,6 +311,14 @@ class Scheduler:
             task.over = True
             self.wake(task.waiters, len(task.waiters))
             self._pass_to(self._choose())
+
+
+def _threads() -> int:
+    """How many this process has; where the system does not say so, those that Python knows."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return _thread._count()
 
 
 def _nothing() -> None:

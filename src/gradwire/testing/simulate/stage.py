@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 import gradwire
+from gradwire.autograd.context import Context
 from gradwire.errors import GradwireError
 from gradwire.testing.simulate.faults import Nemesis
 from gradwire.testing.simulate.programs import (
@@ -182,10 +183,10 @@ class Stage:
         self._same("I1", "the gradient of the input", got, expected.x)
         for name, gradient in zip(names, expected.parts, strict=True):
             made = self.parts.get(name)
-            if made is None or made.life.process.is_dead or made.life.worker is None:
+            if made is None or made.life.process.is_dead:
                 continue
             if step.way == TO_MAP:
-                known = made.life.worker.engine.contexts.maybe(context)
+                known = _maybe_context(made.life, context)
                 if known is not None:
                     found = known.gradients.get(made.part.p)
                     self._same("I1", f"the map's gradient of {name}", found, gradient)
@@ -198,7 +199,7 @@ class Stage:
         """Nothing was committed, on the workers that could hear of the failure."""
         for name in names:
             made = self.parts.get(name)
-            if made is None or made.life.process.is_dead or made.life.worker is None:
+            if made is None or made.life.process.is_dead:
                 continue
             place = made.life.name
             if step.way == TO_GRAD and (place == script.root or step.times > 1):
@@ -206,7 +207,7 @@ class Stage:
             if place in self._nemesis.victims or script.root in self._nemesis.victims:
                 continue  # it may hear of it later; looked at in the end
             self.check_part(name)
-            known = made.life.worker.engine.contexts.maybe(context)
+            known = _maybe_context(made.life, context)
             if known is not None and known.gradients.get(made.part.p) is not None:
                 self.violate("I5", f"the map keeps a gradient of {name} from a failed pass")
 
@@ -258,6 +259,11 @@ class Stage:
             took = self._world.scheduler.now - began
             if took > seconds + SLACK_SECONDS:
                 self.violate("I3", f"{what} took {took:.3f} s, at most {seconds:g} were allowed")
+
+
+def _maybe_context(life: Life, id: int) -> Context | None:
+    """The context there; a worker may be at work before it has told all others that it is there."""
+    return None if life.worker is None else life.worker.engine.contexts.maybe(id)
 
 
 def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
