@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
 
@@ -131,3 +132,10 @@ def test_threads_that_are_not_simulated_are_left_alone():
         simulate(step, workers=2)
 
         assert workers[0].run(step) == [3.0, 3.0]
+
+
+def test_the_example_in_the_documentation_is_true():
+    names = {"gradwire": gradwire, "torch": torch, "simulate": simulate, "Faults": Faults}
+    example = doctest.DocTestParser().get_doctest(simulate.__doc__, names, "simulate", None, None)
+
+    assert doctest.DocTestRunner().run(example).failed == 0
