@@ -94,3 +94,14 @@ def test_of_a_run_that_was_not_counted_no_recv_is_the_last():
     state = a_pass()
 
     assert not any(state.recv_through() for _ in range(3))
+
+
+def test_a_worker_concerns_a_run_that_waits_for_its_gradients():
+    state = a_pass()
+    state.edges_expected({EDGES[0]: 3, EDGES[1]: 4})
+
+    assert state.concerns(3)
+    assert state.concerns(4)
+    state.edge_settled(EDGES[0])
+    assert not state.concerns(3)
+    assert state.concerns(4)

@@ -30,13 +30,7 @@ from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
 from gradwire.agent.refusals import Refusals
 from gradwire.agent.timer import Timer
-from gradwire.errors import (
-    Cancelled,
-    DeadlinePassed,
-    GradwireError,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
@@ -236,6 +230,18 @@ class Agent:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
         return True
+
+    def is_connected(self, worker: WorkerId) -> bool:
+        """Whether there is a connection to it now."""
+        return self._connections.has(worker)
+
+    def check_asker(self, source: Source) -> None:
+        """Raise if who asked is lost. Then nobody waits for what was asked, or would let go of it.
+
+        Under the lock that `on_peer_lost` takes this is exact: what passes is found by the loss.
+        """
+        if not self._connections.has(source.worker, source.channel):
+            raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
 
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""

@@ -95,6 +95,11 @@ class Connections:
         finally:
             dialling.release()
 
+    def has(self, worker: WorkerId, channel: Channel | None = None) -> bool:
+        """Whether the channel, or any, has not ended; that is known here before it is told."""
+        known = self._channels.get(worker, ())
+        return bool(known) if channel is None else channel in known
+
     def wait(self, worker: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
         """Until `done`, by what comes from this worker; see `Lines.wait`."""
         channels = self._channels.get(worker)
@@ -228,23 +233,31 @@ class Connections:
         self._ended(line, error)
 
     def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
-        if channel not in self._channels.get(worker, ()):
+        if not self.has(worker, channel):
             self._refusals.count("earlier life", self._directory.name(worker))
             raise PeerLost("what is late of an earlier life is not read")
         return self._on_frame(worker, channel, frame, may_run)
 
     def _ended(self, line: Line, error: GradwireError) -> None:
+        """With one channel to a worker all of them end, and the worker is lost.
+
+        What was on its way is lost with a channel. Layers above are told of that by the loss of the
+        worker, which therefore may not live on in another channel.
+        """
         worker, channel = line.worker, line.channel
         with self._lock:
             known = self._channels.get(worker, [])
-            left = [other for other in known if other is not channel]
             was_given_up = channel not in known
-            last = not left and not self._closed
             if not was_given_up:
-                self._channels[worker] = left
+                self._channels[worker] = []
         channel.close(str(error))
-        if not was_given_up:
-            self._on_end(worker, channel, error, last)
+        if was_given_up:
+            return
+        for other in known:
+            if other is not channel:
+                other.close(f"another connection to the same worker ended: {error}")
+                self._on_end(worker, other, error, False)
+        self._on_end(worker, channel, error, not self._closed)
 
     def _spawn(self, what: str, target: Callable[[], None]) -> None:
         name = f"gradwire {self._directory.me.name} {what}"

@@ -72,7 +72,7 @@ class Lines:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
         self._mine = threading.local()
         self._lines: dict[Channel, Line] = {}
-        self._in_use: set[Line] = set()
+        self._in_use: dict[Line, None] = {}  # in order: a set has none
         self._look = threading.Event()
         self._has_keeper = self._is_looking = self._closed = False
         self._keeping = threading.Lock()
@@ -225,14 +225,14 @@ class Lines:
         line.has_ended = True
         line.wake.set()
         self._lines.pop(line.channel, None)
-        self._in_use.discard(line)
+        self._in_use.pop(line, None)
         self._on_end(line, error)
 
     # -- the keeper
 
     def _keep(self, line: Line) -> None:
         """Nobody may be reading this line: look after it."""
-        self._in_use.add(line)
+        self._in_use[line] = None
         if not self._is_looking:
             with self._keeping:
                 if not self._is_looking and not self._closed:
@@ -264,7 +264,7 @@ class Lines:
         line.idle_ticks = 0 if line.reads != line.seen else line.idle_ticks + 1
         line.seen = line.reads
         if line.is_attended or line.has_ended:
-            self._in_use.discard(line)
+            self._in_use.pop(line, None)
         elif came or line.idle_ticks >= _TICKS_UNTIL_IDLE:
             self._attend(line)
 

@@ -21,6 +21,7 @@ from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import WorkerId
 
 _LOOK_AGAIN_SECONDS = 0.005
+_TRY_AGAIN_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
 _log = logging.getLogger("gradwire")
 
@@ -40,23 +41,32 @@ class Membership:
         dead: set[int] = set()
         for info in self._agent.directory.others():
             life = self._agent.directory.life(info.id)
-            try:
-                self._reach(info.id, deadline)
-            except PeerLost:
+            if not self._reached(info, deadline):
                 dead.add(life)
                 self._agent.directory.left(info.id, life)
-            except DeadlinePassed:
-                _log.warning("%s joined, but %s did not answer it", self._me.name, info.name)
         self._register.settle(self._me, dead, deadline)
 
-    def _reach(self, worker: WorkerId, deadline: float) -> None:
-        """Twice if need be: where many strangers knock, one of us may be sent away with them."""
-        try:
-            self._agent.reach(worker, deadline)
-        except NotTrusted:
-            raise
-        except PeerLost:
-            self._agent.reach(worker, deadline)
+    def _reached(self, info: WorkerInfo, deadline: float) -> bool:
+        """Whether it lives. One that is slow is tried again: it must hear of us to reach us.
+
+        So is one that sent us away: where many strangers knock, one of us may go with them.
+        """
+        address = self._agent.directory.address(info.id)
+        while True:
+            try:
+                self._agent.reach(info.id, deadline)
+                return True
+            except NotTrusted:
+                raise
+            except PeerLost:
+                if not self._register.is_alive(address):
+                    return False
+            except DeadlinePassed:
+                pass
+            if self._agent.clock.now() >= deadline:
+                _log.warning("%s joined, but %s did not answer it", self._me.name, info.name)
+                return True
+            threading.Event().wait(_TRY_AGAIN_SECONDS)
 
     def leave(
         self,

@@ -50,7 +50,7 @@ class Register:
         """Become a member that nobody has heard of yet."""
         while True:
             roster, text = roster_in(self._store)
-            alive = [m for m in roster.claimed(name, id) if self._is_alive(m.address)]
+            alive = [m for m in roster.claimed(name, id) if self.is_alive(m.address)]
             if alive:
                 raise _refusal(name, id, alive[0])
             dead = {member.life for member in roster.claimed(name, id)}
@@ -75,7 +75,7 @@ class Register:
             if not unsettled:
                 return roster.job, roster.before(member.life)
             late = self._clock.now() >= limit
-            dead = {m.life for m in unsettled if late or not self._is_alive(m.address)}
+            dead = {m.life for m in unsettled if late or not self.is_alive(m.address)}
             if dead:
                 self.give_back(dead, limit + _GRACE_SECONDS)
             else:
@@ -108,7 +108,7 @@ class Register:
             raise JoinTimeout(f"{what}: others were faster all the time")
         threading.Event().wait(_LOOK_AGAIN_SECONDS)
 
-    def _is_alive(self, address: str) -> bool:
+    def is_alive(self, address: str) -> bool:
         """Whether somebody listens there; one that does not answer in time may be alive."""
         try:
             channel = self._transports.connect(address, self._clock.now() + _PROBE_SECONDS)

@@ -71,12 +71,12 @@ class Contexts:
         context = self._open.get(id)
         if context is not None:
             return context
-        if (lost := self.lost_with(id)) is not None:
-            raise PeerLost(
-                f"{self._name} has lost {lost}, and dropped {spoken_context(id)} and its graph",
-                hint="begin again in a new context",
-            )
         with self._lock:
+            if (lost := self._closed.get(id)) is not None:
+                raise PeerLost(
+                    f"{self._name} has lost {lost}, and dropped {spoken_context(id)} and its graph",
+                    hint="begin again in a new context",
+                )
             if id in self._closed or opener_of(id) == self._me:
                 return self._open.get(id)
             if id not in self._open:
@@ -90,8 +90,10 @@ class Contexts:
             return context
         unknown = f"Could not find autograd context with id: {id}"
         if id in self._closed:
+            lost = self._closed.get(id)
+            why = "" if lost is None else f", as {lost} was lost"
             raise ContextClosed(
-                f"{unknown}: {spoken_context(id)} is closed on {self._name}",
+                f"{unknown}: {spoken_context(id)} is closed on {self._name}{why}",
                 hint="backward must run inside the `with context()` block that made the graph",
             )
         self._check_young(id)

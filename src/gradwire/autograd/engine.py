@@ -75,7 +75,7 @@ class Engine:
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         self._served = Served(agent, self.contexts, self.passes, locks, inside)
-        self._forgetting = Forgetting(agent)
+        self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
@@ -236,6 +236,15 @@ class Engine:
         context.called.add(peer)
         return context.id
 
+    def works_in(self, id: ContextId, source: Source) -> None:
+        """A peer's call is about to run in this context, unless that peer is lost by now."""
+        self.contexts.heard_of(id, source.worker)
+        try:
+            self._agent.check_asker(source)
+        except PeerLost:  # and its loss may have been dealt with before the context came to be
+            self._forgetting.ask(id)
+            raise
+
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None:
@@ -250,7 +259,8 @@ class Engine:
         context = self.contexts.close(id, lost)
         if context is None:
             return
-        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}")
+        why = "" if lost is None else f", as {lost} was lost"
+        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}{why}")
         with context.lock:
             edges_of, context.edges_of = context.edges_of, Counter()
         for peer, count in edges_of.items():
@@ -276,6 +286,9 @@ class Engine:
         self._agent.dispatch.service.submit(lambda: self._forget_lost(worker))
 
     def _forget_lost(self, worker: WorkerId) -> None:
+        for id in self.contexts.all():
+            if opener_of(id) == worker:
+                self.close(id, lost=self._agent.directory.name(worker))
+            elif opener_of(id) != self._me:
+                self._forgetting.ask(id)
         self._served.root_lost(worker)
-        for id in self.contexts.opened_by(worker):
-            self.close(id, lost=self._agent.directory.name(worker))

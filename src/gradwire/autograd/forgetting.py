@@ -2,18 +2,25 @@
 
 A peer that is lost drops its contexts by itself; one that was too slow to take the message must
 still hear it, or it would keep the graph for ever.
+
+Each worker tells those it called, so the word goes along the calls. Where one of them is lost the
+word stops: whoever may have known a context from it asks the opener, who tells it from then on.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from gradwire.agent.agent import Agent
-from gradwire.autograd.messages import Forget
-from gradwire.errors import GradwireError, UsageError
-from gradwire.ids import WorkerId, spoken_context
+from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.dispatch import Lane, Payload
+from gradwire.agent.errands import Source
+from gradwire.autograd.contexts import Contexts
+from gradwire.autograd.messages import Attend, Attended, Forget
+from gradwire.errors import DeadlinePassed, GradwireError, UsageError
+from gradwire.ids import ContextId, WorkerId, opener_of, spoken_context
 
 _SECONDS = 10.0
 _AT_ONCE_SECONDS = 1.0
@@ -27,11 +34,15 @@ _TIMES = 10
 class Forgetting:
     """What one worker has to say about contexts that are closed."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, agent: Agent, contexts: Contexts, close: Callable[[ContextId, str | None], None]
+    ) -> None:
+        self._agent, self._contexts, self._close = agent, contexts, close
         self._lock = threading.Lock()
-        self._later: list[tuple[float, WorkerId, Forget, int]] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
         agent.timer.watch(self._expire)
+        agent.handle(Attend, self._serve_attend, Lane.SERVICE)
+        agent.kinds.add(Attended)
 
     def tell(self, worker: WorkerId, said: Forget, tried: int = 0) -> None:
         """Tell it now, or later if that fails."""
@@ -43,19 +54,56 @@ class Forgetting:
         except GradwireError:
             self._agent.events.emit("unforgotten", spoken_context(said.context))
             if tried < _TIMES:
-                self._tell_later(worker, said, tried + 1)
+                self._again(tried + 1, partial(self.tell, worker, said, tried + 1))
 
-    def _tell_later(self, worker: WorkerId, said: Forget, tried: int) -> None:
+    def ask(self, context: ContextId, tried: int = 0) -> None:
+        """Ask its opener whether a context is still open; close it here if not."""
+        if self._contexts.maybe(context) is None:
+            return
+        limit = self._agent.clock.now() + _SECONDS
+        what = f"whether {spoken_context(context)} is open"
+        try:
+            _, answer = self._agent.request(
+                opener_of(context), Attend(context), deadline=limit, what=what
+            )
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError as error:
+            self._heard(context, tried, error)
+        else:
+            answer.on_settled(partial(self._heard, context, tried))
+
+    def _heard(self, context: ContextId, tried: int, outcome: Outcome) -> None:
+        """Who does not answer in time is asked again; without an opener there is no context."""
+        if isinstance(outcome, DeadlinePassed) and tried < _TIMES:
+            self._again(tried + 1, partial(self.ask, context, tried + 1))
+            return
+        said = outcome.message if isinstance(outcome, Answer) else None
+        if not (isinstance(said, Attended) and said.is_open):
+            opener = self._agent.directory.name(opener_of(context))
+            lost = opener if isinstance(outcome, Exception) else None
+            self._agent.dispatch.service.submit(partial(self._close, context, lost))
+
+    def _serve_attend(self, message: Attend, _: Payload, source: Source) -> None:
+        context = self._contexts.maybe(message.context)
+        if context is not None:
+            with context.lock:
+                context.called.add(source.worker)
+            context = self._contexts.maybe(message.context)  # it may have closed just before
+        said = Attended(context is not None)
+        self._agent.answer(source, said, deadline=self._agent.clock.now() + _SECONDS)
+
+    def _again(self, tried: int, act: Callable[[], None]) -> None:
         when = self._agent.clock.now() + _FIRST_AGAIN_SECONDS * 2 ** (tried - 1)
         with self._lock:
-            self._later.append((when, worker, said, tried))
+            self._later.append((when, act))
         self._agent.timer.need(when)
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
-            due = [entry for entry in self._later if entry[0] <= now]
+            due = [act for when, act in self._later if when <= now]
             self._later = [entry for entry in self._later if entry[0] > now]
-            following = min((entry[0] for entry in self._later), default=None)
-        for _, worker, said, tried in due:
-            self._agent.dispatch.service.submit(partial(self.tell, worker, said, tried))
+            following = min((when for when, _ in self._later), default=None)
+        for act in due:
+            self._agent.dispatch.service.submit(act)
         return following

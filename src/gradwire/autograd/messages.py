@@ -88,3 +88,31 @@ class Forget(Message, frozen=True, tag=0x25):
     context: ContextId
     lost: str = ""
     """the opener, if the sender has lost it: then nobody knows whether it is closed there"""
+
+
+class Attend(Message, frozen=True, tag=0x26):
+    """To the opener of a context: I know it from somebody who is lost; tell me when it is closed.
+
+    Answered by Attended.
+    """
+
+    context: ContextId
+
+
+class Attended(Message, frozen=True, tag=0x27):
+    """Whether the context is open; if so, its opener tells when it closes."""
+
+    is_open: bool
+
+
+class HowEnded(Message, frozen=True, tag=0x28):
+    """To the root, after its connection was lost: did you keep this pass? Answered by HasEnded."""
+
+    context: ContextId
+    pass_id: PassId
+
+
+class HasEnded(Message, frozen=True, tag=0x29):
+    """Whether the pass ended well."""
+
+    ended_well: bool

@@ -22,6 +22,8 @@ from gradwire.autograd.messages import (
     TO_GRAD,
     TO_MAP,
     Gradients,
+    HasEnded,
+    HowEnded,
     PassEnded,
     RunDone,
     RunFailed,
@@ -38,7 +40,7 @@ from gradwire.autograd.torch_private import (
     will_execute,
 )
 from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
-from gradwire.ids import EdgeId, WorkerId
+from gradwire.ids import ContextId, EdgeId, PassId, WorkerId
 from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
@@ -46,6 +48,7 @@ _END_SECONDS = 10.0
 """How long a worker may take to put back what a failed pass has changed, before its deadline."""
 _END_LATE_SECONDS = 1.5
 """The same after it, or close to it."""
+_KEPT_REMEMBERED = 20_000
 
 
 @final
@@ -62,6 +65,9 @@ class Root:
         self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
         agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
+        agent.handle(HowEnded, self._serve_how_ended, Lane.SERVICE)
+        agent.kinds.add(HasEnded)
+        self._kept: dict[tuple[ContextId, PassId], None] = {}
 
     def begin_native(self, context: Context, met: EdgeId) -> Running:
         """A backward of the user's has met its first crossing of this context.
@@ -179,12 +185,13 @@ class Root:
         except BaseException as error:  # also an interrupt: the others must not wait for us
             self.give_up(running, error if isinstance(error, Exception) else None)
             raise
+        self._remember(running)
         self._passes.over(running)
         for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
             try:
                 self._agent.tell(worker, ended, deadline=running.deadline)
-            except GradwireError:  # it is lost: whoever asks it next is told so
+            except GradwireError:  # it asks, when it can; see Served.root_lost
                 self._agent.events.emit("unended", running.id, self._agent.directory.name(worker))
         self._agent.events.emit("end", running.id)
 
@@ -221,6 +228,18 @@ class Root:
             running.context.broken = f"{names} did not confirm that {running.id} was put back"
             _log.error("%s: %s", me, running.context.broken)
             told.add_note(f"{running.context.broken}: close the context and begin again")
+
+    def _remember(self, running: Running) -> None:
+        """It ended well, for those who did not hear it."""
+        self._kept[running.context.id, running.id] = None
+        if len(self._kept) > _KEPT_REMEMBERED:
+            del self._kept[next(iter(self._kept))]
+
+    def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
+        """While it runs it has not ended well, and cannot any more: it needed who asks."""
+        ended_well = (message.context, message.pass_id) in self._kept
+        limit = self._agent.clock.now() + _END_SECONDS
+        self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)

@@ -113,6 +113,11 @@ class Running:
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
 
+    def edges_expected(self, edges: dict[EdgeId, WorkerId]) -> None:
+        """The run here is about to wait for these, each from a worker."""
+        with self._changed:
+            self._state.edges_expected(edges)
+
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,7 +11,7 @@ from typing import final
 import torch
 from msgspec.structs import replace
 
-from gradwire.agent.agent import Agent
+from gradwire.agent.agent import Agent, Answer
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
@@ -24,6 +25,8 @@ from gradwire.autograd.lineage import Lineage, bits_from_wire, meets, numbers
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
+    HasEnded,
+    HowEnded,
     PassEnded,
     RunDone,
     RunFailed,
@@ -32,11 +35,15 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
 from gradwire.autograd.torch_private import current_run, will_execute
-from gradwire.errors import BadMessage, ContextClosed, GradwireError
+from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
+_IN_DOUBT_SECONDS = 30.0
+"""How long a root that cannot be reached is asked how its pass ended; then it is taken for dead."""
+_REFUSALS = 3
+_ASK_AGAIN_SECONDS = 0.05
 
 
 @final
@@ -135,6 +142,7 @@ class Served:
         running.mine = sum(1 << s.edge.n for s in sent)
         if not sent:
             return
+        running.edges_expected({s.edge: s.peer for s in sent})
         tokens = [s.token for s in sent]
         retain, create = start.retain_graph, start.create_graph
         span = profiling.span("gradwire backward %s of %s", running.id, running.context)
@@ -148,11 +156,38 @@ class Served:
                 )
 
     def root_lost(self, worker: WorkerId) -> None:
-        """Nobody will end the passes that began there: put back what they have changed here."""
+        """Put back what passes that began there have changed here, unless they ended well.
+
+        A run that is over here may be one that ended well, and the word of it was lost with the
+        connection. Where nobody listens any more there is nobody who could count on it.
+        """
         for running in self._passes.rooted_at(worker):
             if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
-                running.ledger.undo()
+                if self._ended_well(worker, running):
+                    running.ledger.keep()
+                else:
+                    running.ledger.undo()
             self._passes.over(running)
+
+    def _ended_well(self, root: WorkerId, running: Running) -> bool:
+        agent = self._agent
+        limit = agent.clock.now() + _IN_DOUBT_SECONDS
+        asked = HowEnded(running.context.id, running.id)
+        refused = 0
+        while agent.clock.now() < limit and refused < _REFUSALS:
+            until = min(limit, agent.clock.now() + _ANSWER_SECONDS)
+            try:
+                _, promise = agent.request(root, asked, deadline=until, what=f"end of {running.id}")
+                outcome = promise.wait()
+            except DeadlinePassed:
+                continue
+            except GradwireError:  # nobody listens, or just not to us
+                refused += 1
+                threading.Event().wait(_ASK_AGAIN_SECONDS)
+                continue
+            if isinstance(outcome, Answer):
+                return isinstance(outcome.message, HasEnded) and outcome.message.ended_well
+        return False
 
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
         """A good end is noted at once, before the root's next word, or its loss, can be heard."""

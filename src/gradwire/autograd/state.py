@@ -15,7 +15,7 @@ at each send until that edge is settled. The *root* is the worker where the pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import final
 
 from gradwire.errors import BadMessage
@@ -30,6 +30,7 @@ class PassState:
         self.id = pass_id
         self._settled: set[EdgeId] = set()
         self._collected: set[EdgeId] = set()
+        self._expected: Mapping[EdgeId, WorkerId] = {}
         self._waiting_for: set[WorkerId] = set()
         self._asked: frozenset[WorkerId] = frozenset()
         self._changed: set[WorkerId] = set()
@@ -45,6 +46,10 @@ class PassState:
         """The root is about to tell these to run."""
         self._asked = frozenset(workers)
         self._waiting_for = set(self._asked)
+
+    def edges_expected(self, edges: Mapping[EdgeId, WorkerId]) -> None:
+        """The run here waits for each of these, by whom it will be settled."""
+        self._expected = edges
 
     def edge_settled(self, edge: EdgeId) -> None:
         """Its gradients are here."""
@@ -93,7 +98,11 @@ class PassState:
 
     def concerns(self, worker: WorkerId) -> bool:
         """Whether the pass cannot end well without this worker."""
-        return worker in self._waiting_for or worker == self.id.worker
+        if worker in self._waiting_for or worker == self.id.worker:
+            return True
+        return any(
+            peer == worker and edge not in self._settled for edge, peer in self._expected.items()
+        )
 
     def pass_failed(self) -> bool:
         """An error ends the pass; True for the first one, which is the one to tell."""

@@ -56,7 +56,8 @@ class Landing(Generic[T]):
                 try:
                     self._came = self._unpack()
                 except BaseException as error:  # kept, and raised wherever it is waited for
-                    self._error = error
+                    # Without its frames: they hold the future, which holds this through C++.
+                    self._error = error.with_traceback(None)
                 self._unpack = None
         return self._came.value if self._error is None else self._error
 

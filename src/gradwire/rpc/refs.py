@@ -76,7 +76,7 @@ class Refs:
         agent.kinds.add(Counted)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed)
+        self._sender = RefSender(agent, self._heard, self._owed, self._peer_lost)
 
     # -- values of this worker
 
@@ -137,12 +137,13 @@ class Refs:
         with self._lock:
             self._room.check(peer)
 
-    def creation_arrived(self, ref: RefId, fork: ForkId | None) -> Promise[Content]:
+    def creation_arrived(self, ref: RefId, fork: ForkId | None, source: Source) -> Promise[Content]:
         """A call has come whose result stays here; without a fork, from this worker itself.
 
         The promise is to be settled even if nobody holds the reference any more.
         """
         with self._lock:
+            self._agent.check_asker(source)
             promise = self._values.setdefault(ref, Promise())
             actions = [] if fork is None else self._table.creation_arrived(ref, fork)
         self._perform(actions)
@@ -235,6 +236,8 @@ class Refs:
         with self._lock:
             for came in references:
                 stale = came.life < self._agent.directory.life(came.owner)
+                if not stale:  # who passes it on may have better news of its owner; or asking tells
+                    self._table.peer_joined(came.owner)
                 hold, more = self._table.arrived(*astuple(came), is_stale=stale)
                 holds.append(hold)
                 actions += more
@@ -321,6 +324,7 @@ class Refs:
         self.check_room(source.worker)
         with self._lock:
             rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
+            self._agent.check_asker(source)
             verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
 

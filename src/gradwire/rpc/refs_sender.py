@@ -1,7 +1,9 @@
 """What the counting of references has to say to other workers: sent, and sent again until heard.
 
 All of it is idempotent (refs_state.py), so repeating does no harm. What is still owed is not known
-here: the table is asked each time.
+here: the table is asked each time. A worker where nobody listens, or that could not be reached for
+so long that any message to it is given up, is reported lost: without a connection to it there is no
+end of one that would say so.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.errors import GradwireError, UsageError
+from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
+from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork
 from gradwire.rpc.refs_state import Action, SendAccept, SendDrop, SendFork, Verdict
@@ -22,6 +24,7 @@ from gradwire.wire.message import Message
 CONTROL_SECONDS = 30.0
 _ASK_AGAIN_SECONDS = 0.05
 _SEND_AGAIN_SECONDS = 1.0
+_AWAITED_SECONDS = 60.0
 
 Sending = SendFork | SendAccept | SendDrop
 Heard = Callable[[Sending, Verdict | None], None]
@@ -32,11 +35,21 @@ Heard = Callable[[Sending, Verdict | None], None]
 class RefSender:
     """Sends for one worker."""
 
-    def __init__(self, agent: Agent, heard: Heard, owed: Callable[[], list[Action]]) -> None:
-        self._agent, self._heard, self._owed = agent, heard, owed
+    def __init__(
+        self,
+        agent: Agent,
+        heard: Heard,
+        owed: Callable[[], list[Action]],
+        lost: OnLost,
+    ) -> None:
+        self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
         self._lock = threading.RLock()  # a collection inside it may end more references
         self._later: list[tuple[float, Sending]] = []
         self._soon: dict[WorkerId, deque[Sending]] = {}
+        self._unreached: dict[WorkerId, float] = {}
+        """since when nothing has left for a worker"""
+        self._awaited: dict[Sending, float] = {}
+        """since when an owner says that a value may still come"""
         agent.timer.watch(self._expire)
 
     def send_soon(self, sending: Sending) -> None:
@@ -70,10 +83,23 @@ class RefSender:
             _, answer = self._agent.request(sending.to, message, deadline=limit, what=str(message))
         except UsageError:  # this worker has shut down
             return
-        except GradwireError:
-            self._send_later(sending, _SEND_AGAIN_SECONDS)
+        except GradwireError as error:
+            self._not_sent(sending, error)
             return
+        with self._lock:
+            self._unreached.pop(sending.to, None)
         answer.on_settled(partial(self._answered, sending))
+
+    def _not_sent(self, sending: Sending, error: GradwireError) -> None:
+        """A peer that could not be reached is lost, unless it has reached us meanwhile."""
+        now = self._agent.clock.now()
+        with self._lock:
+            since = self._unreached.setdefault(sending.to, now)
+        given_up = isinstance(error, PeerLost) or now - since >= CONTROL_SECONDS
+        if given_up and not self._agent.is_connected(sending.to):
+            self._lost(sending.to, PeerLost(str(error)))
+        else:
+            self._send_later(sending, _SEND_AGAIN_SECONDS)
 
     def _answered(self, sending: Sending, outcome: Outcome) -> None:
         if not isinstance(outcome, Answer):
@@ -82,9 +108,19 @@ class RefSender:
         said = outcome.message
         verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
         if verdict is Verdict.NOT_YET:
-            self._send_later(sending, _ASK_AGAIN_SECONDS)
-        else:
-            self._heard(sending, verdict)
+            waited = self._waited(sending)
+            if waited < _AWAITED_SECONDS:
+                self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
+                return
+        with self._lock:
+            self._awaited.pop(sending, None)
+        self._heard(sending, Verdict.NEVER if verdict is Verdict.NOT_YET else verdict)
+
+    def _waited(self, sending: Sending) -> float:
+        """How long the call that makes the value may have been on its way, if it is not lost."""
+        now = self._agent.clock.now()
+        with self._lock:
+            return now - self._awaited.setdefault(sending, now)
 
     def _send_later(self, sending: Sending, seconds: float) -> None:
         when = self._agent.clock.now() + seconds

@@ -21,7 +21,7 @@ from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
-from gradwire.errors import BadMessage, NotExposed, UsageError
+from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId
 from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.contents import Content, Raised, Value
@@ -86,8 +86,12 @@ class Serving:
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
         self._agent.dispatch.errands.over(source)  # others may hold the reference by now
-        self._refs.check_room(source.worker)
-        promise = self._refs.creation_arrived(keep.ref, keep.fork)
+        try:
+            self._refs.check_room(source.worker)
+            promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
+        except GradwireError:
+            self._refs.release(call.parcel.references)
+            raise
         at_once = not self._manner.answers_when_made
 
         def settle(content: Content) -> None:
@@ -110,7 +114,11 @@ class Serving:
     ) -> Content | None:
         """What the function returned; None if it will be handed to `later`."""
         if call.context is not None:
-            self._engine.contexts.heard_of(call.context, source.worker)
+            try:
+                self._engine.works_in(call.context, source)
+            except GradwireError:
+                self._refs.release(call.parcel.references)
+                raise
         with self._inside(call.context, deadline, source), _modes(call):
             unpacked = self._parcels.unpack(
                 call.parcel, payload, source=source.worker, context=call.context

@@ -1,0 +1,23 @@
+"""Workers in a simulated world: one seed, one history of delays, cuts, crashes and restarts.
+
+`simulate` runs a program of your own in it. `python -m gradwire.testing.simulate --seeds 1000` runs
+random programs under random faults, and checks that gradients are exact or an error says who is to
+blame, that everything ends in time, and that nothing is left behind.
+
+    scheduler     one thread at a time, chosen by the seed; the clock jumps when nobody can run
+    primitives    locks, conditions, queues and threads that hand over instead of blocking
+    substitution  puts them where gradwire's modules look for Python's
+    pipes         frames that take time, are held, repeated or lost with their connection
+    links         a transport of them, and what a fault does to it
+    world         real workers on all of that, each a process that can crash
+    faults        when which fault happens
+    programs      random programs, and what they give in one process
+    stage         plays them and checks each step
+    history       one seed from beginning to end
+"""
+
+from gradwire.testing.simulate.faults import Faults
+from gradwire.testing.simulate.history import Setting, Told, play, setting_of
+from gradwire.testing.simulate.own import Outcome, Stuck, simulate
+
+__all__ = ["Faults", "Outcome", "Setting", "Stuck", "Told", "play", "setting_of", "simulate"]

@@ -1,0 +1,66 @@
+"""python -m gradwire.testing.simulate: play seeds, print what a seed stands for and what failed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+
+from gradwire.testing.simulate.batch import Summary, run
+from gradwire.testing.simulate.history import Told
+
+_MOST_SHOWN = 5
+_TELL_SECONDS = 5.0
+
+
+def main() -> int:
+    """0 if nothing was violated."""
+    options = _parser().parse_args()
+    torch.set_num_threads(1)
+    began = told_at = time.monotonic()
+
+    def on_told(told: Told, summary: Summary) -> bool:
+        nonlocal told_at
+        if told.violations or options.trace or options.seeds == 1:
+            _show(told, trace=options.trace or bool(told.violations))
+        now = time.monotonic()
+        if now - told_at > _TELL_SECONDS:
+            told_at = now
+            rate = summary.seeds / (now - began)
+            progress = f"{summary.seeds} of {options.seeds} seeds, {rate:.0f}/s"
+            print(f"{progress}, {len(summary.failed)} with violations", file=sys.stderr, flush=True)
+        return len(summary.failed) < _MOST_SHOWN
+
+    seeds = range(options.seed, options.seed + options.seeds)
+    summary = run(seeds, liveness=options.liveness, on_told=on_told)
+    print("\n".join(summary.lines()))
+    again = " --liveness" if options.liveness else ""
+    for told in summary.failed:
+        seed = told.setting.seed
+        print(f"again: python -m gradwire.testing.simulate --seed {seed}{again}")
+    return 1 if summary.failed else 0
+
+
+def _show(told: Told, *, trace: bool) -> None:
+    print("\n".join(told.setting.lines()))
+    if trace:
+        print("\n".join(told.trace))
+    for violation in told.violations:
+        print(f"VIOLATED {violation}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.testing.simulate", description=__doc__
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--liveness", action="store_true", help="faults never heal")
+    parser.add_argument("--trace", action="store_true", help="print what happened in any case")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

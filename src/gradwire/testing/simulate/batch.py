@@ -1,0 +1,60 @@
+"""Many histories, one after the other, and what they add up to."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from gradwire.testing.simulate.history import Told, play, setting_of
+
+SAFETY_FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat")
+LIVENESS_FAULTS = ("crash", "silent crash", "cut", "stall", "slow", "repeat")
+EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
+
+
+@dataclass(slots=True)
+class Summary:
+    """Of a batch."""
+
+    liveness: bool
+    seeds: int = 0
+    failed: list[Told] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def missing(self) -> list[str]:
+        """Faults, and what they must bring about, that no history of the batch had."""
+        kinds = LIVENESS_FAULTS if self.liveness else SAFETY_FAULTS
+        return [kind for kind in (*kinds, *EFFECTS) if not self.counts[kind]]
+
+    def lines(self) -> list[str]:
+        """As people read it."""
+        mode = "liveness" if self.liveness else "safety"
+        kinds = LIVENESS_FAULTS if self.liveness else SAFETY_FAULTS
+        told = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*kinds, *EFFECTS))
+        return [f"{self.seeds} seeds ({mode}), {len(self.failed)} with violations", f"  {told}"]
+
+
+def run(
+    seeds: Iterable[int],
+    *,
+    liveness: bool = False,
+    on_told: Callable[[Told, Summary], bool] = lambda told, summary: True,
+) -> Summary:
+    """Play them all, or until `on_told` says False."""
+    summary = Summary(liveness)
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at after each history
+    try:
+        for seed in seeds:
+            told = play(setting_of(seed, liveness=liveness))
+            summary.seeds += 1
+            summary.counts += told.counts
+            if told.violations:
+                summary.failed.append(told)
+            if not on_told(told, summary):
+                break
+    finally:
+        gc.unfreeze()
+    return summary

@@ -1,0 +1,252 @@
+"""One history: a world, its programs and its faults, all from one seed; what was checked of it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from gradwire.options import Options, Timeouts
+from gradwire.testing.simulate import programs
+from gradwire.testing.simulate.faults import Faults, Nemesis
+from gradwire.testing.simulate.leaks import leaks
+from gradwire.testing.simulate.programs import Script, random_script
+from gradwire.testing.simulate.scheduler import Runaway
+from gradwire.testing.simulate.stage import Stage
+from gradwire.testing.simulate.surroundings import simulated
+from gradwire.testing.simulate.world import LogToWorld, World
+
+TIMEOUTS = Timeouts(
+    call=5.0,
+    backward=8.0,
+    connect=2.0,
+    handshake=2.0,
+    join=20.0,
+    shutdown=10.0,
+    suspect=2.0,
+    dead=6.0,
+)
+_NOTICED_SECONDS = 2.5
+"""The longest that the end of a worker stays unseen by its peers."""
+_SETTLED_SECONDS = 1.0
+_LEASE_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a seed stands for."""
+
+    seed: int
+    workers: int
+    is_open: bool
+    is_liveness: bool
+    leaves: bool
+    capacity: int
+    faults: Faults
+    scripts: tuple[Script, ...]
+
+    def lines(self) -> list[str]:
+        """As people read it."""
+        mode = "faults never heal" if self.is_liveness else "faults heal"
+        world = "open" if self.is_open else "closed"
+        return [
+            f"seed {self.seed}: {self.workers} workers, {world} world, {mode}, "
+            f"room for {self.capacity} messages while a link is stalled"
+            + (", all leave in the end" if self.leaves else ""),
+            f"  {self.faults}",
+            *(f"  {script.describe()}" for script in self.scripts),
+        ]
+
+
+@dataclass(slots=True)
+class Told:
+    """What became of a history."""
+
+    setting: Setting
+    violations: list[str]
+    trace: list[str]
+    counts: Counter[str]
+    switches: int
+
+
+def setting_of(seed: int, *, liveness: bool = False) -> Setting:
+    """All that is derived from a seed."""
+    chosen = random.Random(f"setting {seed} {liveness}")
+    workers = chosen.choice((2, 3, 3, 4))
+    names = [f"w{n}" for n in range(workers)]
+    is_open = chosen.random() < 0.5
+    tickets = count(1)
+    roots = chosen.sample(names, chosen.choice((1, 1, 2)))
+    steps = 2 if len(roots) == 1 else 1
+    return Setting(
+        seed,
+        workers,
+        is_open,
+        liveness,
+        leaves=chosen.random() < 0.2,
+        capacity=chosen.choice((2, 1 << 20)),
+        faults=_faults(chosen, liveness),
+        scripts=tuple(random_script(chosen, root, names, tickets, steps) for root in roots),
+    )
+
+
+def _faults(chosen: random.Random, liveness: bool) -> Faults:
+    kinds = Counter(
+        chosen.choice(("crashes", "crashes", "cuts", "stalls", "slow"))
+        for _ in range(chosen.choice((0, 1, 1, 1, 2, 3)))
+    )
+    within = chosen.choice((20, 60, 150))
+    repeats = chosen.choice((0.0, 0.0, 0.1, 0.5))
+    return Faults(
+        crashes=kinds["crashes"],
+        cuts=kinds["cuts"],
+        stalls=kinds["stalls"],
+        slow=kinds["slow"],
+        heal=not liveness,
+        within=within,
+        repeats=repeats,
+    )
+
+
+def play(setting: Setting) -> Told:
+    """Run one history and check it."""
+    with simulated() as log:
+        world = World(
+            setting.seed,
+            setting.workers,
+            options=Options(timeouts=TIMEOUTS),
+            expose=[programs],
+            is_open=setting.is_open,
+            capacity=setting.capacity,
+            repeats=setting.faults.repeats,
+        )
+        log.addHandler(handler := LogToWorld(world))
+        try:
+            violations = _Playing(world, setting).run()
+        finally:
+            world.scheduler.close()
+            log.removeHandler(handler)
+    world.counts["late frames"] += world.network.traffic.late
+    world.counts["lost frames"] += world.network.traffic.lost
+    return Told(setting, violations, world.lines(), world.counts, world.scheduler.switches)
+
+
+class _Playing:
+    """The acts of one history."""
+
+    def __init__(self, world: World, setting: Setting) -> None:
+        self._world, self._setting = world, setting
+
+    def run(self) -> list[str]:
+        """All acts; what was violated."""
+        world, setting = self._world, self._setting
+        world.start()
+        self._nemesis = Nemesis(world, setting.faults, setting.seed)
+        self._stage = world.scheduler.stage = Stage(world, self._nemesis)
+        try:
+            self._programs()
+            if not self._stage.violations:
+                self._mend()
+            if not self._stage.violations:
+                self._recover()
+            if not self._stage.violations:
+                self._look_around()
+            if not self._stage.violations and setting.leaves:
+                self._leave()
+        except Runaway as runaway:
+            self._stage.violate("I3", str(runaway))
+        for name, error in world.scheduler.errors:
+            self._stage.violate("I3", f"{name} ended with {error!r}")
+        return self._stage.violations
+
+    def _programs(self) -> None:
+        scripts = {f"{s.root}'s": s for s in self._setting.scripts}
+        self._play(scripts, "the program")
+
+    def _play(self, scripts: dict[str, Script], what: str) -> None:
+        """Until each is over, or its worker gone."""
+        world, stage = self._world, self._stage
+        lives = {name: world.lives[script.root] for name, script in scripts.items()}
+        for name, script in scripts.items():
+            world.run_as(script.root, what, partial(stage.play, script, name))
+
+        def is_over() -> bool:
+            return all(n in stage.over or life.process.is_dead for n, life in lives.items())
+
+        world.scheduler.run(world.scheduler.now + 200.0, is_over)
+        if not is_over() and not world.scheduler.errors:
+            waiting = ", ".join(t.name for t in world.scheduler.waiting() if what in t.name)
+            stage.violate("I3", f"still waiting after 200 s: {waiting}")
+
+    def _mend(self) -> None:
+        """In safety mode everything is mended; then what was silent is noticed."""
+        world = self._world
+        if self._setting.is_liveness:
+            self._nemesis.stop()
+        else:
+            self._nemesis.end()
+        world.scheduler.run(world.scheduler.now + _NOTICED_SECONDS)
+        if self._setting.is_open and not self._setting.is_liveness:
+            everyone = len(world.names)
+            limit = world.scheduler.now + 2 * TIMEOUTS.join
+            world.scheduler.run(limit, lambda: len(world.workers()) == everyone)
+            if len(world.workers()) != everyone:
+                self._stage.violate("I6", "a worker that was restarted did not join")
+
+    def _recover(self) -> None:
+        """The next pass is exact, among all that live and can speak with each other."""
+        names = list(self._world.workers())
+        if self._setting.is_liveness:
+            names = [name for name in names if name not in self._nemesis.victims]
+        if len(names) < 2:
+            return
+        chosen = random.Random(f"recovery {self._setting.seed}")
+        script = random_script(chosen, chosen.choice(names), names, count(10_000), 1)
+        known = len(self._stage.told)
+        self._play({"recovery": script}, "recovery")
+        for told in self._stage.told[known:]:
+            if told.error is not None:
+                self._stage.violate("I6", f"the next pass failed: {told.error}")
+
+    def _look_around(self) -> None:
+        """Gradients are what good passes gave, and nothing is left."""
+        world, stage = self._world, self._stage
+        world.scheduler.run(world.scheduler.now + _SETTLED_SECONDS)
+        gc.collect()
+        world.scheduler.run(world.scheduler.now + _SETTLED_SECONDS)
+        if self._left():
+            world.scheduler.run(world.scheduler.now + _LEASE_SECONDS, lambda: not self._left())
+        for text in self._left():
+            stage.violate("I4", text)
+        for name in stage.parts:
+            stage.check_part(name)
+
+    def _left(self) -> list[str]:
+        if self._setting.is_liveness and self._nemesis.has_stalled():
+            return []  # who cannot be reached cannot be told to forget
+        with self._world.scheduler.aside():
+            return [text for worker in self._world.workers().values() for text in leaks(worker)]
+
+    def _leave(self) -> None:
+        """All shut down together, by the deadline."""
+        world = self._world
+        left: set[str] = set()
+        limit = TIMEOUTS.shutdown
+
+        def leave(name: str) -> None:
+            worker = world.lives[name].worker
+            assert worker is not None
+            worker.shutdown(graceful=True)
+            left.add(name)
+
+        alive = list(world.workers())
+        for name in alive:
+            world.run_as(name, "shutdown", partial(leave, name))
+        began = world.scheduler.now
+        world.scheduler.run(began + limit + 5.0, lambda: len(left) == len(alive))
+        late = sorted(set(alive) - left)
+        if late:
+            self._stage.violate("I3", f"shutdown did not end on {', '.join(late)}")

@@ -1,0 +1,294 @@
+"""Links between simulated workers: a transport whose frames take time, and may never arrive.
+
+Every frame is encoded to bytes and decoded again. A connection is as TCP's: in order, nothing lost
+while it lasts; what was on its way when it ends is lost from some frame on. Between two connections
+nothing is in order. What a fault may do:
+
+    slow    frames take longer, up to seconds
+    stall   nothing arrives, nothing ends, connecting takes for ever; what was held comes later
+    cut     connections end, at each side at its own moment, and new ones are not answered
+    repeat  a frame that the protocol lets come twice does
+
+This file must not know what a frame means but for its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import final
+
+from gradwire.errors import BadMessage, DeadlinePassed, PeerLost, UsageError
+from gradwire.options import Limits
+from gradwire.testing.simulate.pipes import USUAL_SECONDS, Link, Pipe, Traffic, Watcher
+from gradwire.testing.simulate.scheduler import Process, Scheduler, Wait
+from gradwire.transport.base import (
+    CLOSED_BY_PEER,
+    closed_here,
+    never,
+    unheard_by_deadline,
+    unread_by_deadline,
+)
+from gradwire.wire.frame import PREFIX, Frame, check_content, decode_prefix, encode_prefix
+
+_PROOF = "proof"
+"""What words of a handshake are called."""
+
+
+@final
+class SimulatedChannel:
+    """One end of two pipes."""
+
+    def __init__(
+        self, network: Network, remote: str, incoming: Pipe, outgoing: Pipe, process: Process
+    ) -> None:
+        self.remote = remote
+        self.limits = Limits()
+        self.peer_names: tuple[str, ...] | None = None
+        self.binding = b""
+        self.watches_itself = False
+        self._number = network.scheduler.number()
+        self._said = b""
+        self._network, self.process = network, process
+        self._incoming, self._outgoing = incoming, outgoing
+        self._ended: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<SimulatedChannel to {self.remote}: {self._ended or 'open'}>"
+
+    def __hash__(self) -> int:
+        return self._number  # sets of channels are walked in an order that the seed decides
+
+    def say(self, words: bytes, deadline: float) -> None:
+        """See `Channel.say`."""
+        self._check_open()
+        self._network.scheduler.maybe_preempt()
+        self._put(words, _PROOF, deadline)
+
+    def hear(self, length: int, deadline: float) -> bytes:
+        """See `Channel.hear`."""
+        while len(self._said) < length:
+            data = self._maybe_get(deadline)
+            if data is None:
+                raise unheard_by_deadline(self.remote)
+            self._said += data
+        heard, self._said = self._said[:length], self._said[length:]
+        return heard
+
+    def send(self, frame: Frame, deadline: float) -> None:
+        """See `Channel.send`."""
+        self._network.scheduler.me()
+        self._check_open()
+        data = b"".join((encode_prefix(frame), frame.head, *frame.payload))
+        watcher = self._network.watcher
+        text = watcher.sent(frame)
+        self._network.scheduler.maybe_preempt()
+        self._put(data, text, deadline)
+        if watcher.may_repeat(frame):
+            self._outgoing.repeat(data, text)
+
+    def _put(self, data: bytes, text: str, deadline: float) -> None:
+        try:
+            taken = self._outgoing.put(data, text, deadline)
+        except TimeoutError:
+            raise unread_by_deadline(self.remote) from None
+        if not taken:
+            self._check_open()
+            raise PeerLost(CLOSED_BY_PEER)
+
+    def recv(self) -> Frame:
+        """See `Channel.recv`."""
+        frame = self.maybe_recv(math.inf)
+        assert frame is not None
+        return frame
+
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
+        """See `Channel.maybe_recv`."""
+        data = self._maybe_get(until, done)
+        if data is None:
+            return None
+        try:
+            if self._said:
+                raise BadMessage("words without a frame, after the handshake")
+            return _decoded(data, self.limits)
+        except BadMessage as refusal:
+            self.close(refusal.message)
+            raise
+
+    def _maybe_get(self, until: float, done: Callable[[], bool] = never) -> bytes | None:
+        """What comes next; None if nothing does by then."""
+        self._check_open()
+        try:
+            data = self._incoming.get(until, done)
+        except TimeoutError:
+            self._check_open()
+            return None
+        self._check_open()
+        if data is None:
+            self._end(CLOSED_BY_PEER)
+            raise PeerLost(CLOSED_BY_PEER)
+        return data
+
+    def close(self, reason: str = "close() was called") -> None:
+        """See `Channel.close`."""
+        self._end(closed_here(reason))
+
+    def _end(self, story: str) -> None:
+        if self._ended is None:
+            self._ended = story
+        scheduler = self._network.scheduler
+        self._outgoing.end(scheduler.now + self._network.blink(), lossy=False)
+        self._incoming.drop()
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise PeerLost(self._ended)
+
+
+def _decoded(data: bytes, limits: Limits) -> Frame:
+    prefix = decode_prefix(data, limits)
+    begin, end = PREFIX.size, PREFIX.size + prefix.head_length
+    payload = (memoryview(bytearray(data[end:])),) if prefix.payload_length else ()
+    check_content(prefix, data[begin:end], payload)
+    return Frame(prefix.kind, prefix.flags, prefix.request, data[begin:end], payload)
+
+
+@final
+class SimulatedListener:
+    """A name in the network."""
+
+    def __init__(self, network: Network, address: str, process: Process) -> None:
+        self.address, self.process = address, process
+        self._network = network
+        self._arrivals: deque[SimulatedChannel] = deque()
+        self._waits: list[Wait] = []
+        self.is_closed = False
+
+    def accept(self) -> SimulatedChannel:
+        """See `Listener.accept`."""
+        while not self._arrivals:
+            if self.is_closed:
+                raise PeerLost(f"{self.address} was closed here")
+            self._network.scheduler.block(self._waits)
+        return self._arrivals.popleft()
+
+    def arrive(self, channel: SimulatedChannel) -> None:
+        """Let a channel wait for `accept`."""
+        self._arrivals.append(channel)
+        self._network.scheduler.wake(self._waits)
+
+    def close(self, reason: str = "close() was called") -> None:
+        """See `Listener.close`."""
+        self.is_closed = True
+        self._network.forget(self)
+        for channel in self._arrivals:
+            channel.close("nobody accepted it")
+        self._arrivals.clear()
+        self._network.scheduler.wake(self._waits, len(self._waits))
+
+
+@final
+class Network:
+    """The links of one history, and the names that can be reached over them."""
+
+    def __init__(self, scheduler: Scheduler, watcher: Watcher, *, capacity: int = 1 << 20) -> None:
+        self.scheduler, self.watcher = scheduler, watcher
+        self.traffic = Traffic(scheduler, watcher)
+        self._capacity = capacity
+        self._links: dict[frozenset[str], Link] = {}
+        self._listeners: dict[str, SimulatedListener] = {}
+        self._channels: list[SimulatedChannel] = []
+        self._numbers = count(1)
+
+    def link(self, a: str, b: str) -> Link:
+        """What lies between these two."""
+        key = frozenset((a, b))
+        if key not in self._links:
+            self._links[key] = Link(*sorted((a, b)))
+        return self._links[key]
+
+    def links(self) -> Iterator[Link]:
+        """All that were used."""
+        yield from self._links.values()
+
+    def blink(self) -> float:
+        """How long it takes until the other side sees an end."""
+        return self.scheduler.random.expovariate(1 / USUAL_SECONDS)
+
+    # -- a transport
+
+    def listen(self, address: str) -> SimulatedListener:
+        """Take the name."""
+        if address in self._listeners:
+            raise UsageError(f"cannot listen on {address}: the name is taken")
+        listener = SimulatedListener(self, address, self.scheduler.me().process)
+        self._listeners[address] = listener
+        return listener
+
+    def connect(self, address: str, deadline: float, name: str | None = None) -> SimulatedChannel:
+        """A channel to whoever listens there."""
+        scheduler = self.scheduler
+        here = scheduler.me().process
+        there_name = address.partition("://")[2].partition(".")[0]
+        link = self.link(here.name, there_name)
+        scheduler.block([], min(deadline, scheduler.now + self.blink() * link.slowness))
+        while link.is_stalled or link.is_cut:
+            if not scheduler.block(link.waits, deadline):
+                raise DeadlinePassed(f"{address} did not answer")
+        listener = self._listeners.get(address)
+        if listener is None or listener.process.is_dead:
+            raise PeerLost(f"cannot reach {address}: nobody listens there")
+        number = next(self._numbers)
+        there = Pipe(self.traffic, link, f"{here.name}>{there_name}", self._capacity)
+        back = Pipe(self.traffic, link, f"{there_name}>{here.name}", self._capacity)
+        mine = SimulatedChannel(self, address, back, there, here)
+        peer = f"{address} (connection {number})"
+        theirs = SimulatedChannel(self, peer, there, back, listener.process)
+        self._channels += [mine, theirs]
+        listener.arrive(theirs)
+        return mine
+
+    def forget(self, listener: SimulatedListener) -> None:
+        """The name is free again."""
+        if self._listeners.get(listener.address) is listener:
+            del self._listeners[listener.address]
+
+    # -- faults
+
+    def stall(self, link: Link) -> None:
+        """Nothing arrives any more."""
+        link.is_stalled = True
+
+    def cut(self, link: Link, *, silent_for: float = 0.0) -> None:
+        """Its connections end, on one side perhaps only later."""
+        link.is_cut = True
+        for pipe in list(link.pipes):
+            pipe.end(self.scheduler.now + self.blink() + silent_for, lossy=True)
+
+    def heal(self, link: Link) -> None:
+        """It is as good as new; what was stalled comes."""
+        link.is_stalled = link.is_cut = False
+        link.slowness = 1.0
+        for pipe in list(link.pipes):
+            pipe.resume()
+        self.scheduler.wake(link.waits, len(link.waits))
+
+    def crashed(self, process: Process, *, silent_for: float = 0.0) -> None:
+        """A worker is gone. Its peers see that soon, or not before so many seconds."""
+        for listener in list(self._listeners.values()):
+            if listener.process is process:
+                self.forget(listener)
+        for channel in self._channels:
+            if channel.process is process:
+                moment = self.scheduler.now + self.blink() + silent_for
+                channel._outgoing.end(moment, lossy=True)
+                channel._incoming.drop()
+                # To write to one who is gone is an error, once that is seen.
+                self.scheduler.at(moment, lambda pipe=channel._incoming: _refuse(pipe))  # type: ignore[misc]
+        self._channels = [c for c in self._channels if c.process is not process]
+
+
+def _refuse(pipe: Pipe) -> None:
+    pipe.end(0.0, lossy=True)

@@ -1,0 +1,212 @@
+"""Random distributed-autograd programs, and what they give in one process.
+
+Numbers are small integers in float64 and every call has a factor of its own, so that sums are exact
+in any order and a lost, doubled or swapped contribution shows. A program is a tree of calls: each
+runs on a worker that holds a parameter, may call others, and may use or not use what they return.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+
+import gradwire
+from gradwire.testing.simulate.scheduler import here
+
+TO_GRAD, TO_MAP, OF_INPUT = "loss.backward()", "backward(context, [loss])", "autograd.grad()"
+_APART = 7
+"""The factor of calls that are given no graph: their part's gradient is all that backward gives."""
+_MODES = ("sync", "sync", "async", "remote")
+
+
+class Stage(Protocol):
+    """What a part asks of the history it is in."""
+
+    def made(self, name: str, part: Part) -> None:
+        """A part was made where the thread that asks runs."""
+
+    def ran(self, ticket: int) -> None:
+        """A call was executed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of a plan: of which part, how, and what it calls itself."""
+
+    part: int
+    ticket: int
+    factor: int
+    mode: str
+    is_used: bool
+    children: tuple[Node, ...] = ()
+
+    def size(self) -> int:
+        """Calls in it."""
+        return 1 + sum(child.size() for child in self.children)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward and backward."""
+
+    way: str
+    times: int
+    x: tuple[int, ...]
+    calls: tuple[Node, ...]
+
+    def tickets(self) -> set[int]:
+        """Of all its calls."""
+        return {node.ticket for call in self.calls for node in _nodes(call)}
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What one worker does, and where its parts live."""
+
+    root: str
+    places: tuple[str, ...]
+    values: tuple[tuple[int, ...], ...]
+    steps: tuple[Step, ...]
+
+    def describe(self) -> str:
+        """In a line."""
+        ways = ", ".join(f"{step.way} of {len(step.tickets())} calls" for step in self.steps)
+        return f"{self.root} with parts on {', '.join(self.places)}: {ways}"
+
+
+class Expected(NamedTuple):
+    """What a step gives in one process."""
+
+    loss: torch.Tensor
+    x: torch.Tensor | None
+    parts: list[torch.Tensor | None]
+
+
+@final
+class Part:
+    """A parameter on a worker, and the function that uses it."""
+
+    def __init__(self, name: str, values: list[int]) -> None:
+        self.p = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        scheduler = here()
+        if name and scheduler is not None:
+            stage: Any = scheduler.stage
+            stage.made(name, self)
+
+    def forward(
+        self, x: torch.Tensor, ticket: int, factor: int, children: list[Any]
+    ) -> torch.Tensor:
+        """Use the parameter, call the children, use what they return."""
+        scheduler = here()
+        if scheduler is not None and ticket:
+            stage: Any = scheduler.stage
+            stage.ran(ticket)
+        h = x * factor + self.p
+        y = h * self.p
+        for out in called(h, children):
+            y = y + out
+        return y
+
+
+def called(h: torch.Tensor, children: Sequence[Any]) -> list[torch.Tensor]:
+    """What the children return that is used; the asynchronous ones run meanwhile."""
+    outs: list[tuple[bool, Any]] = []
+    for child, ticket, factor, mode, is_used, grandchildren in children:
+        given = h.detach() if factor == _APART else h
+        rest = (given, ticket, factor, grandchildren)
+        if isinstance(child, Part):
+            outs.append((is_used, child.forward(*rest)))
+        elif mode == "async":
+            outs.append((is_used, child.rpc_async().forward(*rest)))
+        elif mode == "remote":
+            outs.append((is_used, child.remote().forward(*rest).to_here()))
+        else:
+            outs.append((is_used, child.rpc_sync().forward(*rest)))
+    came = [
+        (is_used, out if isinstance(out, torch.Tensor) else out.wait()) for is_used, out in outs
+    ]
+    return [out for is_used, out in came if is_used]
+
+
+def plan(calls: Sequence[Node], parts: Sequence[object], *, counted: bool = True) -> list[Any]:
+    """The calls as `called` takes them, with these in the place of the numbers."""
+    return [
+        [
+            parts[node.part],
+            node.ticket if counted else 0,
+            node.factor,
+            node.mode,
+            node.is_used,
+            plan(node.children, parts, counted=counted),
+        ]
+        for node in calls
+    ]
+
+
+def loss_of(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number that depends on all of them."""
+    total = x * 3
+    for n, out in enumerate(outs):
+        total = total + out * (n + 2)
+    weights = torch.arange(1, len(x) + 1, dtype=x.dtype)
+    return (total * weights).sum()
+
+
+def alone(script: Script, step: Step) -> Expected:
+    """The same in one process, with plain torch."""
+    parts = [Part("", list(values)) for values in script.values]
+    x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
+    loss = loss_of(x, called(x * 2, plan(step.calls, parts, counted=False)))
+    found = torch.autograd.grad(loss, [x, *(part.p for part in parts)], allow_unused=True)
+    times = 1 if step.way == OF_INPUT else step.times
+    scaled: list[torch.Tensor | None] = [None if g is None else g * times for g in found]
+    return Expected(loss.detach(), scaled[0], scaled[1:])
+
+
+def random_script(
+    chosen: random.Random, root: str, names: Sequence[str], tickets: count[int], steps: int
+) -> Script:
+    """A program for one worker."""
+    places = tuple(chosen.choice(names) for _ in range(chosen.randint(2, 3)))
+    values = tuple(tuple(chosen.randint(1, 3) for _ in range(2)) for _ in places)
+    made = tuple(_random_step(chosen, len(places), tickets) for _ in range(steps))
+    return Script(root, places, values, made)
+
+
+def make_parts(script: Script, tag: str) -> list[Any]:
+    """References to the parts, each made where it lives."""
+    return [
+        gradwire.remote(place, Part, args=(f"{tag}.{n}", list(values)))
+        for n, (place, values) in enumerate(zip(script.places, script.values, strict=True))
+    ]
+
+
+def _random_step(chosen: random.Random, parts: int, tickets: count[int]) -> Step:
+    way = chosen.choice((TO_GRAD, TO_GRAD, TO_MAP, OF_INPUT))
+    times = 2 if way == TO_GRAD and chosen.random() < 0.2 else 1
+    x = tuple(chosen.randint(-3, 3) for _ in range(2))
+    calls = tuple(
+        _random_node(chosen, parts, tickets, chosen.choice((1, 1, 2, 3)))
+        for _ in range(chosen.choice((1, 1, 2)))
+    )
+    return Step(way, times, x, calls)
+
+
+def _random_node(chosen: random.Random, parts: int, tickets: count[int], depth: int) -> Node:
+    children: tuple[Node, ...] = ()
+    if depth > 1:
+        n = chosen.choice((0, 1, 1, 2))
+        children = tuple(_random_node(chosen, parts, tickets, depth - 1) for _ in range(n))
+    ticket = next(tickets)
+    factor = 2 + ticket % 11
+    is_used = chosen.random() < 0.85
+    return Node(chosen.randrange(parts), ticket, factor, chosen.choice(_MODES), is_used, children)
+
+
+def _nodes(node: Node) -> list[Node]:
+    return [node, *(below for child in node.children for below in _nodes(child))]

@@ -1,0 +1,325 @@
+"""One thread at a time, and a time that moves when nobody can run.
+
+Simulated threads are threads of the system, as torch's engine keeps its own books by thread; but
+only the one with the baton runs. It hands the baton on where it would block, and sometimes where it
+takes a lock, to one that the seed chooses. When nobody can run, the clock jumps to the next moment
+for which something was arranged. So a history depends on its seed and on nothing else.
+
+This file must not know workers, links or what the threads do.
+"""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import final
+
+_PREEMPTED_EVERY = 60
+_OFF_SECONDS = 0.5
+"""So many locks are taken, on average, between two of which the baton is handed on."""
+
+_here = threading.local()
+
+
+class Unwound(BaseException):
+    """Raised where a thread blocks whose worker is gone: it ends, and does nothing more."""
+
+
+class Runaway(RuntimeError):
+    """A history that does not come to an end; its message says who was running."""
+
+
+class Process:
+    """Threads that end together, as those of a worker do when it crashes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_dead = False
+
+    def __repr__(self) -> str:
+        return f"<Process {self.name}{' (dead)' if self.is_dead else ''}>"
+
+
+@final
+class Task:
+    """One simulated thread."""
+
+    __slots__ = ("baton", "is_unwinding", "name", "over", "process", "wait", "waiters")
+
+    def __init__(self, name: str, process: Process) -> None:
+        self.name, self.process = name, process
+        self.baton = _thread.allocate_lock()
+        self.baton.acquire()
+        self.is_unwinding = self.over = False
+        self.wait: Wait | None = None
+        self.waiters: list[Wait] = []
+        """those who join it"""
+
+
+class Wait:
+    """A thread that waits: for whoever wakes it, or for a moment."""
+
+    __slots__ = ("task", "timer", "was_woken")
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.was_woken: bool | None = None
+        self.timer: Timed | None = None
+
+
+class Timed:
+    """Something arranged for a moment."""
+
+    __slots__ = ("act", "moment", "n")
+
+    def __init__(self, moment: float, n: int, act: Callable[[], None] | None) -> None:
+        self.moment, self.n, self.act = moment, n, act
+
+    def __lt__(self, other: Timed) -> bool:
+        return (self.moment, self.n) < (other.moment, other.n)
+
+    def cancel(self) -> None:
+        """It will not happen."""
+        self.act = None
+
+
+def here() -> Scheduler | None:
+    """The scheduler whose thread is asking, if it is a simulated one."""
+    return getattr(_here, "scheduler", None)
+
+
+@final
+class Scheduler:
+    """See the top of this file. Whoever made it is outside: `run` lets the others run."""
+
+    def __init__(self, seed: int, *, most_switches: int = 200_000) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.switches = 0
+        self.errors: list[tuple[str, BaseException]] = []
+        """what ended a thread, with its name"""
+        self.threads: dict[Task, object] = {}
+        """the thread objects that were asked for"""
+        self.stage: object = None
+        """what the programs of a history share, for code that does not know which one it is in"""
+        self._most_switches = most_switches
+        self._others = _threads()
+        self._numbers = count()
+        self._ready: list[Task] = []
+        self._arranged: list[Timed] = []
+        self._at_once: list[Callable[[], None]] = []
+        self._tasks: list[Task] = []
+        self._outside = _thread.allocate_lock()
+        self._outside.acquire()
+        self._limit = 0.0
+        self._is_done: Callable[[], bool] = lambda: False
+        self._until_preempted = 1
+        self.current: Task | None = None
+        self.is_closed = False
+
+    # -- from outside
+
+    def spawn(self, name: str, process: Process, target: Callable[[], None]) -> Task:
+        """A new thread; it begins when the seed chooses it."""
+        task = Task(name, process)
+        self._tasks.append(task)
+        _thread.start_new_thread(self._begin, (task, target))
+        self._ready.append(task)
+        return task
+
+    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Let them run until it is done, the moment has come, or nothing more can happen."""
+        self._limit, self._is_done = until, done
+        chosen = self._choose()
+        if chosen is not None:
+            self.current = chosen
+            chosen.baton.release()
+            self._outside.acquire()
+            self.current = None
+        if self.switches >= self._most_switches:
+            raise Runaway(f"no end after {self.switches} switches, at {self.now:.3f} s")
+
+    def close(self) -> None:
+        """End every thread that is left, one after the other."""
+        self.is_closed = True
+        for timed in self._arranged:
+            timed.act = None
+        for task in list(self._tasks):
+            if not task.over:
+                task.is_unwinding = True
+                self.current = task
+                task.baton.release()
+                self._outside.acquire()
+        self.current = None
+        self._tasks.clear()
+        self.threads.clear()
+        self._see_them_off()
+
+    def _see_them_off(self) -> None:
+        """A thread that has handed on the baton for good still needs the interpreter to end.
+
+        So does what torch keeps for each thread, after Python has forgotten it.
+        """
+        limit = time.monotonic() + _OFF_SECONDS
+        while _threads() > self._others and time.monotonic() < limit:
+            time.sleep(_OFF_SECONDS / 1000)
+
+    def kill(self, process: Process) -> None:
+        """Its threads do not run again."""
+        process.is_dead = True
+        self._ready = [task for task in self._ready if task.process is not process]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """To look at what threads share as if from outside: no lock is taken inside the block."""
+        current, self.current = self.current, None
+        try:
+            yield
+        finally:
+            self.current = current
+
+    def waiting(self) -> Iterable[Task]:
+        """The threads of living processes that wait."""
+        return [t for t in self._tasks if not (t.over or t.process.is_dead) and t.wait is not None]
+
+    # -- from simulated threads and from what was arranged
+
+    def at(self, moment: float, act: Callable[[], None]) -> Timed:
+        """Arrange something that does not block."""
+        timed = Timed(max(moment, self.now), next(self._numbers), act)
+        heapq.heappush(self._arranged, timed)
+        return timed
+
+    def number(self) -> int:
+        """One that was not given before."""
+        return next(self._numbers)
+
+    def interrupt(self, act: Callable[[], None]) -> None:
+        """Do this where the thread that runs next takes a lock, sends or blocks."""
+        self._at_once.append(act)
+        self._until_preempted = 0
+
+    def me(self) -> Task:
+        """The thread that runs; Unwound if it should have ended."""
+        task = self.current
+        assert task is not None, "only simulated threads ask"
+        if task.is_unwinding:
+            raise Unwound
+        return task
+
+    def block(self, queue: list[Wait], until: float | None = None) -> bool:
+        """Wait in this queue until woken; False if the moment came first."""
+        task = self.me()
+        wait = task.wait = Wait(task)
+        queue.append(wait)
+        if until is not None:
+            wait.timer = self.at(until, lambda: self._wake(wait, False))
+        self._hand_on(task)
+        if wait.timer is not None:
+            wait.timer.cancel()
+        task.wait = None
+        if not wait.was_woken:
+            with suppress(ValueError):
+                queue.remove(wait)
+        return bool(wait.was_woken)
+
+    def wake(self, queue: list[Wait], n: int = 1) -> None:
+        """Let the first n that wait in this queue go on."""
+        while queue and n:
+            wait = queue.pop(0)
+            if wait.was_woken is None:
+                self._wake(wait, True)
+                n -= 1
+
+    def maybe_preempt(self) -> None:
+        """Perhaps another thread runs before this one goes on."""
+        self._until_preempted -= 1
+        if self._until_preempted <= 0:
+            self._until_preempted = self.random.randrange(1, 2 * _PREEMPTED_EVERY)
+            task = self.me()
+            self._ready.append(task)
+            self._hand_on(task)
+
+    # -- the baton
+
+    def _wake(self, wait: Wait, woken: bool) -> None:
+        if wait.was_woken is None:
+            wait.was_woken = woken
+            if not wait.task.process.is_dead:
+                self._ready.append(wait.task)
+
+    def _hand_on(self, task: Task) -> None:
+        chosen = self._choose()
+        if chosen is task:
+            return
+        self._pass_to(chosen)
+        task.baton.acquire()
+        if task.is_unwinding:
+            raise Unwound
+
+    def _pass_to(self, chosen: Task | None) -> None:
+        if chosen is None:
+            self._outside.release()
+        else:
+            self.current = chosen
+            chosen.baton.release()
+
+    def _choose(self) -> Task | None:
+        """Who runs next; None if it is the turn of whoever is outside."""
+        self.switches += 1
+        if self.is_closed or self.switches >= self._most_switches or self._is_done():
+            return None
+        self._interrupted()
+        while not self._ready:
+            if not self._arranged or self._arranged[0].moment > self._limit:
+                self.now = max(self.now, self._limit) if self._arranged else self.now
+                return None
+            timed = heapq.heappop(self._arranged)
+            if timed.act is not None:
+                self.now = timed.moment
+                timed.act()
+                self._interrupted()
+                if self._is_done():
+                    return None
+        place = self.random.randrange(len(self._ready))
+        self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
+        return self._ready.pop()
+
+    def _interrupted(self) -> None:
+        while self._at_once:
+            self._at_once.pop(0)()
+
+    def _begin(self, task: Task, target: Callable[[], None]) -> None:
+        task.baton.acquire()
+        _here.scheduler = self
+        try:
+            if not task.is_unwinding:
+                target()
+        except Unwound:
+            pass
+        except BaseException as error:
+            self.errors.append((task.name, error))
+        finally:
+            target = _nothing  # what it holds ends in this thread, with the baton
+            task.over = True
+            self.wake(task.waiters, len(task.waiters))
+            self._pass_to(self._choose())
+
+
+def _threads() -> int:
+    """How many this process has; where the system does not say so, those that Python knows."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return _thread._count()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,282 @@
+"""Plays scripts in a world and checks each step as it ends: values, gradients, errors, times."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+import gradwire
+from gradwire.autograd.context import Context
+from gradwire.errors import GradwireError
+from gradwire.testing.simulate.faults import Nemesis
+from gradwire.testing.simulate.programs import (
+    OF_INPUT,
+    TO_GRAD,
+    TO_MAP,
+    Expected,
+    Part,
+    Script,
+    Step,
+    alone,
+    called,
+    loss_of,
+    make_parts,
+    plan,
+)
+from gradwire.testing.simulate.world import Life, World
+
+SLACK_SECONDS = 0.5
+_END_SECONDS = 10.0
+"""How long the others may take to put back what a failed pass has changed; see autograd/root.py."""
+
+
+@dataclass(slots=True)
+class Made:
+    """A part that was made, where, and what its `.grad` must be."""
+
+    part: Part
+    life: Life
+    grad: torch.Tensor | None = None
+    root: Life | None = None
+    """who differentiates into it"""
+    before: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    """what `.grad` was before the last step, and what each pass of that adds"""
+    times: int = 0
+    """how many passes it has; its root may crash after any of them"""
+    is_in_doubt: bool = False
+    """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
+
+
+@dataclass(slots=True)
+class Told:
+    """How a step ended."""
+
+    script: Script
+    step: Step
+    error: str | None
+    seconds: float
+
+
+@final
+class Stage:
+    """See the top of this file."""
+
+    def __init__(self, world: World, nemesis: Nemesis) -> None:
+        self._world, self._nemesis = world, nemesis
+        self.parts: dict[str, Made] = {}
+        self.executed: Counter[int] = Counter()
+        self.told: list[Told] = []
+        self.violations: list[str] = []
+        self.over: set[str] = set()
+
+    # -- what parts say
+
+    def made(self, name: str, part: Part) -> None:
+        """See programs.Stage."""
+        process = self._world.scheduler.me().process
+        life = self._world.lives[process.name]
+        assert life.process is process
+        if name in self.parts:
+            self.violate("I8", f"{name} was made twice")
+        self.parts[name] = Made(part, life)
+
+    def ran(self, ticket: int) -> None:
+        """See programs.Stage."""
+        self.executed[ticket] += 1
+        if self.executed[ticket] > 1:
+            self.violate("I8", f"call {ticket} was executed {self.executed[ticket]} times")
+
+    def violate(self, invariant: str, text: str) -> None:
+        """A promise was broken, unless this is a thread whose worker is gone."""
+        if self._world.scheduler.is_closed:
+            return
+        self.violations.append(f"{invariant}: {text}")
+        self._world.note(f"!!! {invariant}", "", text)
+
+    # -- playing
+
+    def play(self, script: Script, name: str) -> None:
+        """All steps; after an error the parts are made anew, as their worker may be."""
+        scheduler = self._world.scheduler
+        parts: list[Any] | None = None
+        tag = name
+        for n, step in enumerate(script.steps):
+            began = scheduler.now
+            error: str | None = None
+            try:
+                if parts is None:
+                    tag = f"{name}.{n}"
+                    parts = self._parts(script, tag)
+                self._step(script, step, parts, tag)
+            except GradwireError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+                self._check_error(error)
+                parts = None
+            self._world.counts["good steps" if error is None else "failed steps"] += 1
+            self.told.append(Told(script, step, error, scheduler.now - began))
+            self._world.note("step", script.root, f"{n} of {name}: {_first_line(error) or 'good'}")
+            scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
+        self.over.add(name)
+
+    def _parts(self, script: Script, tag: str) -> list[Any]:
+        with self._within("remote()", len(script.places) * self._world.options.timeouts.call):
+            return make_parts(script, tag)
+
+    def _step(self, script: Script, step: Step, parts: list[Any], tag: str) -> None:
+        timeouts = self._world.options.timeouts
+        expected = alone(script, step)
+        x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
+        with gradwire.context() as context:
+            # remote() and to_here() of each call have a deadline each
+            with self._within("forward", 2 * len(step.calls) * timeouts.call):
+                loss = loss_of(x, called(x * 2, plan(step.calls, parts)))
+            if not torch.equal(loss.detach(), expected.loss):
+                self.violate("I1", f"loss {loss.item()} and not {expected.loss.item()}")
+            names = [f"{tag}.{n}" for n in range(len(script.places))]
+            self._begins(script, step, names, expected)
+            try:
+                with self._within("backward", step.times * timeouts.backward + _END_SECONDS):
+                    got = self._backward(step, context, loss, x)
+            except GradwireError:
+                self._failed(script, step, context, names)
+                raise
+            self._succeeded(step, context, names, expected, got)
+
+    def _backward(
+        self, step: Step, context: int, loss: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor | None:
+        if step.way == TO_MAP:
+            gradwire.backward(context, [loss])
+            return gradwire.get_gradients(context).get(x)
+        if step.way == OF_INPUT:
+            return torch.autograd.grad(loss, [x])[0]
+        for n in range(step.times):
+            loss.backward(retain_graph=n + 1 < step.times)  # type: ignore[no-untyped-call]
+        return x.grad
+
+    # -- checking
+
+    def _begins(self, script: Script, step: Step, names: list[str], expected: Expected) -> None:
+        for name, gradient in zip(names, expected.parts, strict=True):
+            made = self.parts.get(name)
+            if made is not None:
+                made.root = self._world.lives[script.root]
+                if step.way == TO_GRAD and gradient is not None:
+                    made.before, made.last = made.grad, gradient / step.times
+                    made.times = step.times
+
+    def _succeeded(
+        self,
+        step: Step,
+        context: int,
+        names: list[str],
+        expected: Expected,
+        got: torch.Tensor | None,
+    ) -> None:
+        self._same("I1", "the gradient of the input", got, expected.x)
+        for name, gradient in zip(names, expected.parts, strict=True):
+            made = self.parts.get(name)
+            if made is None or made.life.process.is_dead:
+                continue
+            if step.way == TO_MAP:
+                known = _maybe_context(made.life, context)
+                if known is not None:
+                    found = known.gradients.get(made.part.p)
+                    self._same("I1", f"the map's gradient of {name}", found, gradient)
+            if step.way == TO_GRAD and gradient is not None:
+                made.grad = _plus(made.grad, gradient)
+            if not made.is_in_doubt:
+                self._same("I1", f".grad of {name}", made.part.p.grad, made.grad)
+
+    def _failed(self, script: Script, step: Step, context: int, names: list[str]) -> None:
+        """Nothing was committed, on the workers that could hear of the failure."""
+        for name in names:
+            made = self.parts.get(name)
+            if made is None or made.life.process.is_dead:
+                continue
+            place = made.life.name
+            if step.way == TO_GRAD and (place == script.root or step.times > 1):
+                made.is_in_doubt = True  # as after a failed local backward; or half of two passes
+            if place in self._nemesis.victims or script.root in self._nemesis.victims:
+                continue  # it may hear of it later; looked at in the end
+            self.check_part(name)
+            known = _maybe_context(made.life, context)
+            if known is not None and known.gradients.get(made.part.p) is not None:
+                self.violate("I5", f"the map keeps a gradient of {name} from a failed pass")
+
+    def check_part(self, name: str) -> None:
+        """Its `.grad` is what the good passes gave.
+
+        If its root was lost in a pass nobody knows how that ended, but it has ended one way.
+        """
+        made = self.parts[name]
+        if made.is_in_doubt or made.life.process.is_dead:
+            return
+        if made.root is not None and self._are_apart(made.root, made.life):
+            return  # how the last pass ended may not have been heard
+        if made.root is not None and made.root.process.is_dead:
+            found, last = made.part.p.grad, made.last
+            after = [] if last is None else [last * n for n in range(1, made.times + 1)]
+            might_be = [made.before, *(_plus(made.before, more) for more in after)]
+            if any(_is_same(found, other) for other in might_be):
+                return
+        self._same("I5", f".grad of {name}", made.part.p.grad, made.grad)
+
+    def _are_apart(self, a: Life, b: Life) -> bool:
+        link = self._world.network.link(a.name, b.name)
+        return link.is_cut or link.is_stalled
+
+    def _check_error(self, error: str) -> None:
+        victims = self._nemesis.victims
+        if not victims:
+            self.violate("I2", f"an error without a fault: {error}")
+        elif "Timeout" in error.partition(":")[0]:
+            self._world.counts["timeouts"] += 1  # it names whom it waited for, who waited too
+            if not self._nemesis.may_be_silent:
+                self.violate("I3", f"a crash was noticed by a deadline only: {error}")
+        elif not any(re.search(rf"(?<![\w/]){name}(?![\w#])", error) for name in victims):
+            self.violate("I2", f"names none of {', '.join(sorted(victims))}: {error}")
+
+    def _same(
+        self, invariant: str, what: str, got: torch.Tensor | None, expected: torch.Tensor | None
+    ) -> None:
+        if not _is_same(got, expected):
+            self.violate(invariant, f"{what} is {_spoken(got)} and not {_spoken(expected)}")
+
+    @contextmanager
+    def _within(self, what: str, seconds: float) -> Iterator[None]:
+        began = self._world.scheduler.now
+        try:
+            yield
+        finally:
+            took = self._world.scheduler.now - began
+            if took > seconds + SLACK_SECONDS:
+                self.violate("I3", f"{what} took {took:.3f} s, at most {seconds:g} were allowed")
+
+
+def _maybe_context(life: Life, id: int) -> Context | None:
+    """The context there; a worker may be at work before it has told all others that it is there."""
+    return None if life.worker is None else life.worker.engine.contexts.maybe(id)
+
+
+def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    return more if old is None else old + more
+
+
+def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _spoken(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else str(tensor.tolist())
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").partition("\n")[0]

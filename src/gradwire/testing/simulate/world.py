@@ -1,0 +1,277 @@
+"""Simulated workers: real ones, over simulated links, each a process that can crash and come back.
+
+What happens is told in lines that a person can read, in the order it happened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import final
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from gradwire.agent.clock import MonotonicClock
+from gradwire.agent.directory import Directory
+from gradwire.agent.members_state import Member
+from gradwire.agent.refusals import Refusals
+from gradwire.agent.register import Register
+from gradwire.agent.secret import Secret
+from gradwire.agent.signed_store import SignedStore
+from gradwire.events import Event
+from gradwire.options import Options
+from gradwire.rpc.worker import Exposed, Worker
+from gradwire.testing.simulate.links import Network
+from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
+from gradwire.transport.address import Transports
+from gradwire.transport.base import Listener
+from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import Message
+
+ANY, BACKWARD = "any", "backward"
+"""Steps that are counted: of all frames, or of those of the autograd layer."""
+
+_REPEATABLE = {"Fork", "Accept", "Drop", "Forget"}
+"""What may come twice, as each of them says of itself. So may any answer."""
+
+
+_SECRET = Secret(b"that all workers of a world know", "a simulated world")
+
+
+@dataclass(slots=True)
+class Life:
+    """One worker in one life; `worker` is there once it has joined."""
+
+    name: str
+    number: int
+    process: Process
+    worker: Worker | None = None
+    heard: AbstractContextManager[None] | None = None
+    """the subscription to what it says"""
+
+
+@final
+class World:
+    """The workers of one history, and what happened to them."""
+
+    def __init__(
+        self,
+        seed: int,
+        workers: int,
+        *,
+        options: Options,
+        expose: Exposed = (),
+        is_open: bool = False,
+        capacity: int = 1 << 20,
+        repeats: float = 0.0,
+        most_switches: int = 200_000,
+    ) -> None:
+        self.scheduler = Scheduler(seed, most_switches=most_switches)
+        self.network = Network(self.scheduler, self, capacity=capacity)
+        self.options, self.expose, self.is_open = options, tuple(expose), is_open
+        self.names = [f"w{n}" for n in range(workers)]
+        self.lives: dict[str, Life] = {}
+        self.counts: Counter[str] = Counter()
+        """how often each kind of event and fault happened"""
+        self._steps: Counter[str] = Counter()
+        """frames sent and arrived, by which faults are timed"""
+        self._at_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
+        self._lines: list[tuple[float, str, str, str]] = []
+        self._repeats = repeats
+        self._store = HashStore() if is_open else None
+        self._life_numbers = Counter(self.names)
+
+    # -- what happened
+
+    def lines(self) -> list[str]:
+        """The history, as a person reads it."""
+        return [
+            f"{t:10.6f} {where:<6} {what} {text}".rstrip() for t, what, where, text in self._lines
+        ]
+
+    def note(self, what: str, where: str, text: str = "") -> None:
+        """One line of it."""
+        if self.scheduler.is_closed:
+            return
+        self._lines.append((self.scheduler.now, what, where, text))
+        if what in ("arrives", "late"):
+            self._step(text)
+
+    def sent(self, frame: Frame) -> str:
+        """See `Watcher`."""
+        kind = _kinds().get(frame.kind, f"kind {frame.kind:#x}")
+        arrow = "answer" if frame.flags & IS_ANSWER else "request" if frame.request else ""
+        text = f"{kind} {arrow} {frame.request or ''}".rstrip()
+        task = self.scheduler.me()
+        self.note("sends", task.process.name, text)
+        self._step(text)
+        return text
+
+    def may_repeat(self, frame: Frame) -> bool:
+        """See `Watcher`."""
+        if not self._repeats:
+            return False
+        may = frame.flags & IS_ANSWER or _kinds().get(frame.kind) in _REPEATABLE
+        if not may or self.scheduler.random.random() >= self._repeats:
+            return False
+        self.fault("repeat", self.scheduler.me().process.name)
+        return True
+
+    def fault(self, kind: str, where: str, text: str = "") -> None:
+        """A fault was injected."""
+        self.counts[kind] += 1
+        self.note(f"*** {kind}", where, text)
+
+    def at(self, kind: str, steps: int, act: Callable[[], None]) -> None:
+        """Do this after so many more steps of a kind."""
+        self._at_step.setdefault((kind, self._steps[kind] + steps), []).append(act)
+
+    def spare(self) -> None:
+        """Nothing more is done after any step."""
+        self._at_step.clear()
+
+    def _step(self, text: str) -> None:
+        kinds = (ANY, BACKWARD) if text.partition(" ")[0] in _of_backward() else (ANY,)
+        for kind in kinds:
+            self._steps[kind] += 1
+            for act in self._at_step.pop((kind, self._steps[kind]), ()):
+                self.scheduler.interrupt(act)
+
+    def _heard(self, event: Event) -> None:
+        self.counts[event.what] += 1
+        peer = "" if event.peer is None else f" with {event.peer}"
+        self.note(event.what, event.worker, f"{event.id}{peer}")
+
+    # -- workers
+
+    def start(self) -> None:
+        """All of them; returns when they have joined."""
+        for name in self.names:
+            self.begin_life(name)
+        self.scheduler.run(60.0, lambda: len(self.workers()) == len(self.names))
+        assert len(self.workers()) == len(self.names), "not all workers have joined"
+
+    def begin_life(self, name: str) -> Life:
+        """A worker starts, for the first time or again."""
+        self._life_numbers[name] += 1
+        number = self._life_numbers[name] - 1
+        life = self.lives[name] = Life(name, number, Process(name))
+        self.note("starts", name, f"life {number}")
+        begin = self._join if self.is_open else self._meet
+        self.scheduler.spawn(f"gradwire {name} start", life.process, partial(begin, life))
+        return life
+
+    def crash(self, name: str, *, silent_for: float = 0.0) -> None:
+        """It is gone in the middle of whatever it did."""
+        life = self.lives[name]
+        if life.process.is_dead:
+            return
+        self.scheduler.kill(life.process)
+        self.network.crashed(life.process, silent_for=silent_for)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether it lives, and has joined."""
+        life = self.lives[name]
+        return not life.process.is_dead and life.worker is not None
+
+    def workers(self) -> dict[str, Worker]:
+        """Those that live and have joined."""
+        return {
+            n: life.worker for n, life in self.lives.items() if self.is_alive(n) and life.worker
+        }
+
+    def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
+        """A thread of the user's in a worker."""
+        life = self.lives[name]
+
+        def run() -> None:
+            assert life.worker is not None
+            with life.worker.scope():
+                target()
+
+        return self.scheduler.spawn(f"{name} {what}", life.process, run)
+
+    def _meet(self, life: Life) -> None:
+        id = self.names.index(life.name)
+        members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
+        transports = Transports({"memory": self.network})
+        listener = transports.listen(_address(life.name, 0))
+        self._joined(life, self._worker(Directory(id, members), "world", transports, listener))
+
+    def _join(self, life: Life) -> None:
+        """As rpc/joining.py does in an open world."""
+        assert self._store is not None
+        clock, transports = MonotonicClock(), Transports({"memory": self.network})
+        listener = transports.listen(_address(life.name, life.number))
+        signed = SignedStore(self._store, _SECRET, Refusals())
+        register = Register(signed, transports, clock)
+        limit = clock.now() + self.options.timeouts.join
+        id = self.names.index(life.name)
+        me = register.take_seat(life.name, id, listener.address, limit)
+        job, others = register.before(me, limit - self.options.timeouts.join / 2)
+        directory = Directory(id, [*others, me], is_open=True)
+        worker = self._worker(directory, job, transports, listener)
+        worker.announce(limit)
+        self._joined(life, worker)
+
+    def _worker(
+        self, directory: Directory, job: str, transports: Transports, listener: Listener
+    ) -> Worker:
+        place = (directory, job, _SECRET, transports, listener)
+        return Worker(*place, self.options, self.expose, store=self._store)
+
+    def _joined(self, life: Life, worker: Worker) -> None:
+        life.heard = worker.events.subscribe(self._heard)
+        life.heard.__enter__()
+        life.worker = worker
+        self.note("joined", life.name, f"life {life.number}")
+
+
+@final
+class LogToWorld(logging.Handler):
+    """What workers log, as lines of the history."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        if not self._world.scheduler.is_closed:
+            self.records.append(record)
+            task = self._world.scheduler.current
+            where = "-" if task is None else task.process.name
+            self._world.note("logs", where, record.getMessage())
+
+
+def modules_in(exposed: Iterable[object]) -> list[ModuleType]:
+    """The modules among what is exposed."""
+    return [thing for thing in exposed if isinstance(thing, ModuleType)]
+
+
+def _address(name: str, life: int) -> str:
+    return f"memory://{name}.{life}"
+
+
+@cache
+def _kinds() -> dict[int, str]:
+    found: dict[int, str] = {}
+    todo = [Message]
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        tag = kind.__struct_config__.tag
+        if isinstance(tag, int):
+            found[tag] = kind.__name__
+    return found
+
+
+@cache
+def _of_backward() -> set[str]:
+    return {name for kind, name in _kinds().items() if 0x20 <= kind < 0x30}

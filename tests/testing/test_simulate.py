@@ -1,0 +1,141 @@
+"""Histories under faults: 800 seeds, each exact or with an error that names whom it hit."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.testing.simulate import Faults, Stuck, play, setting_of, simulate
+from gradwire.testing.simulate.batch import run
+from tests.testing import own
+
+FOUND_BY_SAFETY = [125, 267, 282, 443, 1062, 1203, 1785, 2235, 5333, 6334]
+FOUND_BY_LIVENESS = [58, 205, 214, 389, 461, 3019, 5359]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_torch():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def told(failed):
+    return "\n".join("\n".join([*t.setting.lines(), *t.violations]) for t in failed[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("liveness", [False, True], ids=["safety", "liveness"])
+def test_hundreds_of_seeds_keep_every_promise(liveness):
+    summary = run(range(400), liveness=liveness)
+
+    assert not summary.failed, told(summary.failed)
+    assert not summary.missing()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("liveness", "seeds"), [(False, FOUND_BY_SAFETY), (True, FOUND_BY_LIVENESS)]
+)
+def test_what_once_broke_a_promise_keeps_it(liveness, seeds):
+    summary = run(seeds, liveness=liveness)
+
+    assert not summary.failed, told(summary.failed)
+
+
+@pytest.mark.parametrize("seed", [3, 267, 1062])
+def test_one_seed_is_one_history(seed):
+    first = play(setting_of(seed))
+    second = play(setting_of(seed))
+
+    assert first.trace == second.trace
+    assert first.switches == second.switches
+    assert setting_of(seed) == first.setting
+
+
+@pytest.mark.slow
+def test_one_seed_is_one_history_in_another_process():
+    command = [sys.executable, "-m", "gradwire.testing.simulate", "--seed", "267", "--trace"]
+
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, timeout=60) for _ in range(2)
+    )
+
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert "seed 267: 3 workers" in first.stdout
+    assert "*** " in first.stdout
+    assert "1 seeds (safety), 0 with violations" in first.stdout
+
+
+def test_another_seed_is_another_history():
+    assert play(setting_of(1)).trace != play(setting_of(2)).trace
+
+
+# -- programs of one's own
+
+
+def step():
+    x = torch.ones(2, requires_grad=True)
+    with gradwire.context():
+        gradwire.rpc_sync("w1", torch.mul, args=(x, 3)).sum().backward()
+    return x.grad.tolist()
+
+
+def test_a_program_runs_as_it_would_on_real_workers():
+    outcome = simulate(step, workers=2, seed=1)
+
+    assert outcome.result == [3.0, 3.0]
+    assert outcome.error is None
+    assert any("Gradients" in line for line in outcome.trace)
+
+
+def test_a_program_meets_a_crash():
+    outcome = simulate(step, workers=2, seed=3, faults=Faults(crashes=1, within=5))
+
+    assert isinstance(outcome.error, gradwire.PeerLost)
+    assert "w1 was lost" in str(outcome.error)
+    assert outcome.counts["crash"] + outcome.counts["silent crash"] == 1
+
+
+def test_time_passes_for_functions_that_wait():
+    outcome = simulate(own.patient, workers=2, expose=[own])
+
+    assert outcome.result == "waited"
+    assert 100 < outcome.seconds < 101
+
+
+def test_a_timeout_comes_at_its_time():
+    options = gradwire.Options(timeouts=gradwire.Timeouts(call=7.0, backward=7.0))
+    faults = Faults(stalls=1, within=1, heal=False)
+
+    outcome = simulate(step, workers=2, faults=faults, options=options)
+
+    assert isinstance(outcome.error, gradwire.DeadlinePassed)
+    assert 7.0 <= outcome.seconds < 17.5  # and ten for the others to confirm a failed pass
+
+
+def test_a_program_that_never_ends_is_told_where_it_waits():
+    with pytest.raises(Stuck, match=r"waiting: .*w0 program"):
+        simulate(own.for_ever, workers=2, expose=[own], seconds=10.0)
+
+
+def test_threads_that_are_not_simulated_are_left_alone():
+    with gradwire.testing.cluster(2) as workers:
+        simulate(step, workers=2)
+
+        assert workers[0].run(step) == [3.0, 3.0]
+
+
+def test_the_example_in_the_documentation_is_true():
+    names = {"gradwire": gradwire, "torch": torch, "simulate": simulate, "Faults": Faults}
+    example = doctest.DocTestParser().get_doctest(simulate.__doc__, names, "simulate", None, None)
+
+    assert doctest.DocTestRunner().run(example).failed == 0

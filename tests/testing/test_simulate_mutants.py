@@ -1,0 +1,152 @@
+"""Deliberate mistakes in what is shipped: the simulator finds each of them.
+
+For each the first seed that finds it is written down, so that this is quick. All are below 1000.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.agent.calls_state import CallTable
+from gradwire.agent.dispatch import Dispatch
+from gradwire.autograd import engine, root
+from gradwire.autograd.forgetting import Forgetting
+from gradwire.autograd.ledger import Ledger
+from gradwire.autograd.state import PassState
+from gradwire.rpc import refs
+from gradwire.rpc.refs_state import RefTable
+from gradwire.testing.simulate.batch import run
+
+MUTANTS = {}
+
+
+def mutant(liveness, seed):
+    """Written on a function that makes the mistake with a monkeypatch."""
+
+    def note(break_it):
+        MUTANTS[break_it.__name__] = (break_it, liveness, seed)
+        return break_it
+
+    return note
+
+
+@mutant(False, 0)
+def an_answer_finds_no_request(patch):
+    answered = CallTable.answered
+
+    def sometimes(self, n):
+        pending = answered(self, n)
+        return None if n % 8 == 5 else pending
+
+    patch.setattr(CallTable, "answered", sometimes)
+
+
+@mutant(False, 0)
+def an_edge_is_left_out_of_a_pass(patch):
+    union = root.union
+
+    def without_one(lineages):
+        return {worker: edges & (edges - 1) for worker, edges in union(lineages).items()}
+
+    patch.setattr(root, "union", without_one)
+
+
+@mutant(False, 45)
+def a_new_life_counts_from_where_the_old_one_did(patch):
+    patch.setattr(engine, "first_of", lambda life: 0)
+    patch.setattr(refs, "first_of", lambda life: 0)
+
+
+@mutant(False, 40)
+def requests_on_a_lost_channel_are_taken_for_delivered(patch):
+    patch.setattr(CallTable, "channel_lost", lambda self, channel: [])
+
+
+@mutant(False, 7)
+def the_root_does_not_wait_for_the_others(patch):
+    patch.setattr(PassState, "unfinished", lambda self: [])
+
+
+@mutant(False, 45)
+def a_pass_goes_on_without_a_worker_that_is_lost(patch):
+    patch.setattr(PassState, "concerns", lambda self, worker: False)
+
+
+@mutant(False, 238)
+def a_failed_pass_keeps_its_gradients(patch):
+    patch.setattr(Ledger, "undo", Ledger.keep)
+
+
+@mutant(False, 0)
+def a_reference_ends_without_a_word(patch):
+    drop = RefTable._maybe_drop
+
+    def silent(self, held):
+        drop(self, held)
+        return []
+
+    patch.setattr(RefTable, "_maybe_drop", silent)
+
+
+@mutant(False, 31)
+def a_fork_that_was_dropped_is_counted_again(patch):
+    arrived = RefTable.fork_arrived
+
+    def again(self, ref, fork, holder):
+        value = self._values.get(ref)
+        if value is not None:
+            value.asked.discard(fork)
+        return arrived(self, ref, fork, holder)
+
+    patch.setattr(RefTable, "fork_arrived", again)
+
+
+@mutant(False, 110)
+def what_a_lost_worker_held_stays_counted(patch):
+    lost = RefTable._holder_lost
+
+    def kept(self, ref, worker):
+        forks = dict(self._values[ref].forks)
+        actions = lost(self, ref, worker)
+        if ref in self._values:
+            self._values[ref].forks = forks
+        return actions
+
+    patch.setattr(RefTable, "_holder_lost", kept)
+
+
+@mutant(False, 0)
+def a_request_is_served_twice(patch):
+    serve = Dispatch.serve
+
+    def twice(self, source, frame, guard, may_run):
+        if frame.kind == 0x40 and frame.request % 7 == 3:
+            serve(self, source, frame, guard, False)
+        return serve(self, source, frame, guard, may_run)
+
+    patch.setattr(Dispatch, "serve", twice)
+
+
+@mutant(False, 700)
+def nobody_asks_the_opener_of_a_context(patch):
+    patch.setattr(Forgetting, "ask", lambda self, context, tried=0: None)
+
+
+def first_found(name, seeds, monkeypatch):
+    """The first of these seeds that finds this mistake."""
+    break_it, liveness, _ = MUTANTS[name]
+    break_it(monkeypatch)
+    summary = run(seeds, liveness=liveness, on_told=lambda told, summary: not summary.failed)
+    return summary.failed[0].setting.seed if summary.failed else None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_deliberate_mistake_is_found(name, monkeypatch):
+    seed = MUTANTS[name][2]
+
+    assert first_found(name, [seed], monkeypatch) == seed
+
+
+def test_there_are_ten_and_more():
+    assert len(MUTANTS) >= 10
+    assert all(seed < 1000 for _, _, seed in MUTANTS.values())
