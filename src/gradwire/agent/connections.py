@@ -239,17 +239,25 @@ class Connections:
         return self._on_frame(worker, channel, frame, may_run)
 
     def _ended(self, line: Line, error: GradwireError) -> None:
+        """With one channel to a worker all of them end, and the worker is lost.
+
+        What was on its way is lost with a channel. Layers above are told of that by the loss of the
+        worker, which therefore may not live on in another channel.
+        """
         worker, channel = line.worker, line.channel
         with self._lock:
             known = self._channels.get(worker, [])
-            left = [other for other in known if other is not channel]
             was_given_up = channel not in known
-            last = not left and not self._closed
             if not was_given_up:
-                self._channels[worker] = left
+                self._channels[worker] = []
         channel.close(str(error))
-        if not was_given_up:
-            self._on_end(worker, channel, error, last)
+        if was_given_up:
+            return
+        for other in known:
+            if other is not channel:
+                other.close(f"another connection to the same worker ended: {error}")
+                self._on_end(worker, other, error, False)
+        self._on_end(worker, channel, error, not self._closed)
 
     def _spawn(self, what: str, target: Callable[[], None]) -> None:
         name = f"gradwire {self._directory.me.name} {what}"
