@@ -59,7 +59,7 @@ def simulate(
     >>> simulate(step, workers=2, seed=1).result
     [3.0, 3.0]
     >>> print(simulate(step, workers=2, seed=3, faults=Faults(crashes=1, within=5)).error)
-    w1 was lost: connection closed by peer
+    w1 was lost: connection closed by peer [memory://w1.0], in the middle of p0.1 of c0.0
     """
     faults = faults or Faults()
     exposed = tuple(expose)
