@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.rpc.manner import Manner
-from gradwire.testing import cluster
-from gradwire.wire.message import kind_of
 from tests.leftovers import assert_nothing_left, eventually
+from tests.listening import overheard
 
 HERE = sys.modules[__name__]
 WEIGHT = torch.ones(2, requires_grad=True)
@@ -29,38 +27,22 @@ def relayed(x, to):
     return gw.rpc_sync(to, twice, args=(x,))
 
 
-class Listening:
-    """Notes the kinds of what a channel sends."""
-
-    def __init__(self, channel, kinds):
-        self._channel, self._kinds = channel, kinds
-
-    def send(self, frame, deadline):
-        self._kinds.append(frame.kind)
-        self._channel.send(frame, deadline)
-
-    def __getattr__(self, name):
-        return getattr(self._channel, name)
-
-
 @pytest.fixture
-def said():
-    """The kinds of all messages, by the order in which they leave."""
-    return []
-
-
-@pytest.fixture
-def workers(said):
-    manner = Manner(channel=lambda channel: Listening(channel, said))
-    with cluster(3, expose=[HERE], manner=manner) as made:
-        yield made
-        assert_nothing_left(made)
+def cluster_and_said():
+    with overheard(3, expose=[HERE]) as both:
+        yield both
+        assert_nothing_left(both[0])
         WEIGHT.grad = None
 
 
-def names(workers, said):
-    named = {kind_of(kind): kind.__name__ for kind in workers[0].worker.agent.kinds.types}
-    return [named[kind] for kind in said]
+@pytest.fixture
+def workers(cluster_and_said):
+    return cluster_and_said[0]
+
+
+@pytest.fixture
+def said(cluster_and_said):
+    return cluster_and_said[1]
 
 
 def backward_of(workers, said, function, *args):
@@ -72,7 +54,7 @@ def backward_of(workers, said, function, *args):
             loss = gw.rpc_sync("w1", function, args=(x, *args)).sum()
             said.clear()
             loss.backward()
-            return names(workers, said)
+            return said.names()
 
     return workers[0].run(program), x.grad
 

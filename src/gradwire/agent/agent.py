@@ -82,7 +82,7 @@ class Agent:
         self._lock = threading.Lock()
         self._calls = CallTable()
         self._lost_listeners: list[OnLost] = []
-        self._late_listeners: dict[type[Message], Callable[[Message], None]] = {}
+        self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
         self.silence_of: Callable[[WorkerId], float] = lambda _: 0.0
         """for how long a worker has given no sign of life, if that is suspect"""
@@ -116,7 +116,9 @@ class Agent:
         """Be told when a worker is connected, for the first time or again. Must not block."""
         self._connections.on_joined = listener
 
-    def on_late(self, message_type: type[Message], listener: Callable[[Message], None]) -> None:
+    def on_late(
+        self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
+    ) -> None:
         """Be given an answer that nobody waits for any more, to release what it holds."""
         self._late_listeners[message_type] = listener
 
@@ -316,7 +318,7 @@ class Agent:
         self.noting.came_late(worker)
         listener = self._late_listeners.get(type(message))
         if listener is not None:
-            self.dispatch.user.submit(lambda: listener(message))
+            self.dispatch.user.submit(lambda: listener(worker, message))
 
     def _outcome(self, message: Message, frame: Frame) -> Outcome:
         if isinstance(message, Failure):

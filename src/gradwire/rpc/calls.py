@@ -14,7 +14,6 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.dispatch import Payload
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.engine import Engine
@@ -27,7 +26,7 @@ from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.manner import Manner, Translated
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Parcel, Result
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
 from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
@@ -193,8 +192,7 @@ class Calls:
             raise
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
-        parcel, payload = _parcel_of(outcome)
-        came = self._parcels.unpack(parcel, payload, source=peer, context=context)
+        came = self._opened(outcome, peer, context)
         lift_this_thread(came.depth)
         if came.cut and differentiable:
             warn_of_cut(came.cut, f"the result of {target.spoken}")
@@ -285,14 +283,21 @@ class Calls:
                 return
 
             def unpack() -> Unpacked:
-                parcel, payload = _parcel_of(outcome)
-                came = self._parcels.unpack(parcel, payload, source=source, context=context)
+                came = self._opened(outcome, source, context)
                 return came if differentiable else replace(came, cut=0)
 
             landed.settle(Landing(unpack, what=f"the result of {what}"))
 
         promise.on_settled(settle)
         return landed
+
+    def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
+        result = answer.message
+        if not isinstance(result, Result):
+            raise BadMessage(f"a call was answered by {type(result).__name__}")
+        if result.accepted:
+            self._refs.accepting.heard(result.accepted, peer)
+        return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
 
     def _wait_for(
         self, peer: WorkerId, promise: Promise[Outcome], landed: Promise[Landing[Any]]
@@ -309,16 +314,11 @@ class Calls:
     def _let_go(self, late: Landing[Any]) -> None:
         self._agent.dispatch.service.submit(late.unpacked)
 
-    def _late(self, message: Message) -> None:
+    def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
+        self._refs.accepting.heard(message.accepted, peer)
         self._refs.release(message.parcel.references)
 
 
 def _phase(context: ContextId | None) -> str:
     return "call" if context is None else "forward"
-
-
-def _parcel_of(answer: Answer) -> tuple[Parcel, Payload]:
-    if not isinstance(answer.message, Result):
-        raise BadMessage(f"a call was answered by {type(answer.message).__name__}")
-    return answer.message.parcel, answer.payload

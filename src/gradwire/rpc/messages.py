@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from gradwire.autograd.messages import Crossing
@@ -54,9 +56,14 @@ class Call(Message, frozen=True, tag=0x40):
 
 
 class Result(Message, frozen=True, tag=0x41):
-    """What the function returned."""
+    """What the function returned.
+
+    `accepted` are forks that came with the call and need those of the caller no longer: an Accept
+    for each, at no cost.
+    """
 
     parcel: Parcel
+    accepted: Sequence[ForkId] = ()
 
 
 class Fetch(Message, frozen=True, tag=0x42):

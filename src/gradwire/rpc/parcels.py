@@ -100,12 +100,16 @@ class Parcels:
         *,
         source: WorkerId,
         context: ContextId | None,
+        is_answered: bool = False,
     ) -> Unpacked:
-        """The value, its references held and its graph attached."""
+        """The value, its references held and its graph attached.
+
+        For `is_answered` see Note [An answer accepts], accepting.py.
+        """
         if not parcel.references and not parcel.tensors:
             return Unpacked(self._codec.unpack(parcel.data, ()))
         crossings: Sequence[Crossing] = parcel.crossings
-        with self._refs.unpacking(parcel.references, source):
+        with self._refs.unpacking(parcel.references, source, is_answered=is_answered):
             tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
             if crossings:
                 if context is None:

@@ -7,9 +7,7 @@ anywhere, also in the middle of a garbage collection that interrupted code holdi
 
 from __future__ import annotations
 
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never, final
@@ -24,7 +22,9 @@ from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc import rights
+from gradwire.rpc.accepting import Accepting, but_accepts
 from gradwire.rpc.contents import Content, Raised
+from gradwire.rpc.janitor import Janitor
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
 from gradwire.rpc.packing import Packing, Unpacking
 from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
@@ -43,7 +43,6 @@ from gradwire.rpc.refs_state import (
 )
 from gradwire.wire.message import Message
 
-_JOIN_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.01
 
 
@@ -63,9 +62,10 @@ class Refs:
         self._table = RefTable(me.id, first=first_of(me.life))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
-        self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
-        self._janitor: threading.Thread | None = None
+        self._janitor = Janitor(f"gradwire {me.name} refs", self.ended)
+        self.watch = self._janitor.watch
         self._closed = False
+        self.accepting = Accepting(me.id, self._table, self._lock, self._perform)
         self._room = rights.Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
         """whether this worker has let go of all that lives elsewhere"""
@@ -214,13 +214,16 @@ class Refs:
                 actions += self._table.pack_undone(hold, made.fork)
         self._perform(actions)
 
-    def unpacking(self, references: Sequence[Reference], source: WorkerId) -> Unpacking:
+    def unpacking(
+        self, references: Sequence[Reference], source: WorkerId, *, is_answered: bool = False
+    ) -> Unpacking:
         """Inside the block `unpacked` gives these; one that nobody asks for ends with it."""
         if not references:
             return Unpacking(self._local, [])
         with self._lock:
             rights.check_passed(self._table, references, source, self._agent.directory.myself)
-        return Unpacking(self._local, [self.make(hold) for hold in self.arrived(references)])
+        holds = self.arrived(references, is_answered=is_answered)
+        return Unpacking(self._local, [self.make(hold) for hold in holds])
 
     def unpacked(self, place: object) -> object:
         """The reference at this place of the list, in the value being unpacked."""
@@ -229,8 +232,11 @@ class Refs:
             raise BadMessage(f"a message names its reference {place!r} of {len(came)}")
         return came[place]
 
-    def arrived(self, references: Sequence[Reference]) -> list[Hold]:
-        """References came with a message: all of them, even if it is then refused."""
+    def arrived(self, references: Sequence[Reference], *, is_answered: bool = False) -> list[Hold]:
+        """References came with a message: all of them, even if it is then refused.
+
+        For `is_answered` see Note [An answer accepts], accepting.py.
+        """
         holds: list[Hold] = []
         actions: list[Action] = []
         with self._lock:
@@ -240,9 +246,11 @@ class Refs:
                     self._table.peer_joined(came.owner)
                 hold, more = self._table.arrived(*astuple(came), is_stale=stale)
                 holds.append(hold)
-                actions += more
                 if hold.fork is None:
                     self._values.setdefault(hold.ref, Promise())
+                    if is_answered:
+                        more = but_accepts(more)
+                actions += more
         self._perform(actions)
         return holds
 
@@ -252,16 +260,6 @@ class Refs:
             self.ended(hold)
 
     # -- the end of references
-
-    def watch(self, rref: object, hold: Hold) -> None:
-        """When this object dies, the hold ends."""
-        with self._lock:
-            if self._janitor is None:
-                name = f"gradwire {self._agent.directory.me.name} refs"
-                self._janitor = threading.Thread(target=self._clean, name=name, daemon=True)
-                self._janitor.start()
-        # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
-        weakref.finalize(rref, self._deaths.put, hold).atexit = False
 
     def ended(self, hold: Hold) -> None:
         """A hold is over."""
@@ -294,7 +292,7 @@ class Refs:
     def pending(self) -> bool:
         """Whether something is still to be confirmed."""
         with self._lock:
-            return not self._closed and (self._table.pending() or not self._deaths.empty())
+            return not self._closed and (self._table.pending() or self._janitor.is_busy)
 
     def leaks(self) -> list[str]:
         """The forks of our values that others still hold, for people."""
@@ -310,13 +308,7 @@ class Refs:
     def close(self) -> None:
         """Stop the janitor."""
         self._closed = True
-        self._deaths.put(None)
-        if self._janitor is not None and self._janitor is not threading.current_thread():
-            self._janitor.join(_JOIN_SECONDS)
-
-    def _clean(self) -> None:
-        while (hold := self._deaths.get()) is not None:
-            self.ended(hold)
+        self._janitor.close()
 
     # -- what other workers say
 

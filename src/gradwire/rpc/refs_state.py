@@ -42,6 +42,7 @@ peers are reported lost also to workers that only heard of them (a NOT_YET names
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import final
@@ -333,6 +334,10 @@ class RefTable:
     def accept_acknowledged(self, fork: ForkId) -> None:
         """Our Accept was heard."""
         self._accepts.pop(fork, None)
+
+    def owed_accepts(self, forks: Sequence[ForkId]) -> list[Action]:
+        """The Accepts for these that are not heard yet."""
+        return [self._accepts[fork] for fork in forks if fork in self._accepts]
 
     def drop_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
         """A fork of our value is no longer held; news of what we do not know is old news."""

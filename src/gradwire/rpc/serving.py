@@ -7,7 +7,7 @@ _keep    keeps it here instead, for those who hold a reference to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -22,11 +22,11 @@ from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
-from gradwire.ids import CallId, ContextId
+from gradwire.ids import CallId, ContextId, ForkId
 from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.contents import Content, Raised, Value
 from gradwire.rpc.manner import Manner
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Refs
@@ -75,9 +75,15 @@ class Serving:
             return
 
         def answer(content: Content) -> None:
-            self._answer_content(source, content, call.context, deadline)
+            self._answer_content(source, content, call.context, deadline, call.parcel.references)
 
-        value = self._run(call, payload, source, deadline, partial(self._guard, source, answer))
+        later = partial(self._guard, source, answer)
+        value = None
+        try:
+            value = self._run(call, payload, source, deadline, later)
+        finally:
+            if value is None:  # it raised, or may take as long as it likes
+                self._refs.accepting.without_answer(call.parcel.references)
         if value is not None:
             answer(value)
 
@@ -121,7 +127,11 @@ class Serving:
                 raise
         with self._inside(call.context, deadline, source), _modes(call):
             unpacked = self._parcels.unpack(
-                call.parcel, payload, source=source.worker, context=call.context
+                call.parcel,
+                payload,
+                source=source.worker,
+                context=call.context,
+                is_answered=call.keep is None,
             )
             if self._manner.counts_before_use:
                 self._refs.wait_until_all_counted(call.parcel.references, deadline)
@@ -172,18 +182,35 @@ class Serving:
         return _Ready(args[0], args[1:], kwargs)
 
     def _answer_content(
-        self, source: Source, content: Content, context: ContextId | None, deadline: float
+        self,
+        source: Source,
+        content: Content,
+        context: ContextId | None,
+        deadline: float,
+        came: Sequence[Reference] = (),
     ) -> None:
-        if isinstance(content, Raised):
-            self._agent.answer(source, content.failure, deadline=deadline)
-        else:
-            self._answer_value(source, content.value, context, deadline)
+        """`came` are the references of the call. See Note [An answer accepts], accepting.py."""
+        left = False
+        try:
+            if isinstance(content, Raised):
+                self._agent.answer(source, content.failure, deadline=deadline)
+            elif not source.cancelled:
+                accepted = self._refs.accepting.came_home(came) if came else []
+                left = self._answer_value(source, content.value, context, deadline, accepted)
+                if accepted and left:
+                    self._refs.accepting.left(accepted)
+        finally:
+            if came and not left:
+                self._refs.accepting.without_answer(came)
 
     def _answer_value(
-        self, source: Source, value: object, context: ContextId | None, deadline: float
-    ) -> None:
-        if source.cancelled:
-            return
+        self,
+        source: Source,
+        value: object,
+        context: ContextId | None,
+        deadline: float,
+        accepted: list[ForkId],
+    ) -> bool:
         packed = self._parcels.pack(
             value, to=source.worker, context=context, place="result", deadline=deadline
         )
@@ -192,12 +219,12 @@ class Serving:
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
         try:
-            left = self._agent.answer(
-                source, Result(packed.parcel), packed.payload, deadline=deadline
-            )
+            result = Result(packed.parcel, accepted)
+            left = self._agent.answer(source, result, packed.payload, deadline=deadline)
         finally:
             if not left:
                 self._parcels.undo(packed)
+        return left
 
     def _serve_fetch(self, fetch: Fetch, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + fetch.seconds

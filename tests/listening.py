@@ -1,0 +1,48 @@
+"""What the workers of a cluster say to each other, for tests that count messages."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from gradwire.rpc.manner import Manner
+from gradwire.testing import cluster
+from gradwire.wire.message import kind_of
+
+
+class _Listening:
+    def __init__(self, channel, kinds):
+        self._channel, self._kinds = channel, kinds
+
+    def send(self, frame, deadline):
+        self._kinds.append(frame.kind)
+        self._channel.send(frame, deadline)
+
+    def __getattr__(self, name):
+        return getattr(self._channel, name)
+
+
+class Said:
+    """The messages of all workers, by the order in which they leave."""
+
+    def __init__(self):
+        self.kinds: list[int] = []
+        self._names: dict[int, str] = {}
+
+    def learn(self, kinds) -> None:
+        self._names = {kind_of(kind): kind.__name__ for kind in kinds}
+
+    def clear(self) -> None:
+        self.kinds.clear()
+
+    def names(self) -> list[str]:
+        return [self._names[kind] for kind in self.kinds]
+
+
+@contextmanager
+def overheard(size: int, **options):
+    """A cluster, and what is said in it."""
+    said = Said()
+    manner = Manner(channel=lambda channel: _Listening(channel, said.kinds))
+    with cluster(size, manner=manner, **options) as workers:
+        said.learn(workers[0].worker.agent.kinds.types)
+        yield workers, said
