@@ -7,9 +7,11 @@ Waking a thread costs more than all the rest of a small call. So hand-overs are 
 
 The right to read a line is its *role*. While a function runs on the thread that read it, or between
 two calls, the role is free: nobody reads. The keeper sees to that. It looks every 2 ms at the lines
-that were in use lately, takes what has come, and gives the line a reader. So what nobody waits for
-is read at most that late, however long a function runs. When nothing happens every line has a
-reader that sleeps, and the keeper sleeps too.
+that were in use lately, takes what has come, and gives the line a reader. A line on which something
+was read since is left alone, and as long as that is so of all, it looks less and less often: a
+look takes the interpreter from whoever makes the calls. So what nobody waits for is read at most 16
+ms late, however long a function runs. When nothing happens every line has a reader that sleeps, and
+the keeper sleeps too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from gradwire.wire.frame import IS_ANSWER, Frame
 _log = logging.getLogger("gradwire")
 
 _TICK_SECONDS = 0.002
+_LONGEST_TICK_SECONDS = 0.016
 _TICKS_UNTIL_IDLE = 5
 _READS_FOR_ITSELF_SECONDS = 0.02
 """Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
@@ -246,27 +249,41 @@ class Lines:
         while not self._closed:
             self._look.wait()
             self._look.clear()
+            tick = _TICK_SECONDS
             while self._in_use and not self._closed:
-                time.sleep(_TICK_SECONDS)
-                for line in tuple(self._in_use):
-                    try:
-                        self._look_at(line)
-                    except Exception:  # such as no thread to be had: every line depends on this one
-                        _log.exception("looking after a channel failed")
+                time.sleep(tick)
+                is_quiet = self._look_at_all()
+                tick = _TICK_SECONDS if is_quiet else min(2 * tick, _LONGEST_TICK_SECONDS)
             self._is_looking = False
             if self._in_use:  # added just now
                 self._is_looking = True
                 self._look.set()
 
-    def _look_at(self, line: Line) -> None:
+    def _look_at_all(self) -> bool:
+        """Whether there is a line on which nobody has read since the last look."""
+        is_quiet = False
+        for line in tuple(self._in_use):
+            try:
+                is_quiet |= self._look_at(line)
+            except Exception:  # such as no thread to be had: every line depends on this one
+                _log.exception("looking after a channel failed")
+                is_quiet = True
+        return is_quiet
+
+    def _look_at(self, line: Line) -> bool:
         """It is looked after until one of its readers has the role, which is tried each time."""
-        came = self._take(line)
-        line.idle_ticks = 0 if line.reads != line.seen else line.idle_ticks + 1
-        line.seen = line.reads
         if line.is_attended or line.has_ended:
             self._in_use.pop(line, None)
-        elif came or line.idle_ticks >= _TICKS_UNTIL_IDLE:
+            return False
+        if line.reads != line.seen:
+            line.seen, line.idle_ticks = line.reads, 0
+            return False
+        came = self._take(line)
+        line.seen = line.reads
+        line.idle_ticks += 1
+        if came or line.idle_ticks >= _TICKS_UNTIL_IDLE:
             self._attend(line)
+        return True
 
     def _take(self, line: Line) -> bool:
         """What has come while nobody read."""
