@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from gradwire.testing.conformance import (
     CHANNEL_CHECKS,
@@ -99,7 +100,7 @@ class Forgetful:
         return getattr(self._channel, name)
 
     def send(self, frame: Frame, deadline: float) -> None:
-        self._channel.send(frame._replace(payload=()), deadline)
+        self._channel.send(replace(frame, payload=()), deadline)
 
 
 def test_a_channel_that_breaks_the_contract_is_found_out():

@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits
@@ -77,7 +78,7 @@ def test_channels_sum_what_they_are_told_to(checksum, sharing):
         for sender, receiver in [(here, there), (there, here)] * 2:
             sender.send(FRAME, time.monotonic() + 5)
             came = receiver.recv()
-            assert came[:4] == FRAME[:4]
+            assert replace(came, payload=()) == replace(FRAME, payload=())
             assert bytes(came.payload[0]) == b"somepayload"
     finally:
         here.close()
@@ -89,4 +90,4 @@ def test_channels_sum_what_they_are_told_to(checksum, sharing):
 def test_a_prefix_is_what_its_numbers_say():
     packed = sealed(1, 0, 2, 3, 4)
     assert len(packed) == PREFIX.size
-    assert decode_prefix(packed, Limits())[:6] == Prefix(1, 0, 2, 3, 4, 0, 0)[:6]
+    assert replace(decode_prefix(packed, Limits()), prefix_sum=0) == Prefix(1, 0, 2, 3, 4, 0, 0)

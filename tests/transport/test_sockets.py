@@ -70,8 +70,8 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def received(channel: SocketChannel) -> tuple[int, int, int, bytes, bytes]:
-    kind, flags, request, head, payload = channel.recv()
-    return kind, flags, request, head, b"".join(payload)
+    frame = channel.recv()
+    return frame.kind, frame.flags, frame.request, frame.head, b"".join(frame.payload)
 
 
 def fill(sock: socket.socket) -> int:

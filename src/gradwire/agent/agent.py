@@ -301,6 +301,9 @@ class Agent:
         """
         if done():
             return
+        if not self.dispatch.user.runs_this_thread:
+            self._connections.wait(peer, done, block)
+            return
         with self.dispatch.user.waiting():
             self._connections.wait(peer, done, block)
 
@@ -309,10 +312,11 @@ class Agent:
         with self._lock:
             pending = self._calls.answered(frame.request, worker)
         if pending is not None:
-            try:
-                outcome = self._outcome(message, frame)
-            except Exception as error:  # whoever waits must hear something
-                outcome = error
+            outcome: Outcome
+            if isinstance(message, Failure):
+                outcome = self._revived(message)
+            else:
+                outcome = Answer(message, payload_of(frame))
             _settle(pending, outcome)
             return
         self.noting.came_late(worker)
@@ -320,10 +324,11 @@ class Agent:
         if listener is not None:
             self.dispatch.user.submit(lambda: listener(worker, message))
 
-    def _outcome(self, message: Message, frame: Frame) -> Outcome:
-        if isinstance(message, Failure):
-            return self.revive(message)
-        return Answer(message, payload_of(frame))
+    def _revived(self, failure: Failure) -> Exception:
+        try:
+            return self.revive(failure)
+        except Exception as error:  # whoever waits must hear something
+            return error
 
     def guarded(self, source: Source, job: Job) -> None:
         """Run what answers a request; if it raises, that is the answer."""

@@ -81,10 +81,15 @@ class Calls:
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """Run it there and return what it returned, or raise what it raised."""
-        with self._span("sync", target, to):
-            context = self._engine.calling(current_context(), to)
-            promise = self._send_call(to, target, context, deadline)
-            return self._answer(to, promise, context, target)
+        if is_profiled():
+            with self._span("sync", target, to):
+                return self._call(to, target, deadline)
+        return self._call(to, target, deadline)
+
+    def _call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
+        context = self._engine.calling(current_context(), to)
+        promise = self._send_call(to, target, context, deadline)
+        return self._answer(to, promise, context, target)
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""

@@ -287,7 +287,7 @@ class _Pair:
                 yield None, head + self._exactly(source, body_length(head))
             while True:
                 start = self._exactly(source, PREFIX.size)
-                prefix = Prefix._make(PREFIX.unpack(start))
+                prefix = Prefix(*PREFIX.unpack(start))
                 rest = self._exactly(source, prefix.head_length + prefix.payload_length)
                 yield prefix.kind, start + rest
 

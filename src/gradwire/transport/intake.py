@@ -137,14 +137,14 @@ class Intake:
             self._fill(PREFIX.size)
             prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
             self._start += PREFIX.size
-            kind, flags, head_length, payload_length, request, _, _ = prefix
-            head = self._read_head(head_length)
+            flags, payload_length = prefix.flags, prefix.payload_length
+            head = self._read_head(prefix.head_length)
             if self._shared is not None and flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
             has_payload = payload_length or flags & IN_BLOCK
             payload = self._payload_of(flags, payload_length) if has_payload else ()
             check_content(prefix, head, payload)
-            return Frame(kind, flags & IS_ANSWER, request, head, payload)
+            return Frame(prefix.kind, flags & IS_ANSWER, prefix.request, head, payload)
         except PeerLost:
             raise
         except BadMessage as refusal:

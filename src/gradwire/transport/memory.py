@@ -15,6 +15,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
 
+from msgspec.structs import replace
+
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
@@ -223,12 +225,12 @@ class MemoryChannel:
             raise PeerLost(self._ended)
 
     def _pack(self, frame: Frame) -> _Parcel:
-        kind, flags, request, head, parts = frame
+        parts = frame.payload
         length = sum(map(len, parts)) if parts else 0
         payload = (self._snapshot(parts, length),) if length else ()
         prefix = encode_prefix(frame)
-        size = len(prefix) + len(head) + length
-        return _Parcel(prefix, Frame(kind, flags, request, head, payload), size)
+        size = len(prefix) + len(frame.head) + length
+        return _Parcel(prefix, replace(frame, payload=payload), size)
 
     def _snapshot(self, parts: Sequence[Buffer], length: int) -> memoryview:
         block = self._pool.take(length)

@@ -162,7 +162,7 @@ class SocketChannel:
     # --- sending, under the lock ---
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        if not self._sending.acquire(blocking=False):
+        if not self._sending.acquire(False):
             self._wait_for_turn(deadline)
         try:
             self._send(parts, ancillary, deadline)
@@ -206,6 +206,8 @@ class SocketChannel:
         try:
             if len(parts) == 1:
                 sent = self._sock.send(parts[0], flags)
+                if sent == len(parts[0]):
+                    return []
             else:
                 sent = self._sock.sendmsg(parts[:_MOST_PARTS], ancillary, flags)
         except BlockingIOError:
@@ -256,8 +258,6 @@ def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
 
 def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
     """What is left of `parts` when so many bytes of it are gone; nothing is copied."""
-    if len(parts) == 1 and sent == len(parts[0]):
-        return []
     for position, part in enumerate(parts):
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 from zlib import crc32
+
+import msgspec
 
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.options import Limits
@@ -40,7 +41,7 @@ Buffer = bytes | bytearray | memoryview
 _SUMS = "something between the workers changes bytes, or the sender is no worker"
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A message as a channel carries it.
 
     Outgoing, `payload` is a list of buffers sent one after the other; they must stay unchanged
@@ -55,7 +56,7 @@ class Frame(NamedTuple):
     payload: Sequence[Buffer]
 
 
-class Prefix(NamedTuple):
+class Prefix(msgspec.Struct, frozen=True, gc=False):
     """The decoded first bytes of a frame."""
 
     kind: int
@@ -69,14 +70,14 @@ class Prefix(NamedTuple):
 
 def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
     """The bytes that go before head and payload; `flags` are the channel's own."""
-    kind, own_flags, request, head, payload = frame
-    flags |= own_flags
+    head, payload = frame.head, frame.payload
+    flags |= frame.flags
     length = sum(map(len, payload)) if payload else 0
     content = crc32(head)
     if flags & SUMS_PAYLOAD:
         for part in payload:
             content = crc32(part, content)
-    return sealed(kind, flags, len(head), length, request, content)
+    return sealed(frame.kind, flags, len(head), length, frame.request, content)
 
 
 def sealed(kind: int, flags: int, head: int, payload: int, request: int, content: int = 0) -> bytes:
@@ -99,9 +100,9 @@ def decode_prefix(
     data: Buffer, limits: Limits, known_flags: int = IS_ANSWER, start: int = 0
 ) -> Prefix:
     """The prefix at `start` of `data`, refused if it promises more than allowed."""
-    prefix = Prefix._make(PREFIX.unpack_from(data, start))
-    _, flags, head, payload, _, _, told = prefix
-    if crc32(data[start : start + _BEFORE_SUM.size]) != told:
+    prefix = Prefix(*PREFIX.unpack_from(data, start))
+    flags, head, payload = prefix.flags, prefix.head_length, prefix.payload_length
+    if crc32(data[start : start + _BEFORE_SUM.size]) != prefix.prefix_sum:
         raise BadMessage(
             "the prefix of a frame is not what was sent, or no frame at all", hint=_SUMS
         )

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
+from msgspec.structs import replace
+
 from gradwire.autograd.messages import Forget
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
@@ -107,7 +109,7 @@ class FaultyChannel:
         if not late:
             self._inner.send(frame, deadline)
             return
-        copied = frame._replace(payload=[bytes(part) for part in frame.payload])
+        copied = replace(frame, payload=[bytes(part) for part in frame.payload])
         later = threading.Timer(late, self._send_late, [copied, late])
         later.daemon = True
         later.start()
