@@ -10,13 +10,12 @@ on the CPU's thread can hide work that a node on another device is about to make
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from typing import NamedTuple
 
-import torch
-
 from gradwire.autograd.graph import make_room
+from gradwire.autograd.torch_private import set_threaded
 from gradwire.ids import ContextId
 
 Saving = Callable[[], AbstractContextManager[object]]
@@ -26,8 +25,9 @@ Saving = Callable[[], AbstractContextManager[object]]
 class _Stay(NamedTuple):
     context: ContextId
     saving: Saving | None
-    around: ExitStack
-    """what ends with it"""
+    kept: AbstractContextManager[object] | None
+    """what was made of `saving`, and ends with the stay"""
+    was_threaded: bool
 
 
 _current: ContextVar[_Stay | None] = ContextVar("gradwire context", default=None)
@@ -42,19 +42,20 @@ def current_context() -> ContextId | None:
 def enter(context: ContextId, saving: Saving | None = None) -> None:
     """From now on this code runs in a context, until it leaves it."""
     make_room()  # See Note [The order of waiting], graph.py
-    around = ExitStack()
-    around.enter_context(torch.autograd.set_multithreading_enabled(False))
-    if saving is not None:
-        around.enter_context(saving())
-    _current.set(_Stay(context, saving, around))
+    kept = None if saving is None else saving()
+    if kept is not None:
+        kept.__enter__()
+    _current.set(_Stay(context, saving, kept, set_threaded(False)))
 
 
 def leave(context: ContextId) -> None:
     """This code runs in that context no more, if it did."""
     stay = _current.get()
     if stay is not None and stay.context == context:
-        stay.around.close()
         _current.set(None)
+        set_threaded(stay.was_threaded)
+        if stay.kept is not None:
+            stay.kept.__exit__(None, None, None)
 
 
 def leave_outer() -> Token[_Stay | None]:
@@ -76,6 +77,9 @@ def inside(context: ContextId | None, saving: Saving | None = None) -> Iterator[
     outer = _current.get()
     if saving is None and outer is not None:
         saving = outer.saving
+    if outer is not None and outer.context == context and outer.saving == saving:
+        yield
+        return
     token = _current.set(None)
     if context is not None:
         enter(context, saving)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 
-import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer
@@ -34,7 +33,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
-from gradwire.autograd.torch_private import current_run, will_execute
+from gradwire.autograd.torch_private import current_run, recording, will_execute
 from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError
 from gradwire.ids import ContextId, WorkerId
 
@@ -146,7 +145,7 @@ class Served:
         tokens = [s.token for s in sent]
         retain, create = start.retain_graph, start.create_graph
         span = profiling.span("gradwire backward %s of %s", running.id, running.context)
-        with torch.inference_mode(False), span:
+        with recording(), span:
             if start.destination == NOWHERE:
                 anchors = [r.anchor for r in received]
                 run.run_towards(anchors, tokens, enter, retain_graph=retain, create_graph=create)

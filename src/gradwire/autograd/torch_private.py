@@ -24,6 +24,8 @@ _NEEDED = (
     "torch._C._functions.AccumulateGrad",
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.unwrap_if_dead",
+    "torch._C._is_multithreading_enabled",
+    "torch._C._set_multithreading_enabled",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._sequence_nr",
@@ -68,6 +70,8 @@ _keep_graph = cast(
 
 _is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
 _unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
+_is_threaded = cast(Callable[[], bool], _find("torch._C._is_multithreading_enabled"))
+_set_threaded = cast(Callable[[bool], object], _find("torch._C._set_multithreading_enabled"))
 _execution_engine = cast(Any, Variable)._execution_engine
 
 
@@ -89,6 +93,16 @@ def current_run() -> int:
 def will_execute(node: Node) -> bool:
     """Whether the current run executes a node, or captures a gradient at it."""
     return _will_execute(node)
+
+
+def set_threaded(enabled: bool) -> bool:
+    """Whether engine runs of this thread use threads of their own from now on; as it was before.
+
+    `torch.autograd.set_multithreading_enabled` without its block.
+    """
+    before = _is_threaded()
+    _set_threaded(enabled)
+    return before
 
 
 def keeps_graph() -> bool:

@@ -161,6 +161,8 @@ def _in_memory_order(
     """The same elements as a contiguous tensor, and the order of dimensions that makes it so."""
     if 0 in shape:
         return tensor, None
+    if 0 in tensor.stride():  # expanded, as the gradient of a sum is
+        tensor = _compacted(tensor)
     order = order_of(shape, tensor.stride())
     laid = tensor if order is None else tensor.permute(order)
     if laid.is_contiguous():
