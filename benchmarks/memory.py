@@ -11,7 +11,7 @@ import torch
 from benchmarks.api import here
 from benchmarks.measure import Row, Run, Samples, row
 
-STEPS = 10_000
+STEPS = (1_000, 10_000)
 
 
 def resident(field: str = "VmRSS") -> float:
@@ -32,16 +32,17 @@ def steps(n: int) -> None:
 
 def rows(run: Run) -> Iterator[Row]:
     """Resident memory of both workers of a fresh world: after 10 steps, and after many more."""
-    (many,) = run.sizes(STEPS, tiny=20)
-    before: Samples = {}
-    after: Samples = {}
+    stops = (10, *run.sizes(*STEPS, tiny=20))
+    samples: dict[int, Samples] = {stop: {} for stop in stops}
     for side in run.sides:
         with run.alone(side, 2) as world:
-            for samples, n in ((before, 10), (after, many)):
-                world.run(steps, n)
-                samples[side] = [[world.run(resident, on=rank) for rank in range(2)]]
-    yield row("memory", "resident, each of 2 workers", before, "MiB")
-    yield row("memory", f"after {many} steps", after, "MiB")
+            done = 0
+            for stop in stops:
+                world.run(steps, stop - done)
+                done = stop
+                samples[stop][side] = [[world.run(resident, on=rank) for rank in range(2)]]
+    for stop in stops:
+        yield row("memory", f"resident, each of 2 workers after {stop} steps", samples[stop], "MiB")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from gradwire.agent.quota import Quota
 from gradwire.autograd.context import Context
 from gradwire.autograd.nodes import origin_of_recv
 from gradwire.errors import ContextClosed, EarlierLife, PeerLost, UsageError
-from gradwire.ids import ContextId, WorkerId, context_id, opener_of, spoken_context
+from gradwire.ids import ContextId, WorkerId, context_id, count_of, opener_of, spoken_context
 
 _CLOSED_REMEMBERED = 20_000
 
@@ -33,10 +33,10 @@ class Contexts:
         self._maybe_too_old = maybe_too_old
         self._me, self._name = me, name
         self._lock = threading.Lock()
-        self._count = first
+        self._first = self._count = first
         self._open: dict[ContextId, Context] = {}
         self._closed: dict[ContextId, str | None] = {}
-        """those that are over, and of which peer's loss, if it was that"""
+        """those that are over, and of which peer's loss, if it was that; of our own only such"""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -89,7 +89,7 @@ class Contexts:
         if context is not None:
             return context
         unknown = f"Could not find autograd context with id: {id}"
-        if id in self._closed:
+        if self._is_over(id):
             lost = self._closed.get(id)
             why = "" if lost is None else f", as {lost} was lost"
             raise ContextClosed(
@@ -102,7 +102,8 @@ class Contexts:
     def close(self, id: ContextId, lost: str | None = None) -> Context | None:
         """Forget it for good, as `lost` was lost; the context, if it was open here."""
         with self._lock:
-            self._closed.setdefault(id, lost)
+            if lost is not None or opener_of(id) != self._me:
+                self._closed.setdefault(id, lost)
             if len(self._closed) > _CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
             context = self._open.pop(id, None)
@@ -123,6 +124,11 @@ class Contexts:
         """Every open one."""
         with self._lock:
             return list(self._open)
+
+    def _is_over(self, id: ContextId) -> bool:
+        """Asked of one that is not open."""
+        is_mine = opener_of(id) == self._me
+        return id in self._closed or (is_mine and self._first <= count_of(id) < self._count)
 
     def _check_young(self, id: ContextId) -> None:
         """See Note [Contexts and lives], directory.py."""

@@ -40,7 +40,7 @@ from gradwire.autograd.torch_private import (
     will_execute,
 )
 from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
-from gradwire.ids import ContextId, EdgeId, PassId, WorkerId
+from gradwire.ids import EdgeId, WorkerId
 from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
@@ -63,11 +63,13 @@ class Root:
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
+        self._me = agent.directory.me.id
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
         agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
         agent.handle(HowEnded, self._serve_how_ended, Lane.SERVICE)
         agent.kinds.add(HasEnded)
-        self._kept: dict[tuple[ContextId, PassId], None] = {}
+        self._kept: dict[int, None] = {}
+        """by the number of each pass of ours that ended well, in order"""
 
     def begin_native(self, context: Context, met: EdgeId) -> Running:
         """A backward of the user's has met its first crossing of this context.
@@ -231,13 +233,13 @@ class Root:
 
     def _remember(self, running: Running) -> None:
         """It ended well, for those who did not hear it."""
-        self._kept[running.context.id, running.id] = None
+        self._kept[running.id.n] = None
         if len(self._kept) > _KEPT_REMEMBERED:
             del self._kept[next(iter(self._kept))]
 
     def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
         """While it runs it has not ended well, and cannot any more: it needed who asks."""
-        ended_well = (message.context, message.pass_id) in self._kept
+        ended_well = message.pass_id.worker == self._me and message.pass_id.n in self._kept
         limit = self._agent.clock.now() + _END_SECONDS
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
