@@ -22,6 +22,8 @@ from gradwire.autograd.messages import (
 )
 from gradwire.errors import BadMessage, ContextClosed
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
+from gradwire.optim.messages import Abort, Commit, Prepare
+from gradwire.optim.turns import StepId
 from gradwire.rpc.calls import Target
 from gradwire.rpc.contents import Value
 from gradwire.rpc.messages import (
@@ -47,6 +49,10 @@ PLAIN = Parcel(b"\x93\x01\x91\x01\x91\x02", [], [], [])  # ((), {})
 
 def echo(x):
     return x
+
+
+def weights():
+    return gradwire.RRef(torch.nn.Parameter(torch.ones(2)))
 
 
 def secret():
@@ -335,6 +341,25 @@ def test_a_pass_is_failed_by_those_who_take_part(workers, at):
 
     assert workers[0].run(train) == 1
     assert_nothing_left(workers)
+
+
+def test_a_step_is_taken_by_the_maker_of_its_optimizer(workers):
+    """Not by one that does not hold the shard, nor in the name of who does."""
+    hostile = workers[2].worker
+
+    def train():
+        weight = gradwire.rpc_sync("w1", weights)
+        optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        shard = optimizer._shards[1].hold.ref
+        for step, why in ((StepId(2, 0), "w2 does not hold"), (StepId(0, 0), "another worker's")):
+            alone = Prepare(shard, step, None, {}, 5.0, True, True)
+            for message in (alone, Commit(shard, step, 5.0), Abort(shard, step, 5.0)):
+                with pytest.raises(BadMessage, match=why):
+                    ask(hostile, 1, message)
+        optimizer.step()
+        return refused(workers, 6)
+
+    assert workers[0].run(train)
 
 
 def test_calls_still_work(workers):
