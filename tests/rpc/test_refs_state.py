@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -13,19 +13,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId
-from gradwire.rpc.refs_state import (
+from gradwire.rpc.holds_state import (
     Action,
     Broken,
     Confirmed,
     Forget,
     Hold,
     RefStatistics,
-    RefTable,
     SendAccept,
     SendDrop,
     SendFork,
     Verdict,
 )
+from gradwire.rpc.refs_state import RefTable
 
 A, B, C, D = range(4)
 EMPTY = RefStatistics(
@@ -101,11 +101,11 @@ def test_a_creation_that_timed_out_is_asked_about_until_its_late_call_is_counted
     hold = a.create(B)
     ref, fork = hold.ref, fork_of(hold)
 
-    assert a.creation_timed_out(fork) == [SendFork(ref, fork, B)]
+    assert a.creation_timed_out(fork) == [SendFork(ref, fork, B, 0)]
     assert a.hold_ended(hold) == []
     assert b.fork_arrived(ref, fork, A) is Verdict.NOT_YET
     assert a.fork_answered(fork, Verdict.NOT_YET) == []
-    assert a.unacknowledged() == [SendFork(ref, fork, B)]
+    assert a.unacknowledged() == [SendFork(ref, fork, B, 0)]
     assert b.creation_arrived(ref, fork) == []
     assert b.fork_arrived(ref, fork, A) is Verdict.COUNTED
     assert a.fork_answered(fork, Verdict.COUNTED) == [SendDrop(ref, fork, B)]
@@ -202,7 +202,7 @@ def test_a_third_worker_asks_the_owner_then_releases_the_one_who_passed_it():
     theirs, actions = passed(a, hold, c, C)
     ref, fork = hold.ref, fork_of(theirs)
 
-    assert actions == [SendFork(ref, fork, B)]
+    assert actions == [SendFork(ref, fork, B, 0)]
     assert a.hold_ended(hold) == []
     assert b.fork_arrived(ref, fork, C) is Verdict.COUNTED
     assert c.fork_answered(fork, Verdict.COUNTED) == [Confirmed(ref, fork), SendAccept(fork, A)]
@@ -221,7 +221,7 @@ def test_a_third_worker_that_ends_its_hold_early_drops_only_what_was_counted():
     fork = fork_of(theirs)
 
     assert c.hold_ended(theirs) == []
-    assert c.unacknowledged() == [SendFork(hold.ref, fork, B)]
+    assert c.unacknowledged() == [SendFork(hold.ref, fork, B, 0)]
     assert c.fork_answered(fork, Verdict.COUNTED) == [
         SendAccept(fork, A),
         SendDrop(hold.ref, fork, B),
@@ -261,7 +261,7 @@ def test_a_reference_passed_to_oneself_is_a_fork_of_its_own_that_needs_no_accept
     hold = created(a, b)
     again, actions = passed(a, hold, a, A)
 
-    assert actions == [SendFork(hold.ref, fork_of(again), B)]
+    assert actions == [SendFork(hold.ref, fork_of(again), B, 0)]
     assert a.hold_ended(hold) == []
     assert b.fork_arrived(hold.ref, fork_of(again), A) is Verdict.COUNTED
     assert a.fork_answered(fork_of(again), Verdict.COUNTED) == [
@@ -397,8 +397,62 @@ def test_a_repeated_fork_does_not_revive_what_was_dropped():
     assert b.fork_arrived(ref, fork, C) is Verdict.COUNTED
     assert b.leaks() == [(ref, fork_of(hold), A)]
     assert b.statistics().tombstones == 1
+    b.settled_below(C, 1)
+    assert b.statistics().tombstones == 0
+    assert b.fork_arrived(ref, fork, C) is Verdict.NEVER
+    assert b.leaks() == [(ref, fork_of(hold), A)]
     assert b.drop_arrived(ref, fork_of(hold)) == [Forget(ref)]
     assert b.statistics() == EMPTY
+
+
+def test_nothing_is_remembered_of_forks_that_were_counted_and_dropped():
+    """However many there were of one value."""
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    for _ in range(10_000):
+        theirs, (ask,) = passed(a, hold, c, C)
+        b.settled_below(C, c.floor(B))
+        assert b.fork_arrived(ask.ref, ask.fork, C, ask.n) is Verdict.COUNTED
+        c.fork_answered(ask.fork, Verdict.COUNTED)
+        a.accept_arrived(ask.fork)
+        c.accept_acknowledged(ask.fork)
+        c.hold_ended(theirs)
+        b.settled_below(C, c.floor(B))
+        b.drop_arrived(ask.ref, ask.fork)
+        c.drop_acknowledged(ask.fork)
+
+    assert b.statistics() == replace(EMPTY, owned=1, shared=1, forks=1)
+    assert b.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert (len(b._values[hold.ref].asked), len(b._asked)) == (0, 0)
+    assert c.statistics() == EMPTY
+
+
+def test_what_was_asked_before_an_open_question_may_still_be_repeated():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    asks = [passed(a, hold, c, C)[1][0] for _ in range(3)]
+    for ask in asks[1:]:
+        b.fork_arrived(ask.ref, ask.fork, C, ask.n)
+        c.fork_answered(ask.fork, Verdict.COUNTED)
+    assert c.floor(B) == asks[0].n == 0
+    assert c.floor(A) == 3
+
+    c.fork_answered(asks[0].fork, Verdict.NEVER)
+
+    assert c.floor(B) == 3
+
+
+def test_a_worker_that_never_says_what_it_has_heard_pays_for_what_is_remembered():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    for _ in range(5):
+        _, (ask,) = passed(a, hold, c, C)
+        b.fork_arrived(ask.ref, ask.fork, C, ask.n)
+        b.drop_arrived(ask.ref, ask.fork)
+
+    assert (b.forks_of(C), b.forks_of(A)) == (5, 1)
+    b.peer_lost(C)
+    assert (b.forks_of(C), b.statistics().tombstones) == (0, 0)
 
 
 def test_the_owners_own_forks_leave_no_tombstones():
@@ -596,6 +650,8 @@ class Message:
     fork: ForkId | None = None
     owner: int | None = None
     verdict: Verdict | None = None
+    n: int = 0
+    floor: int = 0
 
     @property
     def is_control(self) -> bool:
@@ -698,7 +754,8 @@ class Cluster:
         return table.peer_lost(got.src)
 
     def serve_fork(self, table: RefTable, got: Message) -> None:
-        verdict = table.fork_arrived(got.ref, got.fork, got.src)
+        table.settled_below(got.src, got.floor)
+        verdict = table.fork_arrived(got.ref, got.fork, got.src, got.n)
         self.send(Message("verdict", got.dst, got.src, fork=got.fork, verdict=verdict))
 
     def serve_verdict(self, table: RefTable, got: Message) -> list[Action]:
@@ -713,6 +770,7 @@ class Cluster:
 
     def serve_drop(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("drop_ack", got.dst, got.src, fork=got.fork))
+        table.settled_below(got.src, got.floor)
         return table.drop_arrived(got.ref, got.fork)
 
     def serve_drop_ack(self, table: RefTable, got: Message) -> None:
@@ -721,10 +779,12 @@ class Cluster:
     def perform(self, worker: int, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SendFork(ref, fork, to):
-                    self.send(Message("fork", worker, to, ref, fork))
+                case SendFork(ref, fork, to, n):
+                    floor = self.tables[worker].floor(to)
+                    self.send(Message("fork", worker, to, ref, fork, n=n, floor=floor))
                 case SendDrop(ref, fork, to):
-                    self.send(Message("drop", worker, to, ref, fork))
+                    floor = self.tables[worker].floor(to)
+                    self.send(Message("drop", worker, to, ref, fork, floor=floor))
                 case SendAccept(fork, to):
                     self.send(Message("accept", worker, to, fork=fork))
                 case Broken(ref, fork, lost):

@@ -638,6 +638,27 @@ def test_a_reference_is_not_pickled_nor_copied(workers):
         assert "hint: pass it to rpc_sync, rpc_async or remote" in str(raised.value)
 
 
+def test_a_value_that_was_passed_on_a_thousand_times_remembers_nothing_of_it(workers):
+    """Each time its owner is asked to count one more, by a worker that then lets go of it."""
+
+    def program():
+        rref = gw.remote("w1", Box, args=(1,))
+        for _ in range(1000):
+            gw.rpc_sync("w2", got, args=(rref,))
+        return rref
+
+    rref = workers[0].run(program)
+    table = workers[1].worker.refs._table
+
+    assert eventually(lambda: table.statistics().forks == 1)
+    assert (len(table._values[rref.hold.ref].asked), len(table._asked)) == (0, 0)
+    assert not workers[2].worker.refs._sender._awaited
+
+
+def got(rref):
+    return rref.rpc_sync().get()
+
+
 # -- in a graph
 
 

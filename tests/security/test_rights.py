@@ -112,7 +112,7 @@ def test_a_value_is_fetched_by_its_holders_only(workers):
 def test_to_ask_for_a_fork_does_not_make_a_holder(workers, maker):
     ref = private_value(workers)
     with pytest.raises(BadMessage, match=f"w0 has no right to f{maker}.99 of {ref}"):
-        ask(workers[0].worker, 1, Fork(ref, ForkId(maker, 99)))
+        ask(workers[0].worker, 1, Fork(ref, ForkId(maker, 99), 0, 0))
 
 
 def test_a_method_is_called_on_what_the_caller_holds(workers):
@@ -148,7 +148,7 @@ def test_nobody_lets_go_for_another(workers):
     assert workers[0].run(held.to_here)[0] == 42
     hold = held.hold
     with pytest.raises(BadMessage, match=f"w2 speaks of {hold.fork}, which is w0's"):
-        ask(workers[2].worker, 1, Drop(hold.ref, hold.fork))
+        ask(workers[2].worker, 1, Drop(hold.ref, hold.fork, 0))
     assert workers[0].run(held.to_here)[0] == 42
 
 
@@ -241,7 +241,7 @@ def test_who_calls_in_a_context_does_not_close_it_for_others(workers):
     def attack(context):
         call_in(workers[2].worker, 1, context)
         say(workers[2].worker, 1, Forget(context))
-        ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0)))  # it has been heard by now
+        ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0), 0))  # it has been heard by now
 
     assert workers[0].run(in_a_context, attack) == 2
     assert_nothing_left(workers)

@@ -92,11 +92,11 @@ def a_reference_ends_without_a_word(patch):
 def a_fork_that_was_dropped_is_counted_again(patch):
     arrived = RefTable.fork_arrived
 
-    def again(self, ref, fork, holder):
+    def again(self, ref, fork, holder, n):
         value = self._values.get(ref)
         if value is not None:
             value.asked.discard(fork)
-        return arrived(self, ref, fork, holder)
+        return arrived(self, ref, fork, holder, n)
 
     patch.setattr(RefTable, "fork_arrived", again)
 

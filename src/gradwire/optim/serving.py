@@ -9,7 +9,7 @@ from gradwire.agent.errands import Source
 from gradwire.errors import BadMessage, UsageError
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare
 from gradwire.optim.shard import Made, Options, Shard
-from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker

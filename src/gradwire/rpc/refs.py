@@ -7,9 +7,7 @@ anywhere, also in the middle of a garbage collection that interrupted code holdi
 
 from __future__ import annotations
 
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never, final
@@ -25,25 +23,25 @@ from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc import rights
 from gradwire.rpc.contents import Content, Raised
-from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
-from gradwire.rpc.packing import Packing, Unpacking
-from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
-from gradwire.rpc.refs_state import (
+from gradwire.rpc.holds_state import (
     Action,
     Broken,
     Confirmed,
     Forget,
     Hold,
     RefStatistics,
-    RefTable,
     SendAccept,
     SendDrop,
     SendFork,
     Verdict,
 )
+from gradwire.rpc.janitor import Janitor
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
+from gradwire.rpc.packing import Packing, Unpacking
+from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
+from gradwire.rpc.refs_state import RefTable
 from gradwire.wire.message import Message
 
-_JOIN_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.01
 
 
@@ -63,8 +61,8 @@ class Refs:
         self._table = RefTable(me.id, first=first_of(me.life))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
-        self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
-        self._janitor: threading.Thread | None = None
+        self._janitor = Janitor(f"gradwire {agent.directory.me.name} refs", self.ended)
+        self.watch = self._janitor.watch
         self._closed = False
         self._room = rights.Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
@@ -76,7 +74,7 @@ class Refs:
         agent.kinds.add(Counted)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed, self._peer_lost)
+        self._sender = RefSender(agent, self._heard, self._owed, self._floor, self._peer_lost)
 
     # -- values of this worker
 
@@ -253,16 +251,6 @@ class Refs:
 
     # -- the end of references
 
-    def watch(self, rref: object, hold: Hold) -> None:
-        """When this object dies, the hold ends."""
-        with self._lock:
-            if self._janitor is None:
-                name = f"gradwire {self._agent.directory.me.name} refs"
-                self._janitor = threading.Thread(target=self._clean, name=name, daemon=True)
-                self._janitor.start()
-        # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
-        weakref.finalize(rref, self._deaths.put, hold).atexit = False
-
     def ended(self, hold: Hold) -> None:
         """A hold is over."""
         with self._lock:
@@ -294,7 +282,7 @@ class Refs:
     def pending(self) -> bool:
         """Whether something is still to be confirmed."""
         with self._lock:
-            return not self._closed and (self._table.pending() or not self._deaths.empty())
+            return not self._closed and (self._table.pending() or self._janitor.has_work)
 
     def leaks(self) -> list[str]:
         """The forks of our values that others still hold, for people."""
@@ -310,13 +298,7 @@ class Refs:
     def close(self) -> None:
         """Stop the janitor."""
         self._closed = True
-        self._deaths.put(None)
-        if self._janitor is not None and self._janitor is not threading.current_thread():
-            self._janitor.join(_JOIN_SECONDS)
-
-    def _clean(self) -> None:
-        while (hold := self._deaths.get()) is not None:
-            self.ended(hold)
+        self._janitor.close()
 
     # -- what other workers say
 
@@ -325,7 +307,8 @@ class Refs:
         with self._lock:
             rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             self._agent.check_asker(source)
-            verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
+            self._table.settled_below(source.worker, message.floor)
+            verdict = self._table.fork_arrived(message.ref, message.fork, source.worker, message.n)
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
@@ -338,6 +321,7 @@ class Refs:
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
             rights.check_end(self._table, message, source.worker)
+            self._table.settled_below(source.worker, message.floor)
             actions = self._table.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)
@@ -402,3 +386,7 @@ class Refs:
     def _owed(self) -> list[Action]:
         with self._lock:
             return self._table.unacknowledged()
+
+    def _floor(self, owner: WorkerId) -> int:
+        with self._lock:
+            return self._table.floor(owner)

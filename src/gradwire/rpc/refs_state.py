@@ -21,7 +21,8 @@ too early or kept for ever:
     accepted. So whoever waits to be counted has a maker whose own fork keeps the value there.
   * A Drop is only sent once the owner has counted the fork, so it never overtakes the counting.
   * A repeated Fork must not count again what was dropped: a fork that asked is remembered as long
-    as its value. Forks that the owner made itself never ask, and leave nothing behind.
+    as its value, or until its holder says that it has heard the answer (asks_state.py). Forks
+    that the owner made itself never ask, and leave nothing behind.
 
 Note [A fork may come before its value]
 The creator may pass on a reference whose creating call is still on its way, so a Fork, or the
@@ -48,110 +49,24 @@ from typing import final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """One RRef object of this worker; without a fork on the owner itself.
-
-    `life` is the one of the owner's in which the value was made.
-    """
-
-    ref: RefId
-    owner: WorkerId
-    fork: ForkId | None
-    life: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class SendFork:
-    """Ask the owner to count our fork."""
-
-    ref: RefId
-    fork: ForkId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class SendAccept:
-    """Tell the maker of our fork that its own may go."""
-
-    fork: ForkId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class SendDrop:
-    """Tell the owner that our fork is gone."""
-
-    ref: RefId
-    fork: ForkId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The owner has counted a fork that had to wait for it; never said of forks the owner made."""
-
-    ref: RefId
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The value will not be had: its owner was lost, or whoever passed it before it was counted.
-
-    Without a fork it is about a value of our own, and for all holds on it.
-    """
-
-    ref: RefId
-    fork: ForkId | None
-    lost: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Nobody holds the value of this worker: delete it, or discard it if it is still being made."""
-
-    ref: RefId
-
-
-Action = SendFork | SendAccept | SendDrop | Confirmed | Broken | Forget
-
-
-class Verdict(Enum):
-    """How an owner answers a Fork."""
-
-    COUNTED = "counted"
-    NOT_YET = "not yet"  # ask again; the owner should watch the fork's maker
-    NEVER = "never"  # its maker was lost, and the value with it
-
-
-@dataclass(frozen=True, slots=True)
-class RefStatistics:
-    """What a table remembers, in numbers; all are 0 when nothing is held anywhere."""
-
-    owned: int
-    """values that live here"""
-    shared: int
-    """of those, the ones that others hold"""
-    forks: int
-    """forks of them that others hold"""
-    tombstones: int
-    """forks of them that were dropped and must not be counted again"""
-    held: int
-    """forks that this worker holds"""
-    pending_users: int
-    """of those, the ones not counted yet"""
-    pending_children: int
-    """forks made here for others and not accepted yet"""
-    unacknowledged: int
-    """accepts and drops on their way"""
+from gradwire.rpc.asks_state import Asked, Asking
+from gradwire.rpc.holds_state import (
+    Action,
+    Broken,
+    Confirmed,
+    Forget,
+    Hold,
+    RefStatistics,
+    SendAccept,
+    SendDrop,
+    SendFork,
+    Verdict,
+)
 
 
 @dataclass(slots=True)
 class _Value:
-    """A value owned here. `asked` outlives `forks`: the difference are the tombstones.
+    """A value owned here. `asked` are those of its forks that may be asked for again.
 
     An `awaited` one is `lost` when its creator is. One that `is_gone` was forgotten before a
     reference to it came home; it stands for that hold only, its tombstones are no more.
@@ -183,6 +98,8 @@ class _Held:
     fork: ForkId
     owner: WorkerId
     stage: _Stage
+    n: int | None = None
+    """of the question to count it, while that is asked"""
     alive: bool = True
     children: set[ForkId] = field(default_factory=set)
     lost: WorkerId | None = None
@@ -210,6 +127,8 @@ class RefTable:
         self._children: dict[ForkId, _Child] = {}
         self._accepts: dict[ForkId, SendAccept] = {}
         self._drops: dict[ForkId, SendDrop] = {}
+        self._asking = Asking(first)
+        self._asked = Asked()
         self._lost: set[WorkerId] = set()
 
     def __repr__(self) -> str:
@@ -297,8 +216,7 @@ class RefTable:
         held = self._held.get(fork)
         if held is None or held.stage is not _Stage.CREATING:
             return []
-        held.stage = _Stage.ASKING
-        return [SendFork(held.ref, fork, held.owner)]
+        return self._ask(held)
 
     def creation_undone(self, fork: ForkId) -> None:
         """The creating call has certainly not left."""
@@ -307,9 +225,16 @@ class RefTable:
 
     # What other workers say.
 
-    def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId) -> Verdict:
+    def settled_below(self, holder: WorkerId, floor: int) -> None:
+        """A holder has heard the answers to what it asked us below this number."""
+        for ref, fork in self._asked.settled_below(holder, floor):
+            value = self._values.get(ref)
+            if value is not None and not value.awaited:  # its creating call may be late
+                value.asked.discard(fork)
+
+    def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId, n: int = 0) -> Verdict:
         """A holder asks us, the owner, to count its fork; it gets the verdict as the answer."""
-        if holder in self._lost:
+        if holder in self._lost or self._asked.is_old(holder, n):
             return Verdict.NEVER
         value = self._values.get(ref)
         if value is None or value.is_gone:
@@ -317,6 +242,7 @@ class RefTable:
         if fork not in value.asked:
             value.asked.add(fork)
             value.forks[fork] = holder
+            self._asked.note(holder, n, (ref, fork))
         return Verdict.COUNTED
 
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
@@ -348,6 +274,9 @@ class RefTable:
     def peer_lost(self, worker: WorkerId) -> list[Action]:
         """A peer is gone, with what it held, what it owned, and what was on its way to it."""
         self._lost.add(worker)
+        for ref, fork in self._asked.lost(worker):
+            if ref in self._values:
+                self._values[ref].asked.discard(fork)
         self._accepts = {fork: send for fork, send in self._accepts.items() if send.to != worker}
         self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
         actions: list[Action] = []
@@ -389,9 +318,9 @@ class RefTable:
     def unacknowledged(self) -> list[Action]:
         """All that was sent and not heard: send it again."""
         forks = [
-            SendFork(held.ref, held.fork, held.owner)
+            SendFork(held.ref, held.fork, held.owner, held.n)
             for held in self._held.values()
-            if held.stage is _Stage.ASKING
+            if held.n is not None
         ]
         return [*forks, *self._accepts.values(), *self._drops.values()]
 
@@ -424,10 +353,15 @@ class RefTable:
         return None if made is None else made.to
 
     def forks_of(self, worker: WorkerId) -> int:
-        """How many forks of our values a worker holds."""
-        return sum(
+        """How many forks of our values a worker holds, or may ask for again."""
+        dropped = sum(self.holder_of(*asked) != worker for asked in self._asked.of(worker))
+        return dropped + sum(
             holder == worker for value in self._values.values() for holder in value.forks.values()
         )
+
+    def floor(self, owner: WorkerId) -> int:
+        """Below this number we have heard what an owner said to our questions."""
+        return self._asking.floor(owner)
 
     def unsettled(self) -> bool:
         """Whether a fork held here is not counted yet, or one made here not accepted."""
@@ -523,11 +457,20 @@ class RefTable:
     def _first_actions(self, held: _Held) -> list[Action]:
         if held.owner in self._lost:
             return self._broke(held, held.owner)
-        if held.stage is _Stage.COUNTED:
-            return []
-        return [SendFork(held.ref, held.fork, held.owner)]
+        return [] if held.stage is _Stage.COUNTED else self._ask(held)
+
+    def _ask(self, held: _Held) -> list[Action]:
+        n = held.n = self._asking.asked(held.owner)
+        held.stage = _Stage.ASKING
+        return [SendFork(held.ref, held.fork, held.owner, n)]
+
+    def _ask_no_more(self, held: _Held) -> None:
+        if held.n is not None:
+            self._asking.settled(held.owner, held.n)
+            held.n = None
 
     def _counted(self, held: _Held) -> list[Action]:
+        self._ask_no_more(held)
         held.stage = _Stage.COUNTED
         confirmed: list[Action] = [Confirmed(held.ref, held.fork)] if held.alive else []
         return confirmed + self._accept(held.fork) + self._maybe_drop(held)
@@ -535,6 +478,7 @@ class RefTable:
     def _broke(self, held: _Held, lost: WorkerId) -> list[Action]:
         if held.stage is _Stage.BROKEN:
             return []
+        self._ask_no_more(held)
         # The maker may not know of the loss, and waits for us.
         accepted = self._accept(held.fork) if held.stage is _Stage.ASKING else []
         for child in held.children:

@@ -16,8 +16,9 @@ from gradwire.agent.members_state import Member
 from gradwire.agent.quota import over
 from gradwire.errors import BadMessage, EarlierLife
 from gradwire.ids import RefId, WorkerId
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
-from gradwire.rpc.refs_state import Hold, RefTable
+from gradwire.rpc.refs_state import RefTable
 
 
 def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:

@@ -25,12 +25,12 @@ from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId
 from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.contents import Content, Raised, Value
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Refs
-from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
 
