@@ -99,6 +99,7 @@ class RefSender:
             since = self._unreached.setdefault(sending.to, now)
         given_up = isinstance(error, PeerLost) or now - since >= CONTROL_SECONDS
         if given_up and not self._agent.is_connected(sending.to):
+            self._await_no_more(sending)
             self._lost(sending.to, PeerLost(str(error)))
         else:
             self._send_later(sending, _SEND_AGAIN_SECONDS)
@@ -114,8 +115,7 @@ class RefSender:
             if waited < _AWAITED_SECONDS:
                 self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
                 return
-        with self._lock:
-            self._awaited.pop(sending, None)
+        self._await_no_more(sending)
         self._heard(sending, Verdict.NEVER if verdict is Verdict.NOT_YET else verdict)
 
     def _waited(self, sending: Sending) -> float:
@@ -139,7 +139,13 @@ class RefSender:
         for sending in due:
             if sending in owed:
                 self.send_soon(sending)
+            else:
+                self._await_no_more(sending)
         return following
+
+    def _await_no_more(self, sending: Sending) -> None:
+        with self._lock:
+            self._awaited.pop(sending, None)
 
 
 def _message(sending: Sending, floor: int) -> Message:
