@@ -650,10 +650,11 @@ def test_a_value_that_was_passed_on_a_thousand_times_remembers_nothing_of_it(wor
         return rref
 
     rref = workers[0].run(program)
-    table = workers[1].worker.refs._table
+    refs = workers[1].worker.refs
 
-    assert eventually(lambda: table.statistics().forks == 1)
-    assert (len(table._values[rref.hold.ref].asked), len(table._asked)) == (0, 0)
+    assert eventually(lambda: refs.statistics().forks == 1)
+    owned = refs._table.owned
+    assert (len(owned.values[rref.hold.ref].asked), len(owned.asked)) == (0, 0)
     assert not workers[2].worker.refs._sender._awaited
 
 

@@ -143,7 +143,7 @@ class Refs:
         with self._lock:
             self._agent.check_asker(source)
             promise = self._values.setdefault(ref, Promise())
-            actions = [] if fork is None else self._table.creation_arrived(ref, fork)
+            actions = [] if fork is None else self._table.owned.creation_arrived(ref, fork)
         self._perform(actions)
         return promise
 
@@ -287,7 +287,7 @@ class Refs:
     def leaks(self) -> list[str]:
         """The forks of our values that others still hold, for people."""
         with self._lock:
-            leaks = self._table.leaks()
+            leaks = self._table.owned.leaks()
         return [f"{ref} as {fork} on {self._agent.directory.name(w)}" for ref, fork, w in leaks]
 
     def statistics(self) -> RefStatistics:
@@ -307,8 +307,10 @@ class Refs:
         with self._lock:
             rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             self._agent.check_asker(source)
-            self._table.settled_below(source.worker, message.floor)
-            verdict = self._table.fork_arrived(message.ref, message.fork, source.worker, message.n)
+            self._table.owned.settled_below(source.worker, message.floor)
+            verdict = self._table.owned.fork_arrived(
+                message.ref, message.fork, source.worker, message.n
+            )
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
@@ -321,8 +323,8 @@ class Refs:
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
             rights.check_end(self._table, message, source.worker)
-            self._table.settled_below(source.worker, message.floor)
-            actions = self._table.drop_arrived(message.ref, message.fork)
+            self._table.owned.settled_below(source.worker, message.floor)
+            actions = self._table.owned.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)
 

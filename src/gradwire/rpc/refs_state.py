@@ -8,6 +8,7 @@ Rules of this file:
 A value lives on its *owner*. A *hold* is one RRef object; its end is reported once. Holds on the
 owner are a plain count. Every hold elsewhere is one *fork* with an id of its own, even if a worker
 already holds the same value: forks are never shared, so each is born, counted and dropped once.
+The owner's half of all this is in owned_state.py, the holder's in this file.
 
     SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
     SendAccept   holder -> maker    "the fork you made for me needs you no longer"
@@ -49,12 +50,11 @@ from typing import final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
-from gradwire.rpc.asks_state import Asked, Asking
+from gradwire.rpc.asks_state import Asking
 from gradwire.rpc.holds_state import (
     Action,
     Broken,
     Confirmed,
-    Forget,
     Hold,
     RefStatistics,
     SendAccept,
@@ -62,22 +62,7 @@ from gradwire.rpc.holds_state import (
     SendFork,
     Verdict,
 )
-
-
-@dataclass(slots=True)
-class _Value:
-    """A value owned here. `asked` are those of its forks that may be asked for again.
-
-    An `awaited` one is `lost` when its creator is. One that `is_gone` was forgotten before a
-    reference to it came home; it stands for that hold only, its tombstones are no more.
-    """
-
-    holds: int = 0
-    forks: dict[ForkId, WorkerId] = field(default_factory=dict)
-    asked: set[ForkId] = field(default_factory=set)
-    awaited: bool = False
-    lost: WorkerId | None = None
-    is_gone: bool = False
+from gradwire.rpc.owned_state import Owned
 
 
 class _Stage(Enum):
@@ -122,14 +107,14 @@ class RefTable:
     def __init__(self, me: WorkerId, *, first: int = 0) -> None:
         self._me = me
         self._next = first
-        self._values: dict[RefId, _Value] = {}
         self._held: dict[ForkId, _Held] = {}
         self._children: dict[ForkId, _Child] = {}
         self._accepts: dict[ForkId, SendAccept] = {}
         self._drops: dict[ForkId, SendDrop] = {}
         self._asking = Asking(first)
-        self._asked = Asked()
         self._lost: set[WorkerId] = set()
+        self.owned = Owned(me, self._lost)
+        """the values of this worker, and who holds them"""
 
     def __repr__(self) -> str:
         return f"<RefTable of w{self._me}: {self.statistics()}>"
@@ -140,7 +125,7 @@ class RefTable:
         """A new value: here at once, on another worker when the creating call arrives there."""
         ref = RefId(self._me, self._number())
         if owner == self._me:
-            self._values[ref] = _Value(holds=1)
+            self.owned.made(ref)
             return Hold(ref, owner, None, life)
         fork = ForkId(self._me, self._number())
         self._held[fork] = _Held(ref, fork, owner, _Stage.CREATING)
@@ -150,7 +135,7 @@ class RefTable:
         """A new fork, about to travel to `to` with the hold's ref and owner."""
         child = ForkId(self._me, self._number())
         if hold.fork is None:
-            self._passable_value(hold.ref).forks[child] = to
+            self.owned.passed_on(hold.ref, child, to)
         else:
             self._passable_fork(hold.ref, hold.fork).children.add(child)
             self._children[child] = _Child(hold.fork, to)
@@ -159,7 +144,7 @@ class RefTable:
     def pack_undone(self, hold: Hold, child: ForkId) -> list[Action]:
         """What was packed has certainly not left."""
         if hold.fork is None:
-            return self.drop_arrived(hold.ref, child)
+            return self.owned.drop_arrived(hold.ref, child)
         return self._child_settled(child)
 
     def arrived(
@@ -170,7 +155,8 @@ class RefTable:
         A stale one is to a value that was lost with an earlier life of its owner.
         """
         if owner == self._me:
-            return Hold(ref, owner, None, life), self._came_home(ref, fork)
+            actions = self.owned.came_home(ref, fork)
+            return Hold(ref, owner, None, life), actions + self._accept(fork)
         if fork in self._held:
             raise BadMessage(f"{fork} came twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
@@ -181,10 +167,7 @@ class RefTable:
     def hold_ended(self, hold: Hold) -> list[Action]:
         """The RRef object is gone; to be reported once."""
         if hold.fork is None:
-            value = self._values[hold.ref]
-            assert value.holds > 0, f"a hold on {hold.ref} ended twice"
-            value.holds -= 1
-            return self._maybe_forget(hold.ref)
+            return self.owned.hold_ended(hold.ref)
         held = self._held.get(hold.fork)
         return [] if held is None else self._ended(held)
 
@@ -193,15 +176,6 @@ class RefTable:
         return [action for held in list(self._held.values()) for action in self._ended(held)]
 
     # What became of a creating call.
-
-    def creation_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """The creating call reached us, the owner; its creator holds the fork."""
-        value = self._values.setdefault(ref, _Value())
-        value.awaited = False
-        # Whoever asked was counted then, and may have dropped it since.
-        if fork not in value.asked and fork.worker not in self._lost:
-            value.forks[fork] = fork.worker
-        return self._maybe_forget(ref)
 
     def creation_answered(self, fork: ForkId) -> list[Action]:
         """The owner answered the creating call, so it has counted the fork or never will."""
@@ -225,26 +199,6 @@ class RefTable:
 
     # What other workers say.
 
-    def settled_below(self, holder: WorkerId, floor: int) -> None:
-        """A holder has heard the answers to what it asked us below this number."""
-        for ref, fork in self._asked.settled_below(holder, floor):
-            value = self._values.get(ref)
-            if value is not None and not value.awaited:  # its creating call may be late
-                value.asked.discard(fork)
-
-    def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId, n: int = 0) -> Verdict:
-        """A holder asks us, the owner, to count its fork; it gets the verdict as the answer."""
-        if holder in self._lost or self._asked.is_old(holder, n):
-            return Verdict.NEVER
-        value = self._values.get(ref)
-        if value is None or value.is_gone:
-            return self._verdict_on_unknown(ref, fork)
-        if fork not in value.asked:
-            value.asked.add(fork)
-            value.forks[fork] = holder
-            self._asked.note(holder, n, (ref, fork))
-        return Verdict.COUNTED
-
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The owner answered our Fork."""
         held = self._held.get(fork)
@@ -260,13 +214,6 @@ class RefTable:
         """Our Accept was heard."""
         self._accepts.pop(fork, None)
 
-    def drop_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """A fork of our value is no longer held; news of what we do not know is old news."""
-        value = self._values.get(ref)
-        if value is None or value.forks.pop(fork, None) is None:
-            return []
-        return self._maybe_forget(ref)
-
     def drop_acknowledged(self, fork: ForkId) -> None:
         """Our Drop was heard."""
         self._drops.pop(fork, None)
@@ -274,14 +221,9 @@ class RefTable:
     def peer_lost(self, worker: WorkerId) -> list[Action]:
         """A peer is gone, with what it held, what it owned, and what was on its way to it."""
         self._lost.add(worker)
-        for ref, fork in self._asked.lost(worker):
-            if ref in self._values:
-                self._values[ref].asked.discard(fork)
         self._accepts = {fork: send for fork, send in self._accepts.items() if send.to != worker}
         self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
-        actions: list[Action] = []
-        for ref in list(self._values):
-            actions += self._holder_lost(ref, worker)
+        actions = self.owned.holder_lost(worker)
         for held in list(self._held.values()):
             if held.owner == worker:
                 actions += self._broke(held, worker)
@@ -324,40 +266,10 @@ class RefTable:
         ]
         return [*forks, *self._accepts.values(), *self._drops.values()]
 
-    def leaks(self) -> list[tuple[RefId, ForkId, WorkerId]]:
-        """The forks of our values that others still hold, and who."""
-        return [
-            (ref, fork, holder)
-            for ref, value in self._values.items()
-            for fork, holder in value.forks.items()
-        ]
-
-    def may_use(self, ref: RefId, worker: WorkerId) -> bool:
-        """Whether a value of ours is for this worker: its creator, a holder, or one that was lost.
-
-        Of a value that is not here there is nothing to be had.
-        """
-        value = self._values.get(ref)
-        if value is None or value.is_gone or worker in (self._me, ref.worker):
-            return True
-        return worker in value.forks.values() or worker in self._lost
-
-    def holder_of(self, ref: RefId, fork: ForkId) -> WorkerId | None:
-        """Who holds a fork of a value of ours, if that is counted."""
-        value = self._values.get(ref)
-        return None if value is None else value.forks.get(fork)
-
     def taker_of(self, fork: ForkId) -> WorkerId | None:
         """For whom we made a fork of another's value that is not accepted yet."""
         made = self._children.get(fork)
         return None if made is None else made.to
-
-    def forks_of(self, worker: WorkerId) -> int:
-        """How many forks of our values a worker holds, or may ask for again."""
-        dropped = sum(self.holder_of(*asked) != worker for asked in self._asked.of(worker))
-        return dropped + sum(
-            holder == worker for value in self._values.values() for holder in value.forks.values()
-        )
 
     def floor(self, owner: WorkerId) -> int:
         """Below this number we have heard what an owner said to our questions."""
@@ -370,7 +282,7 @@ class RefTable:
 
     def statistics(self) -> RefStatistics:
         """How much is remembered."""
-        values, held = self._values.values(), self._held.values()
+        values, held = self.owned.values.values(), self._held.values()
         return RefStatistics(
             owned=len(values),
             shared=sum(bool(value.forks) for value in values),
@@ -382,59 +294,9 @@ class RefTable:
             unacknowledged=len(self._accepts) + len(self._drops),
         )
 
-    # The owner's part.
-
     def _number(self) -> int:
         self._next += 1
         return self._next - 1
-
-    def _passable_value(self, ref: RefId) -> _Value:
-        value = self._values.get(ref)
-        assert value is not None, f"{ref} is passed on without a hold on it"
-        if value.lost is not None:
-            raise PeerLost(f"{ref} cannot be passed on: w{value.lost} was lost before creating it")
-        return value
-
-    def _came_home(self, ref: RefId, fork: ForkId) -> list[Action]:
-        value = self._values.get(ref)
-        actions: list[Action] = []
-        if value is None:
-            value = self._values[ref] = self._value_before_creation(ref, fork)
-            if value.lost is not None:
-                actions.append(Broken(ref, None, value.lost))
-        value.holds += 1
-        value.forks.pop(fork, None)  # there if we passed it to ourselves
-        return actions + self._accept(fork)
-
-    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _Value:
-        # See Note [A fork may come before its value].
-        if fork.worker in self._lost:
-            return _Value(lost=fork.worker, is_gone=True)
-        if fork.worker == ref.worker:
-            return _Value(awaited=True)
-        raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
-
-    def _verdict_on_unknown(self, ref: RefId, fork: ForkId) -> Verdict:
-        # See Note [A fork may come before its value].
-        may_come = fork.worker == ref.worker and fork.worker not in self._lost
-        return Verdict.NOT_YET if may_come else Verdict.NEVER
-
-    def _holder_lost(self, ref: RefId, worker: WorkerId) -> list[Action]:
-        value = self._values[ref]
-        value.forks = {fork: holder for fork, holder in value.forks.items() if holder != worker}
-        if not (value.awaited and ref.worker == worker):
-            return self._maybe_forget(ref)
-        value.awaited = False
-        value.lost = worker
-        return [Broken(ref, None, worker), *self._maybe_forget(ref)]
-
-    def _maybe_forget(self, ref: RefId) -> list[Action]:
-        # Kept while awaited though nobody holds it: tombstones must last until the call comes.
-        value = self._values[ref]
-        if value.holds or value.forks or value.awaited:
-            return []
-        del self._values[ref]
-        return [Forget(ref)]
 
     # The holder's part.
 
