@@ -43,7 +43,7 @@ oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
 	$(PY) -m tests.oracle --programs $(PROGRAMS)
 
 fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: make fuzz SECONDS=60
-	@for target in frame message payload tensors world; do \
+	@for target in frame handshake message payload tensors world; do \
 		$(PY) -W ignore -m tests.fuzz --target $$target --seconds $(SECONDS) || exit 1; done
 
 soak: $(STAMP) ## train while workers are killed and started again: make soak MINUTES=5

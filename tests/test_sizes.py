@@ -6,40 +6,16 @@ Over budget means that a name is missing. Whoever has a better answer writes it 
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from pathlib import Path
+
+from docs.generate.size import lines_of_code
 
 ROOT = Path(__file__).parents[1] / "src" / "gradwire"
 MOST_IN_A_FUNCTION = 40
 MOST_IN_A_MODULE = 300
 
 LARGE_FUNCTIONS: dict[str, str] = {}  # "path:function": the reason
-LARGE_MODULES: dict[str, str] = {  # "path": the reason
-    "rpc/refs_state.py": "one protocol seen from both ends; neither half shows that it is right",
-}
-
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-
-
-def lines_of_code(source: str) -> set[int]:
-    """The numbers of the lines that are not blank, comment or docstring."""
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _LAYOUT:
-            code.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str())):
-                code.difference_update(range(node.lineno, node.end_lineno + 1))
-    return code
+LARGE_MODULES: dict[str, str] = {}  # "path": the reason
 
 
 def module_sizes() -> dict[str, int]:

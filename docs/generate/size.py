@@ -36,11 +36,16 @@ def lines_of(package: Path) -> int:
 
 def code_lines(source: str) -> int:
     """The code lines of one module."""
+    return len(lines_of_code(source))
+
+
+def lines_of_code(source: str) -> set[int]:
+    """The numbers of the lines that are not blank, comment or docstring."""
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
-    return len(code - _docstring_lines(source))
+    return code - _docstring_lines(source)
 
 
 def _docstring_lines(source: str) -> set[int]:

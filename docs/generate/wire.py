@@ -159,7 +159,7 @@ def _handshake() -> str:
 
 def _frame() -> str:
     codes = frame.PREFIX.format.lstrip("<")
-    names = frame.Prefix._fields
+    names = frame.Prefix.__struct_fields__
     order = sorted(names, key=_place_in_prefix)
     rows = [
         (f"`{name}`", f"u{8 * struct.calcsize(code)}", _PREFIX_WORDS[name])
@@ -182,7 +182,7 @@ def _place_in_prefix(name: str) -> int:
     sample = frame.encode_prefix(frame.Frame(1, 0, 4, b"hh", [b"ppp"]))
     packed = frame.PREFIX.unpack(sample)
     told = (1, 0, 2, 3, 4, crc32(b"hh"), crc32(sample[:-4]))
-    numbers = dict(zip(frame.Prefix._fields, told, strict=True))
+    numbers = dict(zip(frame.Prefix.__struct_fields__, told, strict=True))
     return packed.index(numbers[name])
 
 

@@ -141,7 +141,6 @@ def test_f7_a_slow_link_is_exact_and_the_sender_does_not_grow(crew):
     assert crew.mates["w0"].do(resident) - before < 128 << 20
 
 
-@pytest.mark.xfail(strict=True, reason="a message that has begun to leave is finished first")
 def test_f7_a_call_that_is_too_large_for_its_deadline_ends_by_it(crew):
     crew.network.slow(0, "8mbit")
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.__main__ import NAMES
 from tests.fuzz.mutate import Mutator
 from tests.fuzz.run import MOST_GROWTH, campaign
 from tests.fuzz.targets import TARGETS, Defect
@@ -18,6 +22,16 @@ EXECUTIONS = {
     "tensors": 40_000,
     "world": 5_000,
 }
+
+
+def test_no_target_is_left_out():
+    """Neither by these tests, nor by the command, nor by `make fuzz`."""
+    (loop,) = re.findall(
+        r"for target in (.*); do", (Path(__file__).parents[2] / "Makefile").read_text()
+    )
+
+    assert {"frame", "message", "payload", "handshake"} <= set(TARGETS)
+    assert sorted(TARGETS) == sorted(EXECUTIONS) == sorted(NAMES) == sorted(loop.split())
 
 
 @pytest.mark.slow

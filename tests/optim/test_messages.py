@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire.ids import RefId
-from gradwire.optim.messages import Prepare, maybe_plain
+from gradwire.optim.messages import Commit, Prepare, maybe_plain
 from gradwire.optim.turns import StepId
 from gradwire.testing import cluster
 from tests.optim import far
@@ -32,6 +32,14 @@ def test_plain_options_come_as_they_left(options):
 
     assert repr(came) == repr(sent)
     assert type(came.step) is StepId
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+def test_a_step_has_a_time_that_passes(seconds):
+    sent = msgspec.msgpack.encode(Commit(RefId(1, 2), StepId(0, 7), seconds))
+
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(sent, type=Commit)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,20 @@ def test_a_slow_link_is_slow_and_exact(proxy):
     assert _is_exact(SIZES["large"])
 
 
+def test_a_call_that_is_too_large_for_its_deadline_ends_by_it(proxy):
+    """What is left of it goes on, behind it: the connection is as good as before."""
+    assert _is_exact()
+    proxy.slow(1e6)
+    began = time.monotonic()
+
+    with pytest.raises(CallTimeout, match=r"w1 did not answer w0#\d+"):
+        gradwire.rpc_sync("w1", far.cubed, args=(torch.ones(5_000_000).double(),), timeout=0.5)
+
+    assert time.monotonic() - began < 0.5 + SLACK
+    proxy.heal()
+    assert _is_exact()
+
+
 @pytest.mark.parametrize("way", [*Way, None], ids=str)
 def test_a_stalled_link_ends_by_the_deadline_and_names_the_peer(proxy, way):
     assert _is_exact()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import gradwire as gw
 from gradwire.errors import BackwardTimeout, CallTimeout, DeadlinePassed, StepFailed, UsageError
 from gradwire.options import Options, Timeouts
 from gradwire.testing import cluster
+from gradwire.testing.clock import ManualClock
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
@@ -55,6 +57,14 @@ def slow_backward(x, gate):
 
 def nap(gate):
     GATES[gate].wait(30)
+
+
+def passed_on(through, gate, timeout=None):
+    if through:
+        gw.rpc_sync(through[0], passed_on, args=(through[1:], gate), timeout=timeout)
+    else:
+        GATES["w3"].set()
+        nap(gate)
 
 
 def weight():
@@ -168,6 +178,26 @@ def test_a_pass_never_outlives_the_call_it_is_made_in(workers, gate):
         workers[0].run(gw.rpc_sync, "w1", differentiates, args=(gate,), timeout=0.2)
 
     assert eventually(lambda: len(workers[1].worker.engine.passes) == 0)  # the gate is closed
+
+
+@pytest.mark.parametrize("through", [["w1"], ["w1", "w2"], ["w1", "w2", "w1"]], ids="-".join)
+def test_of_nested_calls_the_one_that_is_late_is_named(gate, through):
+    clock = ManualClock()
+    with cluster(4, expose=[HERE], clock=clock) as four, ThreadPoolExecutor(1) as threads:
+        reached = GATES["w3"] = threading.Event()
+        late = threads.submit(four[0].run, passed_on, [*through, "w3"], gate, 10)
+        assert reached.wait(10)
+        clock.advance(10.01 - 0.5 * len(through))
+
+        asker = through[-1]
+        with pytest.raises(
+            CallTimeout, match=rf"w3 did not answer {asker}#\d+ .*passed_on"
+        ) as told:
+            late.result(10)
+        assert (told.value.peer, told.value.worker) == ("w3", asker)
+        GATES[gate].set()
+        told.value.with_traceback(None)
+        assert_nothing_left(four)
 
 
 def test_a_step_ends_by_its_own_timeout(gate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -13,19 +13,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId
-from gradwire.rpc.refs_state import (
+from gradwire.rpc.holds_state import (
     Action,
     Broken,
     Confirmed,
     Forget,
     Hold,
     RefStatistics,
-    RefTable,
     SendAccept,
     SendDrop,
     SendFork,
     Verdict,
 )
+from gradwire.rpc.refs_state import RefTable
 
 A, B, C, D = range(4)
 EMPTY = RefStatistics(
@@ -48,7 +48,7 @@ def fork_of(hold: Hold) -> ForkId:
 def created(creator: RefTable, owner: RefTable, number: int = B) -> Hold:
     """A value that `creator` made on `owner`, everything about it said."""
     hold = creator.create(number)
-    assert owner.creation_arrived(hold.ref, fork_of(hold)) == []
+    assert owner.owned.creation_arrived(hold.ref, fork_of(hold)) == []
     assert creator.creation_answered(fork_of(hold)) == [Confirmed(hold.ref, fork_of(hold))]
     return hold
 
@@ -67,12 +67,12 @@ def test_a_value_created_elsewhere_is_counted_on_arrival_and_forgotten_after_the
     ref, fork = hold.ref, fork_of(hold)
 
     assert not a.is_confirmed(fork)
-    assert b.creation_arrived(ref, fork) == []
-    assert b.leaks() == [(ref, fork, A)]
+    assert b.owned.creation_arrived(ref, fork) == []
+    assert b.owned.leaks() == [(ref, fork, A)]
     assert a.creation_answered(fork) == [Confirmed(ref, fork)]
     assert a.is_confirmed(fork)
     assert a.hold_ended(hold) == [SendDrop(ref, fork, B)]
-    assert b.drop_arrived(ref, fork) == [Forget(ref)]
+    assert b.owned.drop_arrived(ref, fork) == [Forget(ref)]
     a.drop_acknowledged(fork)
     assert a.statistics() == b.statistics() == EMPTY
 
@@ -80,7 +80,7 @@ def test_a_value_created_elsewhere_is_counted_on_arrival_and_forgotten_after_the
 def test_a_hold_that_ends_before_its_creation_is_answered_is_dropped_after_the_answer():
     a, b = RefTable(A), RefTable(B)
     hold = a.create(B)
-    b.creation_arrived(hold.ref, fork_of(hold))
+    b.owned.creation_arrived(hold.ref, fork_of(hold))
 
     assert a.hold_ended(hold) == []
     assert a.pending()
@@ -101,21 +101,21 @@ def test_a_creation_that_timed_out_is_asked_about_until_its_late_call_is_counted
     hold = a.create(B)
     ref, fork = hold.ref, fork_of(hold)
 
-    assert a.creation_timed_out(fork) == [SendFork(ref, fork, B)]
+    assert a.creation_timed_out(fork) == [SendFork(ref, fork, B, 0)]
     assert a.hold_ended(hold) == []
-    assert b.fork_arrived(ref, fork, A) is Verdict.NOT_YET
+    assert b.owned.fork_arrived(ref, fork, A) is Verdict.NOT_YET
     assert a.fork_answered(fork, Verdict.NOT_YET) == []
-    assert a.unacknowledged() == [SendFork(ref, fork, B)]
-    assert b.creation_arrived(ref, fork) == []
-    assert b.fork_arrived(ref, fork, A) is Verdict.COUNTED
+    assert a.unacknowledged() == [SendFork(ref, fork, B, 0)]
+    assert b.owned.creation_arrived(ref, fork) == []
+    assert b.owned.fork_arrived(ref, fork, A) is Verdict.COUNTED
     assert a.fork_answered(fork, Verdict.COUNTED) == [SendDrop(ref, fork, B)]
-    assert b.drop_arrived(ref, fork) == [Forget(ref)]
+    assert b.owned.drop_arrived(ref, fork) == [Forget(ref)]
 
 
 def test_the_answer_of_a_creation_that_timed_out_does_not_overtake_its_fork():
     a, b = RefTable(A), RefTable(B)
     hold = a.create(B)
-    b.creation_arrived(hold.ref, fork_of(hold))
+    b.owned.creation_arrived(hold.ref, fork_of(hold))
     a.creation_timed_out(fork_of(hold))
     a.hold_ended(hold)
 
@@ -135,7 +135,7 @@ def test_a_creating_call_of_a_lost_worker_is_forgotten_as_it_arrives():
     hold = a.create(B)
     b.peer_lost(A)
 
-    assert b.creation_arrived(hold.ref, fork_of(hold)) == [Forget(hold.ref)]
+    assert b.owned.creation_arrived(hold.ref, fork_of(hold)) == [Forget(hold.ref)]
     assert b.statistics() == EMPTY
 
 
@@ -172,12 +172,12 @@ def test_what_the_owner_passes_on_is_counted_at_packing_and_confirmed_on_arrival
     fork = b.pack(hold, C)
 
     assert b.hold_ended(hold) == []
-    assert b.leaks() == [(hold.ref, fork, C)]
+    assert b.owned.leaks() == [(hold.ref, fork, C)]
     theirs, actions = c.arrived(hold.ref, B, fork)
     assert actions == []
     assert c.is_confirmed(fork)
     assert c.hold_ended(theirs) == [SendDrop(hold.ref, fork, B)]
-    assert b.drop_arrived(hold.ref, fork) == [Forget(hold.ref)]
+    assert b.owned.drop_arrived(hold.ref, fork) == [Forget(hold.ref)]
 
 
 def test_a_packing_that_is_undone_is_not_counted():
@@ -202,16 +202,16 @@ def test_a_third_worker_asks_the_owner_then_releases_the_one_who_passed_it():
     theirs, actions = passed(a, hold, c, C)
     ref, fork = hold.ref, fork_of(theirs)
 
-    assert actions == [SendFork(ref, fork, B)]
+    assert actions == [SendFork(ref, fork, B, 0)]
     assert a.hold_ended(hold) == []
-    assert b.fork_arrived(ref, fork, C) is Verdict.COUNTED
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
     assert c.fork_answered(fork, Verdict.COUNTED) == [Confirmed(ref, fork), SendAccept(fork, A)]
     assert a.accept_arrived(fork) == [SendDrop(ref, fork_of(hold), B)]
     assert a.accept_arrived(fork) == []
     c.accept_acknowledged(fork)
     assert not c.pending()
-    assert b.drop_arrived(ref, fork_of(hold)) == []
-    assert b.leaks() == [(ref, fork, C)]
+    assert b.owned.drop_arrived(ref, fork_of(hold)) == []
+    assert b.owned.leaks() == [(ref, fork, C)]
 
 
 def test_a_third_worker_that_ends_its_hold_early_drops_only_what_was_counted():
@@ -221,7 +221,7 @@ def test_a_third_worker_that_ends_its_hold_early_drops_only_what_was_counted():
     fork = fork_of(theirs)
 
     assert c.hold_ended(theirs) == []
-    assert c.unacknowledged() == [SendFork(hold.ref, fork, B)]
+    assert c.unacknowledged() == [SendFork(hold.ref, fork, B, 0)]
     assert c.fork_answered(fork, Verdict.COUNTED) == [
         SendAccept(fork, A),
         SendDrop(hold.ref, fork, B),
@@ -252,7 +252,7 @@ def test_a_reference_that_comes_home_is_a_hold_and_accepted_at_once():
     assert accept.to == A
     assert a.hold_ended(hold) == []
     assert a.accept_arrived(accept.fork) == [SendDrop(hold.ref, fork_of(hold), B)]
-    assert b.drop_arrived(hold.ref, fork_of(hold)) == []
+    assert b.owned.drop_arrived(hold.ref, fork_of(hold)) == []
     assert b.hold_ended(home) == [Forget(hold.ref)]
 
 
@@ -261,9 +261,9 @@ def test_a_reference_passed_to_oneself_is_a_fork_of_its_own_that_needs_no_accept
     hold = created(a, b)
     again, actions = passed(a, hold, a, A)
 
-    assert actions == [SendFork(hold.ref, fork_of(again), B)]
+    assert actions == [SendFork(hold.ref, fork_of(again), B, 0)]
     assert a.hold_ended(hold) == []
-    assert b.fork_arrived(hold.ref, fork_of(again), A) is Verdict.COUNTED
+    assert b.owned.fork_arrived(hold.ref, fork_of(again), A) is Verdict.COUNTED
     assert a.fork_answered(fork_of(again), Verdict.COUNTED) == [
         Confirmed(hold.ref, fork_of(again)),
         SendDrop(hold.ref, fork_of(hold), B),
@@ -300,8 +300,8 @@ def test_a_fork_of_a_lost_worker_is_not_counted():
     theirs, _ = passed(a, hold, c, C)
     b.peer_lost(C)
 
-    assert b.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
-    assert b.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
 
 
 def test_a_reference_to_a_lost_owner_breaks_and_owes_nothing():
@@ -366,7 +366,7 @@ def test_a_reference_breaks_when_its_maker_was_lost_before_the_owner_counted_it(
     ref, fork = hold.ref, fork_of(theirs)
 
     assert b.peer_lost(A) == [Forget(ref)]
-    assert b.fork_arrived(ref, fork, C) is Verdict.NEVER
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
     c.peer_lost(A)
     assert c.fork_answered(fork, Verdict.NEVER) == [Broken(ref, fork, A)]
     assert c.hold_ended(theirs) == []
@@ -380,7 +380,7 @@ def test_a_number_that_joins_again_is_counted_again():
     hold = created(RefTable(A, first=100), b)
 
     assert hold.ref == RefId(A, 100)
-    assert b.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
 
 
 # 9. Late and repeated messages.
@@ -391,21 +391,75 @@ def test_a_repeated_fork_does_not_revive_what_was_dropped():
     hold = created(a, b)
     theirs, _ = passed(a, hold, c, C)
     ref, fork = hold.ref, fork_of(theirs)
-    b.fork_arrived(ref, fork, C)
-    b.drop_arrived(ref, fork)
+    b.owned.fork_arrived(ref, fork, C)
+    b.owned.drop_arrived(ref, fork)
 
-    assert b.fork_arrived(ref, fork, C) is Verdict.COUNTED
-    assert b.leaks() == [(ref, fork_of(hold), A)]
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
+    assert b.owned.leaks() == [(ref, fork_of(hold), A)]
     assert b.statistics().tombstones == 1
-    assert b.drop_arrived(ref, fork_of(hold)) == [Forget(ref)]
+    b.owned.settled_below(C, 1)
+    assert b.statistics().tombstones == 0
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
+    assert b.owned.leaks() == [(ref, fork_of(hold), A)]
+    assert b.owned.drop_arrived(ref, fork_of(hold)) == [Forget(ref)]
     assert b.statistics() == EMPTY
+
+
+def test_nothing_is_remembered_of_forks_that_were_counted_and_dropped():
+    """However many there were of one value."""
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    for _ in range(10_000):
+        theirs, (ask,) = passed(a, hold, c, C)
+        b.owned.settled_below(C, c.floor(B))
+        assert b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n) is Verdict.COUNTED
+        c.fork_answered(ask.fork, Verdict.COUNTED)
+        a.accept_arrived(ask.fork)
+        c.accept_acknowledged(ask.fork)
+        c.hold_ended(theirs)
+        b.owned.settled_below(C, c.floor(B))
+        b.owned.drop_arrived(ask.ref, ask.fork)
+        c.drop_acknowledged(ask.fork)
+
+    assert b.statistics() == replace(EMPTY, owned=1, shared=1, forks=1)
+    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert (len(b.owned.values[hold.ref].asked), len(b.owned.asked)) == (0, 0)
+    assert c.statistics() == EMPTY
+
+
+def test_what_was_asked_before_an_open_question_may_still_be_repeated():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    asks = [passed(a, hold, c, C)[1][0] for _ in range(3)]
+    for ask in asks[1:]:
+        b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n)
+        c.fork_answered(ask.fork, Verdict.COUNTED)
+    assert c.floor(B) == asks[0].n == 0
+    assert c.floor(A) == 3
+
+    c.fork_answered(asks[0].fork, Verdict.NEVER)
+
+    assert c.floor(B) == 3
+
+
+def test_a_worker_that_never_says_what_it_has_heard_pays_for_what_is_remembered():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    for _ in range(5):
+        _, (ask,) = passed(a, hold, c, C)
+        b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n)
+        b.owned.drop_arrived(ask.ref, ask.fork)
+
+    assert (b.owned.forks_of(C), b.owned.forks_of(A)) == (5, 1)
+    b.peer_lost(C)
+    assert (b.owned.forks_of(C), b.statistics().tombstones) == (0, 0)
 
 
 def test_the_owners_own_forks_leave_no_tombstones():
     b, c = RefTable(B), RefTable(C)
     hold = b.create(B)
     theirs, _ = passed(b, hold, c, C)
-    b.drop_arrived(hold.ref, fork_of(theirs))
+    b.owned.drop_arrived(hold.ref, fork_of(theirs))
 
     assert b.statistics().tombstones == 0
 
@@ -417,11 +471,11 @@ def test_messages_about_what_is_forgotten_change_nothing():
     theirs, _ = passed(b, home, c, C)
     ref, fork = hold.ref, fork_of(theirs)
     b.hold_ended(home)
-    b.drop_arrived(ref, fork_of(hold))
-    assert b.drop_arrived(ref, fork) == [Forget(ref)]
+    b.owned.drop_arrived(ref, fork_of(hold))
+    assert b.owned.drop_arrived(ref, fork) == [Forget(ref)]
 
-    assert b.drop_arrived(ref, fork) == []
-    assert b.fork_arrived(ref, fork, C) is Verdict.NEVER
+    assert b.owned.drop_arrived(ref, fork) == []
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
     assert b.accept_arrived(fork) == []
     b.accept_acknowledged(fork)
     b.drop_acknowledged(fork)
@@ -450,11 +504,11 @@ def test_a_fork_that_comes_before_its_value_is_asked_again():
     theirs, _ = passed(a, hold, c, C)
     ref, fork = hold.ref, fork_of(theirs)
 
-    assert b.fork_arrived(ref, fork, C) is Verdict.NOT_YET
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.NOT_YET
     assert b.statistics() == EMPTY
     assert c.fork_answered(fork, Verdict.NOT_YET) == []
-    b.creation_arrived(ref, fork_of(hold))
-    assert b.fork_arrived(ref, fork, C) is Verdict.COUNTED
+    b.owned.creation_arrived(ref, fork_of(hold))
+    assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
 
 
 def test_a_fork_whose_value_was_lost_on_the_way_never_comes():
@@ -463,7 +517,7 @@ def test_a_fork_whose_value_was_lost_on_the_way_never_comes():
     theirs, _ = passed(a, hold, c, C)
     b.peer_lost(A)
 
-    assert b.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
 
 
 def test_a_reference_that_comes_home_before_its_value_awaits_it():
@@ -473,8 +527,8 @@ def test_a_reference_that_comes_home_before_its_value_awaits_it():
 
     assert [type(action) for action in actions] == [SendAccept]
     assert b.hold_ended(home) == []
-    assert b.creation_arrived(hold.ref, fork_of(hold)) == []
-    assert b.drop_arrived(hold.ref, fork_of(hold)) == [Forget(hold.ref)]
+    assert b.owned.creation_arrived(hold.ref, fork_of(hold)) == []
+    assert b.owned.drop_arrived(hold.ref, fork_of(hold)) == [Forget(hold.ref)]
 
 
 def test_a_fork_dropped_before_its_creation_arrives_is_not_counted_by_it():
@@ -482,11 +536,11 @@ def test_a_fork_dropped_before_its_creation_arrives_is_not_counted_by_it():
     hold = a.create(B)
     home, _ = passed(a, hold, b, B)
     a.creation_timed_out(fork_of(hold))
-    assert b.fork_arrived(hold.ref, fork_of(hold), A) is Verdict.COUNTED
-    assert b.drop_arrived(hold.ref, fork_of(hold)) == []
+    assert b.owned.fork_arrived(hold.ref, fork_of(hold), A) is Verdict.COUNTED
+    assert b.owned.drop_arrived(hold.ref, fork_of(hold)) == []
 
-    assert b.creation_arrived(hold.ref, fork_of(hold)) == []
-    assert b.leaks() == []
+    assert b.owned.creation_arrived(hold.ref, fork_of(hold)) == []
+    assert b.owned.leaks() == []
     assert b.hold_ended(home) == [Forget(hold.ref)]
 
 
@@ -511,7 +565,7 @@ def test_a_fork_of_an_awaited_value_is_counted_even_when_its_creator_is_lost():
 
     assert b.peer_lost(A) == [Broken(hold.ref, None, A)]
     again, _ = passed(c, theirs, c, C)
-    assert b.fork_arrived(hold.ref, fork_of(again), C) is Verdict.COUNTED
+    assert b.owned.fork_arrived(hold.ref, fork_of(again), C) is Verdict.COUNTED
 
 
 def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
@@ -528,14 +582,14 @@ def test_a_repeated_fork_does_not_revive_a_value_that_came_home_broken():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
     hold = created(a, b)
     theirs, _ = passed(a, hold, c, C)
-    b.fork_arrived(hold.ref, fork_of(theirs), C)
-    b.drop_arrived(hold.ref, fork_of(theirs))
+    b.owned.fork_arrived(hold.ref, fork_of(theirs), C)
+    b.owned.drop_arrived(hold.ref, fork_of(theirs))
     assert b.peer_lost(A) == [Forget(hold.ref)]
     home, actions = passed(a, hold, b, B)
     assert actions == [Broken(hold.ref, None, A)]
 
-    assert b.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
-    assert b.leaks() == []
+    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.owned.leaks() == []
     assert b.hold_ended(home) == [Forget(hold.ref)]
 
 
@@ -596,6 +650,8 @@ class Message:
     fork: ForkId | None = None
     owner: int | None = None
     verdict: Verdict | None = None
+    n: int = 0
+    floor: int = 0
 
     @property
     def is_control(self) -> bool:
@@ -683,7 +739,7 @@ class Cluster:
 
     def serve_create(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("answer", got.dst, got.src, fork=got.fork))
-        return table.creation_arrived(got.ref, got.fork)
+        return table.owned.creation_arrived(got.ref, got.fork)
 
     def serve_answer(self, table: RefTable, got: Message) -> list[Action]:
         return table.creation_answered(got.fork)
@@ -698,7 +754,8 @@ class Cluster:
         return table.peer_lost(got.src)
 
     def serve_fork(self, table: RefTable, got: Message) -> None:
-        verdict = table.fork_arrived(got.ref, got.fork, got.src)
+        table.owned.settled_below(got.src, got.floor)
+        verdict = table.owned.fork_arrived(got.ref, got.fork, got.src, got.n)
         self.send(Message("verdict", got.dst, got.src, fork=got.fork, verdict=verdict))
 
     def serve_verdict(self, table: RefTable, got: Message) -> list[Action]:
@@ -713,7 +770,8 @@ class Cluster:
 
     def serve_drop(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("drop_ack", got.dst, got.src, fork=got.fork))
-        return table.drop_arrived(got.ref, got.fork)
+        table.owned.settled_below(got.src, got.floor)
+        return table.owned.drop_arrived(got.ref, got.fork)
 
     def serve_drop_ack(self, table: RefTable, got: Message) -> None:
         table.drop_acknowledged(got.fork)
@@ -721,10 +779,12 @@ class Cluster:
     def perform(self, worker: int, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SendFork(ref, fork, to):
-                    self.send(Message("fork", worker, to, ref, fork))
+                case SendFork(ref, fork, to, n):
+                    floor = self.tables[worker].floor(to)
+                    self.send(Message("fork", worker, to, ref, fork, n=n, floor=floor))
                 case SendDrop(ref, fork, to):
-                    self.send(Message("drop", worker, to, ref, fork))
+                    floor = self.tables[worker].floor(to)
+                    self.send(Message("drop", worker, to, ref, fork, floor=floor))
                 case SendAccept(fork, to):
                     self.send(Message("accept", worker, to, fork=fork))
                 case Broken(ref, fork, lost):
@@ -813,7 +873,7 @@ class Cluster:
         counted = Counter(
             (fork, holder)
             for worker in self.alive()
-            for _, fork, holder in self.tables[worker].leaks()
+            for _, fork, holder in self.tables[worker].owned.leaks()
         )
         for worker, hold in self.holds:
             if hold.fork is not None and (worker, hold.fork) not in self.broken:
@@ -824,7 +884,7 @@ class Cluster:
     def check_empty(self) -> None:
         for worker in self.alive():
             assert self.tables[worker].statistics() == EMPTY
-            assert self.tables[worker].leaks() == []
+            assert self.tables[worker].owned.leaks() == []
 
 
 picks = st.integers(0, 1 << 16)

@@ -17,7 +17,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import CallTimeout, CannotTravel, PeerLost, RemoteError, UsageError
 from gradwire.options import Limits, Options, Timeouts
-from gradwire.rpc.refs_state import Verdict
+from gradwire.rpc.holds_state import Verdict
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
 from tests.gates import GATES
@@ -304,8 +304,8 @@ def test_one_who_does_not_read_does_not_hold_up_the_others(workers, gate, monkey
 
 def test_packing_waits_no_longer_than_the_call_may_take(workers, monkeypatch):
     with monkeypatch.context() as patch:
-        table = workers[1].worker.refs._table
-        patch.setattr(table, "fork_arrived", lambda *_: Verdict.NOT_YET)
+        owned = workers[1].worker.refs._table.owned
+        patch.setattr(owned, "fork_arrived", lambda *_: Verdict.NOT_YET)
         reference = workers[0].run(gw.remote, "w1", same, args=(1,))
         passed_on = workers[0].run(gw.rpc_async, "w2", pass_on, args=(reference, 0.01))
         assert eventually(passed_on.done)

@@ -23,6 +23,8 @@ from gradwire.errors import (
     RefLeakWarning,
     UsageError,
 )
+from gradwire.ids import ForkId, RefId
+from gradwire.rpc.messages import Reference
 from gradwire.testing import cluster
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
@@ -636,6 +638,41 @@ def test_a_reference_is_not_pickled_nor_copied(workers):
         with pytest.raises(UsageError, match=text) as raised:
             copied(rref)
         assert "hint: pass it to rpc_sync, rpc_async or remote" in str(raised.value)
+
+
+def test_a_value_that_was_passed_on_a_thousand_times_remembers_nothing_of_it(workers):
+    """Each time its owner is asked to count one more, by a worker that then lets go of it."""
+
+    def program():
+        rref = gw.remote("w1", Box, args=(1,))
+        for _ in range(1000):
+            gw.rpc_sync("w2", got, args=(rref,))
+        return rref
+
+    rref = workers[0].run(program)
+    refs = workers[1].worker.refs
+
+    assert eventually(lambda: refs.statistics().forks == 1)
+    owned = refs._table.owned
+    assert (len(owned.values[rref.hold.ref].asked), len(owned.asked)) == (0, 0)
+    assert not workers[2].worker.refs._sender._awaited
+
+
+def got(rref):
+    return rref.rpc_sync().get()
+
+
+def test_a_question_to_a_worker_that_is_lost_is_not_kept(workers):
+    """w1 has said that the value may still come: it will not."""
+    w2 = workers[2].worker
+    (hold,) = w2.refs.arrived([Reference(RefId(0, 99), 1, ForkId(0, 98))])
+    awaited = w2.refs._sender._awaited
+    assert eventually(lambda: awaited)
+
+    w2.agent.hang_up(1, "a test has cut it")
+
+    assert eventually(lambda: not awaited)
+    w2.refs.ended(hold)
 
 
 # -- in a graph

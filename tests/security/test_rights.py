@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 import torch
 
 import gradwire
 from gradwire.agent.calls_state import CallTable, Pending
-from gradwire.agent.messages import Done
-from gradwire.autograd.messages import Gradients, PassEnded, Start
-from gradwire.errors import BadMessage
+from gradwire.agent.messages import Done, Failure
+from gradwire.autograd.messages import (
+    Attend,
+    Forget,
+    Gradients,
+    PassEnded,
+    RunDone,
+    RunFailed,
+    Start,
+)
+from gradwire.errors import BadMessage, ContextClosed
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
+from gradwire.optim.messages import Abort, Commit, Prepare
+from gradwire.optim.turns import StepId
 from gradwire.rpc.calls import Target
 from gradwire.rpc.contents import Value
 from gradwire.rpc.messages import (
@@ -29,13 +40,19 @@ from gradwire.rpc.messages import (
 from gradwire.testing import cluster
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import encode, kind_of
-from tests.leftovers import eventually
+from tests.gates import GATES
+from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
+PLAIN = Parcel(b"\x93\x01\x91\x01\x91\x02", [], [], [])  # ((), {})
 
 
 def echo(x):
     return x
+
+
+def weights():
+    return gradwire.RRef(torch.nn.Parameter(torch.ones(2)))
 
 
 def secret():
@@ -95,7 +112,7 @@ def test_a_value_is_fetched_by_its_holders_only(workers):
 def test_to_ask_for_a_fork_does_not_make_a_holder(workers, maker):
     ref = private_value(workers)
     with pytest.raises(BadMessage, match=f"w0 has no right to f{maker}.99 of {ref}"):
-        ask(workers[0].worker, 1, Fork(ref, ForkId(maker, 99)))
+        ask(workers[0].worker, 1, Fork(ref, ForkId(maker, 99), 0, 0))
 
 
 def test_a_method_is_called_on_what_the_caller_holds(workers):
@@ -111,7 +128,6 @@ def test_a_method_is_called_on_what_the_caller_holds(workers):
 
 
 def test_a_value_is_kept_under_numbers_of_ones_own(workers):
-    plain = Parcel(b"\x93\x01\x91\x01\x91\x02", [], [], [])  # ((), {})
     for ref, fork in (
         (RefId(1, 5), ForkId(0, 6)),
         (RefId(2, 5), ForkId(2, 6)),
@@ -122,7 +138,7 @@ def test_a_value_is_kept_under_numbers_of_ones_own(workers):
             ask(
                 workers[0].worker,
                 1,
-                Call(f"{__name__}:secret", plain, None, True, False, 5.0, Kept(ref, fork)),
+                Call(f"{__name__}:secret", PLAIN, None, True, False, 5.0, Kept(ref, fork)),
             )
     assert not workers[1].worker.refs.statistics().owned
 
@@ -132,7 +148,7 @@ def test_nobody_lets_go_for_another(workers):
     assert workers[0].run(held.to_here)[0] == 42
     hold = held.hold
     with pytest.raises(BadMessage, match=f"w2 speaks of {hold.fork}, which is w0's"):
-        ask(workers[2].worker, 1, Drop(hold.ref, hold.fork))
+        ask(workers[2].worker, 1, Drop(hold.ref, hold.fork, 0))
     assert workers[0].run(held.to_here)[0] == 42
 
 
@@ -180,6 +196,170 @@ def test_a_pass_is_begun_and_ended_by_its_root(workers):
     ):
         agent.tell(1, message, deadline=agent.clock.now() + 10)
     assert eventually(lambda: workers[1].run(gradwire.refusals) == {"bad message": 2})
+
+
+def say(worker, to, message):
+    """A message past all checks of the sender's own."""
+    worker.agent.tell(to, message, deadline=worker.agent.clock.now() + 10)
+
+
+def call_in(worker, to, context):
+    """Call a function in a context that the caller has nothing to do with."""
+    ask(worker, to, Call(f"{__name__}:secret", PLAIN, context, True, False, 5.0))
+
+
+def refused(workers, count):
+    return sum(worker.run(gradwire.refusals).get("bad message", 0) for worker in workers) == count
+
+
+def in_a_context(attack, through=("w1",)):
+    """The gradient of 1 after it was doubled by each of these; the attack is before backward."""
+    x = torch.ones(1, requires_grad=True)
+    with gradwire.context() as context:
+        y = doubled(through, x)
+        attack(context)
+        y.backward()
+    return x.grad.item()
+
+
+def doubled(through, x):
+    return gradwire.rpc_sync(through[0], doubled, (through[1:], x)) * 2 if through else x
+
+
+@pytest.mark.parametrize("lost", ["", "w0"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_context_is_closed_by_its_opener(workers, at, lost):
+    def attack(context):
+        say(workers[2].worker, at, Forget(context, lost))
+        assert eventually(lambda: refused(workers, 1))
+
+    assert workers[0].run(in_a_context, attack) == 2
+    assert_nothing_left(workers)
+
+
+def test_who_calls_in_a_context_does_not_close_it_for_others(workers):
+    def attack(context):
+        call_in(workers[2].worker, 1, context)
+        say(workers[2].worker, 1, Forget(context))
+        ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0), 0))  # it has been heard by now
+
+    assert workers[0].run(in_a_context, attack) == 2
+    assert_nothing_left(workers)
+
+
+def test_a_context_is_not_closed_before_it_is_there(workers):
+    say(workers[2].worker, 1, Forget(0))
+    assert eventually(lambda: refused(workers, 1))
+
+    assert workers[0].run(in_a_context, lambda _: None) == 2
+    assert_nothing_left(workers)
+
+
+@pytest.mark.parametrize("context", [-1, (1 << 63) - 1, 99 << 48])
+def test_a_context_of_nobody_is_closed_without_a_trace(workers, context):
+    say(workers[2].worker, 1, Forget(context))
+
+    assert eventually(lambda: workers[1].worker.engine.contexts.is_over(context))
+    assert_nothing_left(workers)
+
+
+def test_a_context_that_only_another_has_used_and_closed_is_no_silent_end(workers):
+    """Who comes later is not part of it, and must not believe so."""
+    hostile = workers[2].worker
+
+    def attack(context):
+        call_in(hostile, 1, context)
+        say(hostile, 1, Forget(context))
+        assert eventually(lambda: workers[1].worker.engine.contexts.is_over(context))
+        gradwire.rpc_sync("w1", echo, (torch.ones(1, requires_grad=True),))
+
+    with pytest.raises(ContextClosed, match=r"w1 has dropped c0\.0, as w2 said"):
+        workers[0].run(in_a_context, attack, ["w0"])
+
+
+def test_a_context_ends_where_workers_have_called_each_other_in_it():
+    """Each of the two hears that it is closed from one of those who called it."""
+    with cluster(4, expose=[HERE]) as workers:
+        through = ["w1", "w2", "w3", "w2", "w3"]
+        assert workers[0].run(in_a_context, lambda _: None, through) == 32
+        assert_nothing_left(workers)
+        assert refused(workers, 0)
+
+
+def test_only_the_opener_of_a_context_tells_when_it_closes(workers):
+    def attack(context):
+        with pytest.raises(BadMessage, match=r"c0\.0 was not opened here"):
+            ask(workers[2].worker, 1, Attend(context))
+
+    assert workers[0].run(in_a_context, attack) == 2
+
+
+def _gate(name):
+    made = GATES[name] = threading.Event()
+    return made
+
+
+class Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        GATES["in"].set()
+        assert GATES["out"].wait(10)
+        return gradient
+
+
+def gated(x):
+    return Gated.apply(x)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_pass_is_failed_by_those_who_take_part(workers, at):
+    """While it runs: w1 waits in its backward, and w0 for it."""
+    failure = Failure("ValueError", "an attack", None, "", "w2")
+    reached, opened = (_gate(name) for name in ("in", "out"))
+
+    def train():
+        x = torch.ones(1, requires_grad=True)
+        with gradwire.context() as context:
+            y = gradwire.rpc_sync("w1", gated, (x,))
+            forged = threading.Thread(target=attack, args=(context,))
+            forged.start()
+            y.backward()
+            forged.join(10)
+        return x.grad.item()
+
+    def attack(context):
+        assert reached.wait(10)
+        (running,) = workers[0].worker.engine.passes.in_context(context)
+        say(workers[2].worker, at, RunFailed(context, running.id, failure))
+        say(workers[2].worker, at, RunDone(context, running.id, False))
+        assert eventually(lambda: refused(workers, 2))
+        opened.set()
+
+    assert workers[0].run(train) == 1
+    assert_nothing_left(workers)
+
+
+def test_a_step_is_taken_by_the_maker_of_its_optimizer(workers):
+    """Not by one that does not hold the shard, nor in the name of who does."""
+    hostile = workers[2].worker
+
+    def train():
+        weight = gradwire.rpc_sync("w1", weights)
+        optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        shard = optimizer._shards[1].hold.ref
+        for step, why in ((StepId(2, 0), "w2 does not hold"), (StepId(0, 0), "another worker's")):
+            alone = Prepare(shard, step, None, {}, 5.0, True, True)
+            for message in (alone, Commit(shard, step, 5.0), Abort(shard, step, 5.0)):
+                with pytest.raises(BadMessage, match=why):
+                    ask(hostile, 1, message)
+        optimizer.step()
+        return refused(workers, 6)
+
+    assert workers[0].run(train)
 
 
 def test_calls_still_work(workers):

@@ -14,6 +14,8 @@ from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.state import PassState
 from gradwire.rpc import refs
+from gradwire.rpc.asks_state import Asked
+from gradwire.rpc.owned_state import Owned
 from gradwire.rpc.refs_state import RefTable
 from gradwire.testing.simulate.batch import run
 
@@ -67,7 +69,7 @@ def the_root_does_not_wait_for_the_others(patch):
     patch.setattr(PassState, "unfinished", lambda self: [])
 
 
-@mutant(False, 45)
+@mutant(False, 11)
 def a_pass_goes_on_without_a_worker_that_is_lost(patch):
     patch.setattr(PassState, "concerns", lambda self, worker: False)
 
@@ -90,29 +92,30 @@ def a_reference_ends_without_a_word(patch):
 
 @mutant(False, 31)
 def a_fork_that_was_dropped_is_counted_again(patch):
-    arrived = RefTable.fork_arrived
+    arrived = Owned.fork_arrived
 
-    def again(self, ref, fork, holder):
-        value = self._values.get(ref)
+    def again(self, ref, fork, holder, n):
+        value = self.values.get(ref)
         if value is not None:
             value.asked.discard(fork)
-        return arrived(self, ref, fork, holder)
+        return arrived(self, ref, fork, holder, n)
 
-    patch.setattr(RefTable, "fork_arrived", again)
+    patch.setattr(Owned, "fork_arrived", again)
+    patch.setattr(Asked, "is_old", lambda self, holder, n: False)
 
 
-@mutant(False, 110)
+@mutant(False, 50)
 def what_a_lost_worker_held_stays_counted(patch):
-    lost = RefTable._holder_lost
+    lost = Owned._lost_to
 
     def kept(self, ref, worker):
-        forks = dict(self._values[ref].forks)
+        forks = dict(self.values[ref].forks)
         actions = lost(self, ref, worker)
-        if ref in self._values:
-            self._values[ref].forks = forks
+        if ref in self.values:
+            self.values[ref].forks = forks
         return actions
 
-    patch.setattr(RefTable, "_holder_lost", kept)
+    patch.setattr(Owned, "_lost_to", kept)
 
 
 @mutant(False, 0)

@@ -22,6 +22,7 @@ from gradwire.transport.blocks import BlockPool
 from gradwire.transport.listener import SocketListener
 from gradwire.transport.sockets import SocketChannel
 from gradwire.wire.frame import Frame, encode_prefix, sealed
+from tests.leftovers import eventually
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])
 BYTES = encode_prefix(FRAME) + b"headpayload"
@@ -226,6 +227,43 @@ def test_a_deadline_may_be_infinitely_far(pair):
         each.join()
 
 
+def finishers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "gradwire send unix:///peer"]
+
+
+def test_what_is_not_through_at_its_deadline_is_finished_behind_its_sender(pair):
+    ours, theirs = map(as_channel, pair)
+    payload = bytearray(b"x" * (1 << 23))
+    ours.send(Frame(1, 0, 7, b"head", [payload]), time.monotonic() + 0.05)  # nobody reads
+    payload[:] = bytes(len(payload))
+    with pytest.raises(DeadlinePassed, match="no room for a message before its deadline"):
+        ours.send(FRAME, time.monotonic())
+
+    assert received(theirs) == (1, 0, 7, b"head", b"x" * (1 << 23))
+    ours.send(FRAME, soon())
+    assert received(theirs) == (1, 0, 7, b"head", b"payload")
+    assert eventually(lambda: not finishers())
+
+
+def test_what_is_not_through_at_its_deadline_ends_with_the_channel(pair):
+    ours = as_channel(pair[0])
+    ours.send(HUGE, time.monotonic())
+    assert len(finishers()) == 1
+
+    ours.close()
+
+    assert eventually(lambda: not finishers())
+
+
+def test_nobody_waits_longer_for_a_peer_that_stops_reading_if_the_sender_is_gone(pair):
+    ours = as_channel(pair[0], stall=0.05)
+    ours.send(HUGE, time.monotonic() + 0.01)
+
+    assert eventually(lambda: not finishers())
+    with pytest.raises(PeerLost, match=r"no byte moved for 0.05 s in the middle of a message"):
+        ours.send(FRAME, soon())
+
+
 def test_a_peer_that_stops_reading_within_a_message_is_given_up(pair):
     channel = as_channel(pair[0], stall=0.02)
     with pytest.raises(PeerLost, match=r"no byte moved for 0.02 s in the middle of a message"):
@@ -406,13 +444,14 @@ def test_an_interrupt_within_a_message_ends_the_channel(pair):
         channel.recv()
 
 
+@pytest.mark.parametrize("seconds", [4, 60], ids=["a deadline before the stall", "after it"])
 @pytest.mark.usefixtures("_signals_raise")
-def test_an_interrupt_within_a_send_ends_the_channel(pair):
+def test_an_interrupt_within_a_send_ends_the_channel(pair, seconds):
     ours, theirs = pair
     channel = as_channel(ours)
-    interrupt_this_thread_once_it_is_in("_push")
+    interrupt_this_thread_once_it_is_in("_go_on")
     with pytest.raises(Interrupted):
-        channel.send(HUGE, soon())
+        channel.send(HUGE, time.monotonic() + seconds)
     with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
         channel.send(FRAME, soon())
     theirs.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -51,6 +51,12 @@ def check_gradients(context: Context, edge: EdgeId, source: WorkerId) -> bool:
     if sent is not None and (sent.edge, sent.peer) != (edge, source):
         raise BadMessage(f"w{source} settles {edge}, which leads to another worker")
     return sent is not None
+
+
+def check_asked(pass_id: PassId, asked: Collection[WorkerId], source: WorkerId) -> None:
+    """BadMessage if a pass is failed by one that its root, which we are, has not told to run."""
+    if source not in asked:
+        raise BadMessage(f"w{source} fails {pass_id}, in which it was not asked to run")
 
 
 def check_root(pass_id: PassId, source: WorkerId) -> None:

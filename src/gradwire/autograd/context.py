@@ -75,6 +75,8 @@ class Context:
     """why nothing more can be differentiated here"""
     ended: set[PassId] = field(default_factory=set)
     called: set[WorkerId] = field(default_factory=set)
+    callers: set[WorkerId] = field(default_factory=set)
+    """the peers that have had something done here in it"""
     edges_of: Counter[WorkerId] = field(default_factory=Counter)
     """how many of its edges came from each peer"""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 from gradwire.agent.quota import Quota
 from gradwire.autograd.context import Context
@@ -14,6 +14,16 @@ from gradwire.errors import ContextClosed, EarlierLife, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, context_id, count_of, opener_of, spoken_context
 
 _CLOSED_REMEMBERED = 20_000
+
+
+class _End(NamedTuple):
+    """How a context ended here: by the loss of a peer, or on the word of one, if it was that."""
+
+    lost: str | None = None
+    said_by: WorkerId | None = None
+
+
+_WELL = _End()
 
 
 @final
@@ -35,8 +45,8 @@ class Contexts:
         self._lock = threading.Lock()
         self._first = self._count = first
         self._open: dict[ContextId, Context] = {}
-        self._closed: dict[ContextId, str | None] = {}
-        """those that are over, and of which peer's loss, if it was that; of our own only such"""
+        self._closed: dict[ContextId, _End] = {}
+        """of our own only those that ended by a loss, or by what a peer said"""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -72,7 +82,7 @@ class Contexts:
         if context is not None:
             return context
         with self._lock:
-            if (lost := self._closed.get(id)) is not None:
+            if (lost := self.lost_with(id)) is not None:
                 raise PeerLost(
                     f"{self._name} has lost {lost}, and dropped {spoken_context(id)} and its graph",
                     hint="begin again in a new context",
@@ -90,8 +100,9 @@ class Contexts:
             return context
         unknown = f"Could not find autograd context with id: {id}"
         if self._is_over(id):
-            lost = self._closed.get(id)
-            why = "" if lost is None else f", as {lost} was lost"
+            end = self._closed.get(id, _WELL)
+            why = "" if end.lost is None else f", as {end.lost} was lost"
+            why += "" if end.said_by is None else f", as w{end.said_by} said"
             raise ContextClosed(
                 f"{unknown}: {spoken_context(id)} is closed on {self._name}{why}",
                 hint="backward must run inside the `with context()` block that made the graph",
@@ -99,11 +110,21 @@ class Contexts:
         self._check_young(id)
         raise UsageError(unknown)
 
-    def close(self, id: ContextId, lost: str | None = None) -> Context | None:
-        """Forget it for good, as `lost` was lost; the context, if it was open here."""
+    def close(
+        self, id: ContextId, lost: str | None = None, said_by: WorkerId | None = None
+    ) -> Context | None:
+        """Forget it for good, as `lost` was lost; the context, if it was open here.
+
+        If it is `said_by` a peer that did not open it, only while nobody else has called here.
+        """
         with self._lock:
-            if lost is not None or opener_of(id) != self._me:
-                self._closed.setdefault(id, lost)
+            if said_by is not None and not self._is_only_caller(id, said_by):
+                return None
+            if lost is not None or said_by is not None or opener_of(id) != self._me:
+                end = _WELL if lost is said_by is None else _End(lost, said_by)
+                known = self._closed.setdefault(id, end)
+                if said_by is None and known.said_by is not None:
+                    self._closed[id] = _End(known.lost)
             if len(self._closed) > _CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
             context = self._open.pop(id, None)
@@ -113,7 +134,38 @@ class Contexts:
 
     def lost_with(self, id: ContextId) -> str | None:
         """The worker whose loss has closed it here, if it was that."""
-        return self._closed.get(id)
+        end = self._closed.get(id)
+        return None if end is None else end.lost
+
+    def _is_only_caller(self, id: ContextId, peer: WorkerId) -> bool:
+        context = self._open.get(id)
+        return context is not None and context.callers == {peer}
+
+    def called_by(self, context: Context, peer: WorkerId) -> bool:
+        """A peer has something done here in it: from now on it is not closed without its word.
+
+        False if it is closed already.
+        """
+        if peer not in context.callers and peer != self._me:
+            with self._lock:
+                context.callers.add(peer)
+        return context.id in self._open
+
+    def check_word(self, id: ContextId, source: WorkerId) -> None:
+        """ContextClosed if a peer still works in what is closed here on the word of another.
+
+        Its opener has not said so. To do it outside of the context would lose its gradients.
+        """
+        end = self._closed.get(id)
+        if end is not None and end.said_by not in (None, source):
+            raise ContextClosed(
+                f"{self._name} has dropped {spoken_context(id)}, as w{end.said_by} said",
+                hint="begin again in a new context",
+            )
+
+    def is_over(self, id: ContextId) -> bool:
+        """Whether it was here, or would have been, and is no more."""
+        return id in self._closed
 
     def opened_by(self, worker: WorkerId) -> list[ContextId]:
         """The contexts that end with this worker."""

@@ -77,7 +77,6 @@ class Engine:
         self._served = Served(agent, self.contexts, self.passes, locks, inside)
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
-        agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
 
     # -- forward
@@ -238,7 +237,9 @@ class Engine:
 
     def works_in(self, id: ContextId, source: Source) -> None:
         """A peer's call is about to run in this context, unless that peer is lost by now."""
-        self.contexts.heard_of(id, source.worker)
+        context = self.contexts.heard_of(id, source.worker)
+        if context is None or not self.contexts.called_by(context, source.worker):
+            self.contexts.check_word(id, source.worker)
         try:
             self._agent.check_asker(source)
         except PeerLost:  # and its loss may have been dealt with before the context came to be
@@ -254,9 +255,14 @@ class Engine:
         """A new context, opened here."""
         return self.contexts.new()
 
-    def close(self, id: ContextId, lost: str | None = None) -> None:
-        """Drop a context here and on every worker that was called in it, as `lost` was lost."""
-        context = self.contexts.close(id, lost)
+    def close(
+        self, id: ContextId, lost: str | None = None, said_by: WorkerId | None = None
+    ) -> None:
+        """Drop a context here and on every worker that was called in it, as `lost` was lost.
+
+        `said_by` a peer that did not open it.
+        """
+        context = self.contexts.close(id, lost, said_by)
         if context is None:
             return
         why = "" if lost is None else f", as {lost} was lost"
@@ -272,14 +278,6 @@ class Engine:
                 self.passes.over(running)
         for worker in context.called - {self._me}:
             self._forgetting.tell(worker, Forget(id, lost or ""))
-
-    def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
-        context = self.contexts.maybe(message.context)
-        if context is not None and message.lost and opener_of(context.id) == self._me:
-            name = self._agent.directory.name(source.worker)
-            context.broken = f"{name} heard that {message.lost} was lost, and has dropped it"
-            return
-        self.close(message.context, message.lost or None)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         self.passes.peer_lost(worker, error)

@@ -14,6 +14,7 @@ from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.promise import Promise
 from gradwire.autograd import profiling, run
+from gradwire.autograd.checking import check_asked
 from gradwire.autograd.context import Context, Received
 from gradwire.autograd.ledger import LeafLocks, Ledger
 from gradwire.autograd.lineage import Lineage, bits_to_wire, union
@@ -252,10 +253,11 @@ class Root:
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         running = self._passes.maybe(message.context, message.pass_id)
-        if running is not None:
-            running.fail(self._agent.revive(message.failure))
-        else:
+        if running is None:
             self._agent.noting.came_late(source.worker)
+            return
+        check_asked(running.id, running.asked, source.worker)
+        running.fail(self._agent.revive(message.failure))
 
 
 class _Finish:

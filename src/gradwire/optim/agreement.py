@@ -13,7 +13,8 @@ from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, Step
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, maybe_plain
 from gradwire.optim.serving import StepServing
-from gradwire.optim.shard import Options, Shard, Stepped
+from gradwire.optim.shard import Options, Shard
+from gradwire.optim.stepped import Stepped
 from gradwire.optim.turns import StepId
 from gradwire.rpc.rights import check_life
 from gradwire.rpc.rref import RRef

@@ -13,7 +13,8 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.shard import norms_of, parameter_of, scale, stepped_here
+from gradwire.optim.shard import norms_of, parameter_of, scale
+from gradwire.optim.stepped import stepped_here
 from gradwire.rpc.api import rpc_async
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef

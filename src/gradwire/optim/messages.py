@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gradwire.ids import ContextId, RefId
 from gradwire.optim.turns import StepId
-from gradwire.wire.message import Message
+from gradwire.wire.message import Message, Seconds
 
 Scalar = None | bool | int | float | str
 PlainOptions = dict[int, dict[str, Scalar | tuple[Scalar, ...]]]
@@ -26,7 +26,7 @@ class Prepare(Message, frozen=True, tag=0x60):
     step: StepId
     context: ContextId | None
     options: PlainOptions | None
-    seconds: float
+    seconds: Seconds
     wait: bool
     alone: bool
 
@@ -36,7 +36,7 @@ class Commit(Message, frozen=True, tag=0x61):
 
     shard: RefId
     step: StepId
-    seconds: float
+    seconds: Seconds
 
 
 class Abort(Message, frozen=True, tag=0x62):
@@ -44,7 +44,7 @@ class Abort(Message, frozen=True, tag=0x62):
 
     shard: RefId
     step: StepId
-    seconds: float
+    seconds: Seconds
 
 
 class Agreed(Message, frozen=True, tag=0x63):

@@ -28,8 +28,9 @@ from gradwire.optim.agreement import Agreement
 from gradwire.optim.checkpoints import PARAMETERS, fetched, written
 from gradwire.optim.clipping import by_owner, check_references, measured
 from gradwire.optim.serving import make_shard
-from gradwire.optim.shard import Options, Shard, State, check_class, stepped_here
+from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
+from gradwire.optim.stepped import stepped_here
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
 

@@ -6,11 +6,10 @@ from typing import cast, final
 
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
-from gradwire.errors import UsageError
-from gradwire.ids import RefId
+from gradwire.errors import BadMessage, UsageError
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare
 from gradwire.optim.shard import Made, Options, Shard
-from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -32,7 +31,7 @@ class StepServing:
         deadline = self._worker.agent.clock.now() + message.seconds
         step, context, options = message.step, message.context, message.options
         with self._worker.serving(None, deadline):
-            shard = self._shard(message.shard, deadline)
+            shard = self._shard(message, source, deadline)
             if message.alone:
                 shard.step(step, context, options, deadline)
                 done = True
@@ -42,15 +41,20 @@ class StepServing:
 
     def _commit(self, message: Commit, _: Payload, source: Source) -> None:
         deadline = self._worker.agent.clock.now() + message.seconds
-        done = self._shard(message.shard, deadline).commit(message.step)
+        done = self._shard(message, source, deadline).commit(message.step)
         self._worker.agent.answer(source, Agreed(done), deadline=deadline)
 
     def _abort(self, message: Abort, _: Payload, source: Source) -> None:
         deadline = self._worker.agent.clock.now() + message.seconds
-        self._shard(message.shard, deadline).abort(message.step)
+        self._shard(message, source, deadline).abort(message.step)
         self._worker.agent.answer(source, Agreed(True), deadline=deadline)
 
-    def _shard(self, ref: RefId, deadline: float) -> Shard:
+    def _shard(self, message: Prepare | Commit | Abort, source: Source, deadline: float) -> Shard:
+        """The shard of a step: whoever asks must hold it, and asks for a step of its own."""
+        ref, step, asker = message.shard, message.step, source.worker
+        if step.worker != asker:
+            raise BadMessage(f"w{asker} speaks for {step}, which is another worker's")
+        self._worker.refs.content(ref, asker)
         hold = Hold(ref, self._worker.directory.me.id, None)
         shard = self._worker.refs.value_here(hold, deadline)
         if not isinstance(shard, Shard):

@@ -11,67 +11,24 @@ steps. It never sees the parameter itself: neither its `.grad` nor its values ch
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast, final
 
 import torch
 
-from gradwire.errors import ContextClosed, PeerLost, UsageError
-from gradwire.ids import ContextId, WorkerId, first_of
+from gradwire.errors import UsageError
+from gradwire.ids import ContextId
 from gradwire.optim.messages import PlainOptions
-from gradwire.optim.saving import Storages
-from gradwire.optim.turns import StepId, Turns
+from gradwire.optim.stepped import stepped_here
+from gradwire.optim.turns import StepId
 from gradwire.rpc.registry import expose
-from gradwire.rpc.rref import RRef, home_door
-from gradwire.rpc.worker import Worker
+from gradwire.rpc.rref import RRef
 
 Options = dict[str, Any]
 State = dict[int, Any]
 Made = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """What a group is made of: its number, those of its parameters, these, and its options."""
-
-
-@final
-class Stepped:
-    """What one worker keeps for all optimizers that step parameters of its own."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.storages = Storages()
-        self.turns = Turns(worker.agent.clock)
-        self._steps = itertools.count(first_of(worker.directory.myself.life))
-        worker.engine.saving = self.storages.saving
-        self.lost: dict[WorkerId, PeerLost] = {}
-        worker.agent.on_peer_lost(self._peer_lost)
-
-    def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
-        self.lost[worker] = error
-        self.worker.agent.dispatch.service.submit(lambda: self.turns.worker_lost(worker))
-
-    def gradients(
-        self, context: ContextId | None, parameters: Iterable[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """The gradient of each, in a context or in `.grad`."""
-        if context is None:
-            return [parameter.grad for parameter in parameters]
-        try:
-            find = self.worker.engine.contexts.find(context).gradients.get
-        except ContextClosed:
-            raise
-        except UsageError:  # whoever asks knows it; it has never come here
-            return [None for _ in parameters]
-        return [find(parameter) for parameter in parameters]
-
-    def next_step(self) -> StepId:
-        """A number for a step that this worker asks for."""
-        return StepId(self.worker.directory.me.id, next(self._steps))
-
-
-def stepped_here() -> Stepped:
-    """That of the worker whose code this is."""
-    return cast(Worker, home_door.find()).part(Stepped)
 
 
 def check_class(cls: object) -> None:

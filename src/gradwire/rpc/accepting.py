@@ -14,8 +14,9 @@ from typing import final
 
 from gradwire.ids import ForkId, WorkerId
 from gradwire.rpc import rights
+from gradwire.rpc.holds_state import Action, SendAccept
 from gradwire.rpc.messages import Accept, Reference
-from gradwire.rpc.refs_state import Action, RefTable, SendAccept
+from gradwire.rpc.refs_state import RefTable
 
 
 @final

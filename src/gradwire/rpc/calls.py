@@ -25,12 +25,12 @@ from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
 from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
-from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.scope import current_errand
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-from gradwire.rpc.refs_state import Hold
+from gradwire.rpc.holds_state import Hold
 
 _JOIN_SECONDS = 5.0
 

@@ -79,6 +79,10 @@ class Fork(Message, frozen=True, tag=0x43):
 
     ref: RefId
     fork: ForkId
+    n: int
+    """of the question, also if it is repeated"""
+    floor: int
+    """all that I have asked you below this number I have heard the answer to"""
 
 
 class Counted(Message, frozen=True, tag=0x44):
@@ -98,6 +102,8 @@ class Drop(Message, frozen=True, tag=0x46):
 
     ref: RefId
     fork: ForkId
+    floor: int
+    """as in Fork"""
 
 
 class BackwardFrom(Message, frozen=True, tag=0x47):

@@ -24,23 +24,23 @@ from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc import rights
 from gradwire.rpc.accepting import Accepting, but_accepts
 from gradwire.rpc.contents import Content, Raised
-from gradwire.rpc.janitor import Janitor
-from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
-from gradwire.rpc.packing import Packing, Unpacking
-from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
-from gradwire.rpc.refs_state import (
+from gradwire.rpc.holds_state import (
     Action,
     Broken,
     Confirmed,
     Forget,
     Hold,
     RefStatistics,
-    RefTable,
     SendAccept,
     SendDrop,
     SendFork,
     Verdict,
 )
+from gradwire.rpc.janitor import Janitor
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
+from gradwire.rpc.packing import Packing, Unpacking
+from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
+from gradwire.rpc.refs_state import RefTable
 from gradwire.wire.message import Message
 
 _LOOK_AGAIN_SECONDS = 0.01
@@ -76,7 +76,7 @@ class Refs:
         agent.kinds.add(Counted)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed, self._peer_lost)
+        self._sender = RefSender(agent, self._heard, self._owed, self._floor, self._peer_lost)
 
     # -- values of this worker
 
@@ -145,7 +145,7 @@ class Refs:
         with self._lock:
             self._agent.check_asker(source)
             promise = self._values.setdefault(ref, Promise())
-            actions = [] if fork is None else self._table.creation_arrived(ref, fork)
+            actions = [] if fork is None else self._table.owned.creation_arrived(ref, fork)
         self._perform(actions)
         return promise
 
@@ -297,7 +297,7 @@ class Refs:
     def leaks(self) -> list[str]:
         """The forks of our values that others still hold, for people."""
         with self._lock:
-            leaks = self._table.leaks()
+            leaks = self._table.owned.leaks()
         return [f"{ref} as {fork} on {self._agent.directory.name(w)}" for ref, fork, w in leaks]
 
     def statistics(self) -> RefStatistics:
@@ -317,7 +317,10 @@ class Refs:
         with self._lock:
             rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             self._agent.check_asker(source)
-            verdict = self._table.fork_arrived(message.ref, message.fork, source.worker)
+            self._table.owned.settled_below(source.worker, message.floor)
+            verdict = self._table.owned.fork_arrived(
+                message.ref, message.fork, source.worker, message.n
+            )
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
@@ -330,7 +333,8 @@ class Refs:
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
             rights.check_end(self._table, message, source.worker)
-            actions = self._table.drop_arrived(message.ref, message.fork)
+            self._table.owned.settled_below(source.worker, message.floor)
+            actions = self._table.owned.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)
 
@@ -394,3 +398,7 @@ class Refs:
     def _owed(self) -> list[Action]:
         with self._lock:
             return self._table.unacknowledged()
+
+    def _floor(self, owner: WorkerId) -> int:
+        with self._lock:
+            return self._table.floor(owner)

@@ -17,8 +17,8 @@ from typing import final
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
+from gradwire.rpc.holds_state import Action, SendAccept, SendDrop, SendFork, Verdict
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork
-from gradwire.rpc.refs_state import Action, SendAccept, SendDrop, SendFork, Verdict
 from gradwire.wire.message import Message
 
 CONTROL_SECONDS = 30.0
@@ -40,9 +40,11 @@ class RefSender:
         agent: Agent,
         heard: Heard,
         owed: Callable[[], list[Action]],
+        floor: Callable[[WorkerId], int],
         lost: OnLost,
     ) -> None:
         self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
+        self._floor = floor
         self._lock = threading.RLock()  # a collection inside it may end more references
         self._later: list[tuple[float, Sending]] = []
         self._soon: dict[WorkerId, deque[Sending]] = {}
@@ -77,7 +79,7 @@ class RefSender:
             self._send(sending)
 
     def _send(self, sending: Sending) -> None:
-        message = _message(sending)
+        message = _message(sending, self._floor(sending.to))
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
             _, answer = self._agent.request(sending.to, message, deadline=limit, what=str(message))
@@ -97,6 +99,7 @@ class RefSender:
             since = self._unreached.setdefault(sending.to, now)
         given_up = isinstance(error, PeerLost) or now - since >= CONTROL_SECONDS
         if given_up and not self._agent.is_connected(sending.to):
+            self._await_no_more(sending)
             self._lost(sending.to, PeerLost(str(error)))
         else:
             self._send_later(sending, _SEND_AGAIN_SECONDS)
@@ -112,8 +115,7 @@ class RefSender:
             if waited < _AWAITED_SECONDS:
                 self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
                 return
-        with self._lock:
-            self._awaited.pop(sending, None)
+        self._await_no_more(sending)
         self._heard(sending, Verdict.NEVER if verdict is Verdict.NOT_YET else verdict)
 
     def _waited(self, sending: Sending) -> float:
@@ -137,14 +139,20 @@ class RefSender:
         for sending in due:
             if sending in owed:
                 self.send_soon(sending)
+            else:
+                self._await_no_more(sending)
         return following
 
+    def _await_no_more(self, sending: Sending) -> None:
+        with self._lock:
+            self._awaited.pop(sending, None)
 
-def _message(sending: Sending) -> Message:
+
+def _message(sending: Sending, floor: int) -> Message:
     match sending:
-        case SendFork(ref, fork, _):
-            return Fork(ref, fork)
+        case SendFork(ref, fork, _, n):
+            return Fork(ref, fork, n, floor)
         case SendAccept(fork, _):
             return Accept(fork)
         case SendDrop(ref, fork, _):
-            return Drop(ref, fork)
+            return Drop(ref, fork, floor)

@@ -8,6 +8,7 @@ Rules of this file:
 A value lives on its *owner*. A *hold* is one RRef object; its end is reported once. Holds on the
 owner are a plain count. Every hold elsewhere is one *fork* with an id of its own, even if a worker
 already holds the same value: forks are never shared, so each is born, counted and dropped once.
+The owner's half of all this is in owned_state.py, the holder's in this file.
 
     SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
     SendAccept   holder -> maker    "the fork you made for me needs you no longer"
@@ -21,7 +22,8 @@ too early or kept for ever:
     accepted. So whoever waits to be counted has a maker whose own fork keeps the value there.
   * A Drop is only sent once the owner has counted the fork, so it never overtakes the counting.
   * A repeated Fork must not count again what was dropped: a fork that asked is remembered as long
-    as its value. Forks that the owner made itself never ask, and leave nothing behind.
+    as its value, or until its holder says that it has heard the answer (asks_state.py). Forks
+    that the owner made itself never ask, and leave nothing behind.
 
 Note [A fork may come before its value]
 The creator may pass on a reference whose creating call is still on its way, so a Fork, or the
@@ -49,121 +51,19 @@ from typing import final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """One RRef object of this worker; without a fork on the owner itself.
-
-    `life` is the one of the owner's in which the value was made.
-    """
-
-    ref: RefId
-    owner: WorkerId
-    fork: ForkId | None
-    life: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class SendFork:
-    """Ask the owner to count our fork."""
-
-    ref: RefId
-    fork: ForkId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class SendAccept:
-    """Tell the maker of our fork that its own may go."""
-
-    fork: ForkId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class SendDrop:
-    """Tell the owner that our fork is gone."""
-
-    ref: RefId
-    fork: ForkId
-    to: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The owner has counted a fork that had to wait for it; never said of forks the owner made."""
-
-    ref: RefId
-    fork: ForkId
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The value will not be had: its owner was lost, or whoever passed it before it was counted.
-
-    Without a fork it is about a value of our own, and for all holds on it.
-    """
-
-    ref: RefId
-    fork: ForkId | None
-    lost: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Nobody holds the value of this worker: delete it, or discard it if it is still being made."""
-
-    ref: RefId
-
-
-Action = SendFork | SendAccept | SendDrop | Confirmed | Broken | Forget
-
-
-class Verdict(Enum):
-    """How an owner answers a Fork."""
-
-    COUNTED = "counted"
-    NOT_YET = "not yet"  # ask again; the owner should watch the fork's maker
-    NEVER = "never"  # its maker was lost, and the value with it
-
-
-@dataclass(frozen=True, slots=True)
-class RefStatistics:
-    """What a table remembers, in numbers; all are 0 when nothing is held anywhere."""
-
-    owned: int
-    """values that live here"""
-    shared: int
-    """of those, the ones that others hold"""
-    forks: int
-    """forks of them that others hold"""
-    tombstones: int
-    """forks of them that were dropped and must not be counted again"""
-    held: int
-    """forks that this worker holds"""
-    pending_users: int
-    """of those, the ones not counted yet"""
-    pending_children: int
-    """forks made here for others and not accepted yet"""
-    unacknowledged: int
-    """accepts and drops on their way"""
-
-
-@dataclass(slots=True)
-class _Value:
-    """A value owned here. `asked` outlives `forks`: the difference are the tombstones.
-
-    An `awaited` one is `lost` when its creator is. One that `is_gone` was forgotten before a
-    reference to it came home; it stands for that hold only, its tombstones are no more.
-    """
-
-    holds: int = 0
-    forks: dict[ForkId, WorkerId] = field(default_factory=dict)
-    asked: set[ForkId] = field(default_factory=set)
-    awaited: bool = False
-    lost: WorkerId | None = None
-    is_gone: bool = False
+from gradwire.rpc.asks_state import Asking
+from gradwire.rpc.holds_state import (
+    Action,
+    Broken,
+    Confirmed,
+    Hold,
+    RefStatistics,
+    SendAccept,
+    SendDrop,
+    SendFork,
+    Verdict,
+)
+from gradwire.rpc.owned_state import Owned
 
 
 class _Stage(Enum):
@@ -184,6 +84,8 @@ class _Held:
     fork: ForkId
     owner: WorkerId
     stage: _Stage
+    n: int | None = None
+    """of the question to count it, while that is asked"""
     alive: bool = True
     children: set[ForkId] = field(default_factory=set)
     lost: WorkerId | None = None
@@ -206,12 +108,14 @@ class RefTable:
     def __init__(self, me: WorkerId, *, first: int = 0) -> None:
         self._me = me
         self._next = first
-        self._values: dict[RefId, _Value] = {}
         self._held: dict[ForkId, _Held] = {}
         self._children: dict[ForkId, _Child] = {}
         self._accepts: dict[ForkId, SendAccept] = {}
         self._drops: dict[ForkId, SendDrop] = {}
+        self._asking = Asking(first)
         self._lost: set[WorkerId] = set()
+        self.owned = Owned(me, self._lost)
+        """the values of this worker, and who holds them"""
 
     def __repr__(self) -> str:
         return f"<RefTable of w{self._me}: {self.statistics()}>"
@@ -222,7 +126,7 @@ class RefTable:
         """A new value: here at once, on another worker when the creating call arrives there."""
         ref = RefId(self._me, self._number())
         if owner == self._me:
-            self._values[ref] = _Value(holds=1)
+            self.owned.made(ref)
             return Hold(ref, owner, None, life)
         fork = ForkId(self._me, self._number())
         self._held[fork] = _Held(ref, fork, owner, _Stage.CREATING)
@@ -232,7 +136,7 @@ class RefTable:
         """A new fork, about to travel to `to` with the hold's ref and owner."""
         child = ForkId(self._me, self._number())
         if hold.fork is None:
-            self._passable_value(hold.ref).forks[child] = to
+            self.owned.passed_on(hold.ref, child, to)
         else:
             self._passable_fork(hold.ref, hold.fork).children.add(child)
             self._children[child] = _Child(hold.fork, to)
@@ -241,7 +145,7 @@ class RefTable:
     def pack_undone(self, hold: Hold, child: ForkId) -> list[Action]:
         """What was packed has certainly not left."""
         if hold.fork is None:
-            return self.drop_arrived(hold.ref, child)
+            return self.owned.drop_arrived(hold.ref, child)
         return self._child_settled(child)
 
     def arrived(
@@ -252,7 +156,8 @@ class RefTable:
         A stale one is to a value that was lost with an earlier life of its owner.
         """
         if owner == self._me:
-            return Hold(ref, owner, None, life), self._came_home(ref, fork)
+            actions = self.owned.came_home(ref, fork)
+            return Hold(ref, owner, None, life), actions + self._accept(fork)
         if fork in self._held:
             raise BadMessage(f"{fork} came twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
@@ -263,10 +168,7 @@ class RefTable:
     def hold_ended(self, hold: Hold) -> list[Action]:
         """The RRef object is gone; to be reported once."""
         if hold.fork is None:
-            value = self._values[hold.ref]
-            assert value.holds > 0, f"a hold on {hold.ref} ended twice"
-            value.holds -= 1
-            return self._maybe_forget(hold.ref)
+            return self.owned.hold_ended(hold.ref)
         held = self._held.get(hold.fork)
         return [] if held is None else self._ended(held)
 
@@ -275,15 +177,6 @@ class RefTable:
         return [action for held in list(self._held.values()) for action in self._ended(held)]
 
     # What became of a creating call.
-
-    def creation_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """The creating call reached us, the owner; its creator holds the fork."""
-        value = self._values.setdefault(ref, _Value())
-        value.awaited = False
-        # Whoever asked was counted then, and may have dropped it since.
-        if fork not in value.asked and fork.worker not in self._lost:
-            value.forks[fork] = fork.worker
-        return self._maybe_forget(ref)
 
     def creation_answered(self, fork: ForkId) -> list[Action]:
         """The owner answered the creating call, so it has counted the fork or never will."""
@@ -298,8 +191,7 @@ class RefTable:
         held = self._held.get(fork)
         if held is None or held.stage is not _Stage.CREATING:
             return []
-        held.stage = _Stage.ASKING
-        return [SendFork(held.ref, fork, held.owner)]
+        return self._ask(held)
 
     def creation_undone(self, fork: ForkId) -> None:
         """The creating call has certainly not left."""
@@ -307,18 +199,6 @@ class RefTable:
         assert held is None or not held.children, f"{fork} was passed on before it was sent for"
 
     # What other workers say.
-
-    def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId) -> Verdict:
-        """A holder asks us, the owner, to count its fork; it gets the verdict as the answer."""
-        if holder in self._lost:
-            return Verdict.NEVER
-        value = self._values.get(ref)
-        if value is None or value.is_gone:
-            return self._verdict_on_unknown(ref, fork)
-        if fork not in value.asked:
-            value.asked.add(fork)
-            value.forks[fork] = holder
-        return Verdict.COUNTED
 
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The owner answered our Fork."""
@@ -339,13 +219,6 @@ class RefTable:
         """The Accepts for these that are not heard yet."""
         return [self._accepts[fork] for fork in forks if fork in self._accepts]
 
-    def drop_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """A fork of our value is no longer held; news of what we do not know is old news."""
-        value = self._values.get(ref)
-        if value is None or value.forks.pop(fork, None) is None:
-            return []
-        return self._maybe_forget(ref)
-
     def drop_acknowledged(self, fork: ForkId) -> None:
         """Our Drop was heard."""
         self._drops.pop(fork, None)
@@ -355,9 +228,7 @@ class RefTable:
         self._lost.add(worker)
         self._accepts = {fork: send for fork, send in self._accepts.items() if send.to != worker}
         self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
-        actions: list[Action] = []
-        for ref in list(self._values):
-            actions += self._holder_lost(ref, worker)
+        actions = self.owned.holder_lost(worker)
         for held in list(self._held.values()):
             if held.owner == worker:
                 actions += self._broke(held, worker)
@@ -394,45 +265,20 @@ class RefTable:
     def unacknowledged(self) -> list[Action]:
         """All that was sent and not heard: send it again."""
         forks = [
-            SendFork(held.ref, held.fork, held.owner)
+            SendFork(held.ref, held.fork, held.owner, held.n)
             for held in self._held.values()
-            if held.stage is _Stage.ASKING
+            if held.n is not None
         ]
         return [*forks, *self._accepts.values(), *self._drops.values()]
-
-    def leaks(self) -> list[tuple[RefId, ForkId, WorkerId]]:
-        """The forks of our values that others still hold, and who."""
-        return [
-            (ref, fork, holder)
-            for ref, value in self._values.items()
-            for fork, holder in value.forks.items()
-        ]
-
-    def may_use(self, ref: RefId, worker: WorkerId) -> bool:
-        """Whether a value of ours is for this worker: its creator, a holder, or one that was lost.
-
-        Of a value that is not here there is nothing to be had.
-        """
-        value = self._values.get(ref)
-        if value is None or value.is_gone or worker in (self._me, ref.worker):
-            return True
-        return worker in value.forks.values() or worker in self._lost
-
-    def holder_of(self, ref: RefId, fork: ForkId) -> WorkerId | None:
-        """Who holds a fork of a value of ours, if that is counted."""
-        value = self._values.get(ref)
-        return None if value is None else value.forks.get(fork)
 
     def taker_of(self, fork: ForkId) -> WorkerId | None:
         """For whom we made a fork of another's value that is not accepted yet."""
         made = self._children.get(fork)
         return None if made is None else made.to
 
-    def forks_of(self, worker: WorkerId) -> int:
-        """How many forks of our values a worker holds."""
-        return sum(
-            holder == worker for value in self._values.values() for holder in value.forks.values()
-        )
+    def floor(self, owner: WorkerId) -> int:
+        """Below this number we have heard what an owner said to our questions."""
+        return self._asking.floor(owner)
 
     def unsettled(self) -> bool:
         """Whether a fork held here is not counted yet, or one made here not accepted."""
@@ -441,7 +287,7 @@ class RefTable:
 
     def statistics(self) -> RefStatistics:
         """How much is remembered."""
-        values, held = self._values.values(), self._held.values()
+        values, held = self.owned.values.values(), self._held.values()
         return RefStatistics(
             owned=len(values),
             shared=sum(bool(value.forks) for value in values),
@@ -453,59 +299,9 @@ class RefTable:
             unacknowledged=len(self._accepts) + len(self._drops),
         )
 
-    # The owner's part.
-
     def _number(self) -> int:
         self._next += 1
         return self._next - 1
-
-    def _passable_value(self, ref: RefId) -> _Value:
-        value = self._values.get(ref)
-        assert value is not None, f"{ref} is passed on without a hold on it"
-        if value.lost is not None:
-            raise PeerLost(f"{ref} cannot be passed on: w{value.lost} was lost before creating it")
-        return value
-
-    def _came_home(self, ref: RefId, fork: ForkId) -> list[Action]:
-        value = self._values.get(ref)
-        actions: list[Action] = []
-        if value is None:
-            value = self._values[ref] = self._value_before_creation(ref, fork)
-            if value.lost is not None:
-                actions.append(Broken(ref, None, value.lost))
-        value.holds += 1
-        value.forks.pop(fork, None)  # there if we passed it to ourselves
-        return actions + self._accept(fork)
-
-    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _Value:
-        # See Note [A fork may come before its value].
-        if fork.worker in self._lost:
-            return _Value(lost=fork.worker, is_gone=True)
-        if fork.worker == ref.worker:
-            return _Value(awaited=True)
-        raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
-
-    def _verdict_on_unknown(self, ref: RefId, fork: ForkId) -> Verdict:
-        # See Note [A fork may come before its value].
-        may_come = fork.worker == ref.worker and fork.worker not in self._lost
-        return Verdict.NOT_YET if may_come else Verdict.NEVER
-
-    def _holder_lost(self, ref: RefId, worker: WorkerId) -> list[Action]:
-        value = self._values[ref]
-        value.forks = {fork: holder for fork, holder in value.forks.items() if holder != worker}
-        if not (value.awaited and ref.worker == worker):
-            return self._maybe_forget(ref)
-        value.awaited = False
-        value.lost = worker
-        return [Broken(ref, None, worker), *self._maybe_forget(ref)]
-
-    def _maybe_forget(self, ref: RefId) -> list[Action]:
-        # Kept while awaited though nobody holds it: tombstones must last until the call comes.
-        value = self._values[ref]
-        if value.holds or value.forks or value.awaited:
-            return []
-        del self._values[ref]
-        return [Forget(ref)]
 
     # The holder's part.
 
@@ -528,11 +324,20 @@ class RefTable:
     def _first_actions(self, held: _Held) -> list[Action]:
         if held.owner in self._lost:
             return self._broke(held, held.owner)
-        if held.stage is _Stage.COUNTED:
-            return []
-        return [SendFork(held.ref, held.fork, held.owner)]
+        return [] if held.stage is _Stage.COUNTED else self._ask(held)
+
+    def _ask(self, held: _Held) -> list[Action]:
+        n = held.n = self._asking.asked(held.owner)
+        held.stage = _Stage.ASKING
+        return [SendFork(held.ref, held.fork, held.owner, n)]
+
+    def _ask_no_more(self, held: _Held) -> None:
+        if held.n is not None:
+            self._asking.settled(held.owner, held.n)
+            held.n = None
 
     def _counted(self, held: _Held) -> list[Action]:
+        self._ask_no_more(held)
         held.stage = _Stage.COUNTED
         confirmed: list[Action] = [Confirmed(held.ref, held.fork)] if held.alive else []
         return confirmed + self._accept(held.fork) + self._maybe_drop(held)
@@ -540,6 +345,7 @@ class RefTable:
     def _broke(self, held: _Held, lost: WorkerId) -> list[Action]:
         if held.stage is _Stage.BROKEN:
             return []
+        self._ask_no_more(held)
         # The maker may not know of the loss, and waits for us.
         accepted = self._accept(held.fork) if held.stage is _Stage.ASKING else []
         for child in held.children:

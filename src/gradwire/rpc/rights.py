@@ -16,8 +16,9 @@ from gradwire.agent.members_state import Member
 from gradwire.agent.quota import over
 from gradwire.errors import BadMessage, EarlierLife
 from gradwire.ids import RefId, WorkerId
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
-from gradwire.rpc.refs_state import Hold, RefTable
+from gradwire.rpc.refs_state import RefTable
 
 
 def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
@@ -57,22 +58,24 @@ def check_life(directory: Directory, hold: Hold) -> None:
 
 def check_use(table: RefTable, ref: RefId, source: WorkerId) -> None:
     """A value of ours that a peer wants to use."""
-    if not table.may_use(ref, source):
+    if not table.owned.may_use(ref, source):
         raise BadMessage(f"w{source} does not hold {ref}", hint="only who holds it may use it")
 
 
 def check_fork(table: RefTable, asked: Fork, source: WorkerId, me: WorkerId) -> None:
     """A fork of a value of ours that a peer wants to be counted; those of our own making are."""
     ref, fork = asked.ref, asked.fork
-    is_another = table.holder_of(ref, fork) not in (None, source)
-    if is_another or fork.worker == me or not table.may_use(ref, fork.worker):
+    is_another = table.owned.holder_of(ref, fork) not in (None, source)
+    if is_another or fork.worker == me or not table.owned.may_use(ref, fork.worker):
         raise BadMessage(f"w{source} has no right to {fork} of {ref}: its maker does not hold it")
 
 
 def check_end(table: RefTable, said: Accept | Drop, source: WorkerId) -> None:
     """What only the holder of a fork may say of it."""
     fork = said.fork
-    holder = table.holder_of(said.ref, fork) if isinstance(said, Drop) else table.taker_of(fork)
+    holder = (
+        table.owned.holder_of(said.ref, fork) if isinstance(said, Drop) else table.taker_of(fork)
+    )
     if holder not in (None, source):
         raise BadMessage(f"w{source} speaks of {fork}, which is w{holder}'s")
 
@@ -93,5 +96,5 @@ class Room:
         self._asked += 1
         if self._asked % (1 + self._most // 64) or peer == self._me:
             return
-        if self._table.forks_of(peer) >= self._most:
+        if self._table.owned.forks_of(peer) >= self._most:
             raise over("references", self._most)

@@ -18,8 +18,8 @@ from gradwire.ids import ContextId
 from gradwire.rpc.calls import Calls, Target
 from gradwire.rpc.contents import Value
 from gradwire.rpc.futures import Future
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.refs import Refs
-from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.serving import checked_tensor
 
 T = TypeVar("T")

@@ -1,6 +1,7 @@
 """What travels with a call besides its arguments, and is set around the function it runs.
 
-The deadline: a nested call never outlives the call it is made in.
+The deadline: a nested call never outlives the call it is made in. It ends a little before, so that
+whoever waits for both hears which worker was late, and does not blame the one in the middle.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from contextvars import ContextVar, Token
 
 from gradwire.agent.errands import Source
 from gradwire.errors import CallTimeout, Cancelled, UsageError
+
+_SHARE = 10
+_MOST_SECONDS = 0.5
+"""How much earlier: this part of the time that is left, and at most this."""
 
 Due = tuple[float, Source | None]
 """By when a function must be over, and whose request it serves."""
@@ -46,4 +51,5 @@ def deadline_from(timeout: float | None, default: float, now: float) -> float:
         raise Cancelled(f"the call that this one is made in was called off: {errand.cancelled}")
     if due <= now:
         raise CallTimeout("the call that this one is made in is past its own deadline")
-    return min(now + seconds, due)
+    left = due - now
+    return now + min(seconds, left - min(left / _SHARE, _MOST_SECONDS))

@@ -25,12 +25,12 @@ from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId
 from gradwire.rpc.asynchronous import Later, result_of
 from gradwire.rpc.contents import Content, Raised, Value
+from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Refs
-from gradwire.rpc.refs_state import Hold
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
 
@@ -232,10 +232,11 @@ class Serving:
         def answer(content: Content) -> None:
             self._answer_content(source, content, fetch.context, deadline)
 
+        content = self._refs.content(fetch.ref, source.worker)
+        if fetch.context is not None:
+            self._engine.works_in(fetch.context, source)
         # Each on a thread of its own: one fetcher that does not read must not hold up others.
-        self._refs.content(fetch.ref, source.worker).on_settled(
-            partial(self._guard, source, answer)
-        )
+        content.on_settled(partial(self._guard, source, answer))
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + message.seconds
@@ -244,6 +245,7 @@ class Serving:
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
         with self._inside(message.context, deadline, source):
             context = self._engine.contexts.find(message.context)
+            self._engine.works_in(context.id, source)
             self._engine.root.backward(context, [root], retain_graph=message.retain_graph)
         self._agent.answer(source, Done(), deadline=deadline)
 

@@ -94,8 +94,9 @@ class Channel(Protocol):
 
         DeadlinePassed means that not a byte of it has left, and the channel is as good as before. A
         frame that can go at once goes, however late it is. Once begun it is finished, unless
-        the peer takes no byte for `stall` seconds, which ends the channel. After PeerLost nobody
-        knows how much of the frame has arrived.
+        the peer takes no byte for `stall` seconds, which ends the channel; what is left of it at
+        the deadline goes when this has returned. After PeerLost nobody knows how much of the frame
+        has arrived.
         """
 
     def recv(self) -> Frame:

@@ -2,8 +2,9 @@
 
 The socket is a blocking one with kernel timeouts of `stall` seconds (SO_SNDTIMEO, SO_RCVTIMEO). A
 small frame then costs one system call at each end, a large one few, and the kernel itself says when
-nothing moved for that long: EAGAIN. Only the first byte of a frame is sent without blocking,
-because that is the byte a deadline is for.
+nothing moved for that long: EAGAIN. The first byte of a frame is sent without blocking, because a
+frame that cannot begin before its deadline does not leave. One that has begun must be finished, or
+nothing could follow it; whoever sends it is kept until its deadline, and then a thread does it.
 
 This file must not know addresses, nor what a frame means.
 """
@@ -17,7 +18,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NoReturn, final
+from contextlib import suppress
+from typing import Final, final
 
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
@@ -164,19 +166,25 @@ class SocketChannel:
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         if not self._sending.acquire(False):
             self._wait_for_turn(deadline)
+        is_finished_later = False
         try:
-            self._send(parts, ancillary, deadline)
+            is_finished_later = self._send(parts, ancillary, deadline)
         finally:
-            self._sending.release()
-            if self._guard.story is not None:
-                self._guard.settle()
+            if not is_finished_later:
+                self._give_up_turn()
 
     def _wait_for_turn(self, deadline: float) -> None:
         left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         if not self._sending.acquire(timeout=left):
             raise unread_by_deadline(self.remote)
 
-    def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+    def _give_up_turn(self) -> None:
+        self._sending.release()
+        if self._guard.story is not None:
+            self._guard.settle()
+
+    def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> bool:
+        """Whether some of it was left at the deadline, for a thread that has our turn now."""
         waiting = False
         try:
             rest = self._push(parts, _AT_ONCE, ancillary)
@@ -185,11 +193,11 @@ class SocketChannel:
                 self._wait_for_room(deadline)
                 waiting = False
                 rest = self._push(parts, _AT_ONCE, ancillary)
-            while rest:
-                before = rest
-                rest = self._push(before, _PATIENTLY)
-                if rest is before:
-                    self._give_up_stalled()
+            if rest:
+                rest = self._go_on(rest, deadline)
+            if rest:
+                self._finish_later(rest)
+            return bool(rest)
         except GradwireError:
             raise
         except BaseException:
@@ -198,6 +206,39 @@ class SocketChannel:
             if not waiting:
                 self._guard.end(INTERRUPTED)
             raise
+
+    def _go_on(self, rest: list[Buffer], deadline: float) -> list[Buffer]:
+        """Send until the deadline; what is left then. The peer is slow, if not stalled."""
+        while rest and (left := deadline - time.monotonic()) > 0:
+            if left > self._stall:
+                rest = self._push_patiently(rest)
+            else:
+                self._poll(left)
+                rest = self._push(rest, _AT_ONCE)
+        return rest
+
+    def _finish_later(self, rest: list[Buffer]) -> None:
+        """The buffers are their sender's again, so what is left of them is copied."""
+        owned: list[Buffer] = [bytes(part) for part in rest]
+        name = f"gradwire send {self.remote}"
+        threading.Thread(target=self._finish, args=(owned,), name=name, daemon=True).start()
+
+    def _finish(self, rest: list[Buffer]) -> None:
+        try:
+            while rest:
+                rest = self._push_patiently(rest)
+        except PeerLost:
+            pass  # whoever reads finds out
+        finally:
+            # An interrupt of the sender at the very moment may have given it up, with the channel.
+            with suppress(RuntimeError):
+                self._give_up_turn()
+
+    def _push_patiently(self, parts: list[Buffer]) -> list[Buffer]:
+        rest = self._push(parts, _PATIENTLY)
+        if rest is parts:
+            self._guard.lose(stalled(self._stall))
+        return rest
 
     def _push(self, parts: list[Buffer], flags: int, ancillary: Ancillary = ()) -> list[Buffer]:
         """Give the kernel what it takes, and return the rest: `parts` itself if it took nothing."""
@@ -220,6 +261,9 @@ class SocketChannel:
         left = deadline - time.monotonic()
         if left <= 0:
             raise unread_by_deadline(self.remote)
+        self._poll(left)
+
+    def _poll(self, left: float) -> None:
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT)
         poller.poll(1 + int(1000 * min(left, _LONGEST_POLL)))
@@ -230,9 +274,6 @@ class SocketChannel:
         if not isinstance(error, ConnectionError):
             self._guard.end(story_of(error))
         return PeerLost(self._guard.story or story_of(error))
-
-    def _give_up_stalled(self) -> NoReturn:
-        self._guard.lose(stalled(self._stall))
 
 
 def as_timeval(seconds: float) -> bytes:
