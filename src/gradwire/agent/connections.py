@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import final
 
@@ -65,6 +66,9 @@ class Connections:
         self._lock = threading.Lock()
         self._dialling: dict[WorkerId, threading.Lock] = {}
         self._channels: dict[WorkerId, list[Channel]] = {}
+        self._losses: Counter[WorkerId] = Counter()
+        self._lost_us: Counter[WorkerId] = Counter()
+        """how often each peer was lost in its life, and how often it has lost us, as it says"""
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self.on_joined: Callable[[WorkerId], None] = lambda _: None
@@ -140,7 +144,7 @@ class Connections:
             self._greet(channel, worker, until)
             theirs = self._heard(channel, until)
             self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
-            self._directory.greeted(worker, theirs.life, theirs.since)
+            self._greeted(worker, theirs)
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
@@ -168,12 +172,12 @@ class Connections:
         theirs = self._heard(channel, until)
         member = introduction.check(theirs, name, directory, dialled=None)
         self._admit(member)
-        directory.greeted(member.id, member.life, theirs.since)
+        self._greeted(member.id, theirs)
         self._greet(channel, member.id, until)
         self._adopt(member.id, channel)
 
     def _greet(self, channel: Channel, peer: WorkerId, deadline: float) -> None:
-        said = encode(introduction.hello(self._directory, peer))
+        said = encode(introduction.hello(self._directory, peer, self._losses[peer]))
         channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
 
     def _heard(self, channel: Channel, deadline: float) -> Hello:
@@ -190,7 +194,22 @@ class Connections:
             error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
             for channel in self._dropped(worker, error):
                 self._on_end(worker, channel, error, False)
+            self._losses[worker] = self._lost_us[worker] = 0
             self.on_reborn(worker, error)
+
+    def _greeted(self, worker: WorkerId, theirs: Hello) -> None:
+        """A peer that has lost us since it last greeted us has ended all channels of before.
+
+        We may not have seen that yet, as one that was frozen has not; then it is seen here, before
+        anything comes by the new channel.
+        """
+        self._directory.greeted(worker, theirs.life, theirs.since)
+        with self._lock:
+            is_news = theirs.losses > self._lost_us[worker]
+            self._lost_us[worker] = max(theirs.losses, self._lost_us[worker])
+        if is_news:
+            name = self._directory.name(worker)
+            self.hang_up(worker, PeerLost(f"{name} has ended its connections with us"))
 
     def hang_up(self, worker: WorkerId, error: PeerLost) -> None:
         """End every channel to this worker; the next that is needed is dialled anew."""
@@ -202,6 +221,7 @@ class Connections:
         """The channels to this worker, which are closed now."""
         with self._lock:
             channels = self._channels.pop(worker, [])
+            self._losses[worker] += bool(channels)
         for channel in channels:
             channel.close(str(error))
         return channels
@@ -250,6 +270,7 @@ class Connections:
             was_given_up = channel not in known
             if not was_given_up:
                 self._channels[worker] = []
+                self._losses[worker] += 1
         channel.close(str(error))
         if was_given_up:
             return
