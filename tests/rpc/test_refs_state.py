@@ -614,6 +614,7 @@ class Cluster:
         self.unsent: list[tuple[Hold, Message]] = []
         self.holds: list[tuple[int, Hold]] = []
         self.creating: list[tuple[int, ForkId]] = []
+        self.calls: dict[ForkId, int] = {}
         self.broken: set[tuple[int, ForkId | RefId]] = set()
 
     # What users do.
@@ -625,6 +626,7 @@ class Cluster:
         self.holds.append((worker, hold))
         if hold.fork is not None:
             self.creating.append((worker, hold.fork))
+            self.calls[hold.fork] = owner
             self.send(Message("create", worker, owner, hold.ref, hold.fork))
         return None
 
@@ -695,14 +697,20 @@ class Cluster:
 
     def serve_loss(self, table: RefTable, got: Message) -> list[Action]:
         self.knows_lost.add((got.dst, got.src))
+        for fork, owner in self.calls.items():
+            if (fork.worker, owner) == (got.dst, got.src):
+                self.perform(got.dst, table.creation_lost(fork))
         return table.peer_lost(got.src)
 
     def serve_fork(self, table: RefTable, got: Message) -> None:
         verdict = table.fork_arrived(got.ref, got.fork, got.src)
-        self.send(Message("verdict", got.dst, got.src, fork=got.fork, verdict=verdict))
+        self.send(Message("verdict", got.dst, got.src, got.ref, got.fork, verdict=verdict))
 
     def serve_verdict(self, table: RefTable, got: Message) -> list[Action]:
-        return table.fork_answered(got.fork, got.verdict)
+        actions = table.fork_answered(got.fork, got.verdict)
+        if got.verdict is Verdict.COUNTED:
+            actions += table.fork_unwanted(SendFork(got.ref, got.fork, got.src))
+        return actions
 
     def serve_accept(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("accept_ack", got.dst, got.src, fork=got.fork))

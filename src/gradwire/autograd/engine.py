@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import final
 
 import torch
@@ -282,13 +283,16 @@ class Engine:
         self.close(message.context, message.lost or None)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
+        """What is known now is dropped: a peer that comes back may open contexts meanwhile."""
         self.passes.peer_lost(worker, error)
-        self._agent.dispatch.service.submit(lambda: self._forget_lost(worker))
+        known, rooted = self.contexts.all(), self.passes.rooted_at(worker)
+        forget = partial(self._forget_lost, worker, known, rooted)
+        self._agent.dispatch.service.submit(forget)
 
-    def _forget_lost(self, worker: WorkerId) -> None:
-        for id in self.contexts.all():
+    def _forget_lost(self, worker: WorkerId, known: list[ContextId], rooted: list[Running]) -> None:
+        for id in known:
             if opener_of(id) == worker:
                 self.close(id, lost=self._agent.directory.name(worker))
             elif opener_of(id) != self._me:
                 self._forgetting.ask(id)
-        self._served.root_lost(worker)
+        self._served.root_lost(worker, rooted)

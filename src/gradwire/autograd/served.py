@@ -155,13 +155,13 @@ class Served:
                     tokens, ledger, landmarks, enter, retain_graph=retain, create_graph=create
                 )
 
-    def root_lost(self, worker: WorkerId) -> None:
+    def root_lost(self, worker: WorkerId, rooted: list[Running]) -> None:
         """Put back what passes that began there have changed here, unless they ended well.
 
         A run that is over here may be one that ended well, and the word of it was lost with the
         connection. Where nobody listens any more there is nobody who could count on it.
         """
-        for running in self._passes.rooted_at(worker):
+        for running in rooted:
             if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
                 if self._ended_well(worker, running):
                     running.ledger.keep()

@@ -21,7 +21,7 @@ from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
-from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
+from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc import rights
 from gradwire.rpc.contents import Content, Raised
@@ -160,8 +160,10 @@ class Refs:
     def creation_ended(self, fork: ForkId, outcome: Outcome) -> None:
         """The creating call was answered, or given up."""
         with self._lock:
-            if isinstance(outcome, CallTimeout):
+            if isinstance(outcome, CallTimeout | Cancelled):
                 actions = self._table.creation_timed_out(fork)
+            elif isinstance(outcome, PeerLost):
+                actions = self._table.creation_lost(fork)
             else:
                 actions = self._table.creation_answered(fork)
         self._perform(actions)
@@ -390,6 +392,8 @@ class Refs:
             match sending:
                 case SendFork() if verdict is not None:
                     actions = self._table.fork_answered(sending.fork, verdict)
+                    if verdict is Verdict.COUNTED:
+                        actions += self._table.fork_unwanted(sending)
                 case SendAccept():
                     self._table.accept_acknowledged(sending.fork)
                 case SendDrop():
