@@ -35,7 +35,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
 from gradwire.autograd.torch_private import current_run, will_execute
-from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError
+from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
@@ -72,6 +72,7 @@ class Served:
             if running is None:  # it failed before it reached us
                 self._agent.noting.came_late(source.worker)
                 return
+            self._check_root_is_there(running, source)
             first = start.first
             if first is not None and check_gradients(context, first.edge, source.worker):
                 running.settle_with(first, payload, self._agent.limits)
@@ -79,6 +80,14 @@ class Served:
             self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere
             self._tell_failed(start, source.worker, error, limit)
+
+    def _check_root_is_there(self, running: Running, source: Source) -> None:
+        """Its loss may have been dealt with before the pass came to be."""
+        try:
+            self._agent.check_asker(source)
+        except PeerLost:
+            self._passes.over(running)
+            raise
 
     def _find(self, start: Start, root: WorkerId) -> Context:
         try:
