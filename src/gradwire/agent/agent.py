@@ -232,6 +232,10 @@ class Agent:
             return False
         return True
 
+    def is_connected(self, worker: WorkerId) -> bool:
+        """Whether there is a connection to it now."""
+        return self._connections.has(worker)
+
     def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
         """It could not be reached: unless it is connected now, `tell` counts it as lost."""
         return self._connections.unreached(worker, tell)

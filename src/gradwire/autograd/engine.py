@@ -20,6 +20,7 @@ import torch
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
+from gradwire.agent.pool import Job
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
 from gradwire.autograd.checking import check_crossing, check_gradients
@@ -285,14 +286,13 @@ class Engine:
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """What is known now is dropped: a peer that comes back may open contexts meanwhile."""
         self.passes.peer_lost(worker, error)
-        known, rooted = self.contexts.all(), self.passes.rooted_at(worker)
-        forget = partial(self._forget_lost, worker, known, rooted)
-        self._agent.dispatch.service.submit(forget)
+        known, settle = self.contexts.all(), self._served.root_lost(worker)
+        self._agent.dispatch.service.submit(partial(self._forget_lost, worker, known, settle))
 
-    def _forget_lost(self, worker: WorkerId, known: list[ContextId], rooted: list[Running]) -> None:
+    def _forget_lost(self, worker: WorkerId, known: list[ContextId], settle: Job) -> None:
         for id in known:
             if opener_of(id) == worker:
                 self.close(id, lost=self._agent.directory.name(worker))
             elif opener_of(id) != self._me:
                 self._forgetting.ask(id)
-        self._served.root_lost(worker, rooted)
+        settle()

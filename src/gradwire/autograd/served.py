@@ -15,6 +15,8 @@ from gradwire.agent.agent import Agent, Answer
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
+from gradwire.agent.pool import Job
+from gradwire.agent.promise import Promise
 from gradwire.autograd import profiling, run
 from gradwire.autograd.checking import check_gradients, check_root
 from gradwire.autograd.context import Context, Received, Sent
@@ -60,6 +62,8 @@ class Served:
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
         self._locks, self._inside = locks, inside
+        self._doubts: dict[WorkerId, list[Promise[None]]] = {}
+        """the roots that were lost, until what their passes have changed is kept or put back"""
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
@@ -73,6 +77,8 @@ class Served:
                 self._agent.noting.came_late(source.worker)
                 return
             self._check_root_is_there(running, source)
+            if self._doubts.get(source.worker):
+                self._wait_while_in_doubt(source.worker, running, start.seconds)
             first = start.first
             if first is not None and check_gradients(context, first.edge, source.worker):
                 running.settle_with(first, payload, self._agent.limits)
@@ -88,6 +94,14 @@ class Served:
         except PeerLost:
             self._passes.over(running)
             raise
+
+    def _wait_while_in_doubt(self, root: WorkerId, running: Running, seconds: float) -> None:
+        """A root that was lost and is back may meet leaves that its last pass has changed."""
+        for doubt in list(self._doubts[root]):
+            try:
+                doubt.wait(seconds)
+            except TimeoutError:
+                raise DeadlinePassed(f"an earlier pass than {running.id} is not over yet") from None
 
     def _find(self, start: Start, root: WorkerId) -> Context:
         try:
@@ -164,19 +178,32 @@ class Served:
                     tokens, ledger, landmarks, enter, retain_graph=retain, create_graph=create
                 )
 
-    def root_lost(self, worker: WorkerId, rooted: list[Running]) -> None:
-        """Put back what passes that began there have changed here, unless they ended well.
+    def root_lost(self, worker: WorkerId) -> Job:
+        """What puts back what passes that began there have changed here, unless they ended well.
 
         A run that is over here may be one that ended well, and the word of it was lost with the
-        connection. Where nobody listens any more there is nobody who could count on it.
+        connection. Where nobody listens any more there is nobody who could count on it. Until that
+        is settled no pass of the same root begins here.
         """
-        for running in rooted:
-            if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
-                if self._ended_well(worker, running):
-                    running.ledger.keep()
-                else:
-                    running.ledger.undo()
-            self._passes.over(running)
+        rooted = self._passes.rooted_at(worker)
+        if not rooted:
+            return lambda: None
+        doubt: Promise[None] = Promise()
+        self._doubts.setdefault(worker, []).append(doubt)
+        return partial(self._settle, worker, rooted, doubt)
+
+    def _settle(self, worker: WorkerId, rooted: list[Running], doubt: Promise[None]) -> None:
+        try:
+            for running in rooted:
+                if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
+                    if self._ended_well(worker, running):
+                        running.ledger.keep()
+                    else:
+                        running.ledger.undo()
+                self._passes.over(running)
+        finally:
+            self._doubts[worker].remove(doubt)
+            doubt.settle(None)
 
     def _ended_well(self, root: WorkerId, running: Running) -> bool:
         agent = self._agent
