@@ -99,6 +99,40 @@ def test_a_function_that_has_not_begun_is_dropped_when_its_caller_has_given_up(g
     assert SEEN[gate] == []
 
 
+def test_the_references_of_a_function_that_never_began_are_let_go(gate):
+    with cluster(2, expose=[HERE], options=ONE_AT_A_TIME) as two:
+        theirs = two[0].run(gw.remote, "w1", torch.ones, args=(2,))
+        mine = two[0].run(gw.RRef, torch.ones(2))
+        first = two[0].run(gw.rpc_async, "w1", hold_here, args=(gate,))
+        begun(gate)
+        with pytest.raises(CallTimeout):
+            two[0].run(gw.rpc_sync, "w1", mark, args=(gate, [mine, theirs]), timeout=0.02)
+        errands = two[1].worker.agent.dispatch.errands
+        assert eventually(lambda: any(e.cancelled for e in errands._open))
+        GATES[gate].set()
+        first.wait()
+        del mine, theirs
+
+        assert_nothing_left(two)
+
+
+def test_a_value_whose_making_was_called_off_with_its_maker_is_let_go(workers, gate):
+    """w1 makes one on w2 for a call of w0's that is called off before w2 has taken it."""
+    outer = workers[0].run(gw.rpc_async, "w1", make_elsewhere, args=(gate,))
+    begun(gate)
+    outer.cancel()
+    GATES[gate].set()
+    with pytest.raises(Cancelled):
+        outer.wait()
+
+    assert eventually(lambda: workers[2].worker.refs.statistics().owned == 0)
+
+
+def make_elsewhere(gate):
+    made = gw.remote("w2", hold_here, args=(gate,))
+    return made.to_here()
+
+
 def hold_here(gate):
     GATES[gate + " begun"].set()
     assert GATES[gate].wait(30)
