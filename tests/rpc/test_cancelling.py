@@ -116,21 +116,26 @@ def test_the_references_of_a_function_that_never_began_are_let_go(gate):
         assert_nothing_left(two)
 
 
-def test_a_value_whose_making_was_called_off_with_its_maker_is_let_go(workers, gate):
-    """w1 makes one on w2 for a call of w0's that is called off before w2 has taken it."""
-    outer = workers[0].run(gw.rpc_async, "w1", make_elsewhere, args=(gate,))
-    begun(gate)
-    outer.cancel()
-    GATES[gate].set()
-    with pytest.raises(Cancelled):
-        outer.wait()
+def test_a_value_that_is_made_only_after_its_call_was_called_off_is_let_go(gate):
+    """w1 asks w2 for it, for a call of w0's; w2 is busy with another until that is called off."""
+    with cluster(3, expose=[HERE], options=ONE_AT_A_TIME) as three:
+        busy = three[0].run(gw.rpc_async, "w2", hold_here, args=(gate,))
+        begun(gate)
+        outer = three[0].run(gw.rpc_async, "w1", fetched_from_w2)
+        refs = three[1].worker.refs
+        assert eventually(lambda: refs.statistics().held == 1)
+        outer.cancel()
+        with pytest.raises(Cancelled):
+            outer.wait()
+        assert not eventually(lambda: refs.statistics().held == 0, 0.2)  # w2 does not know it yet
+        GATES[gate].set()
+        busy.wait()
 
-    assert eventually(lambda: workers[2].worker.refs.statistics().owned == 0)
+        assert_nothing_left(three)
 
 
-def make_elsewhere(gate):
-    made = gw.remote("w2", hold_here, args=(gate,))
-    return made.to_here()
+def fetched_from_w2():
+    return gw.remote("w2", name).to_here()
 
 
 def hold_here(gate):
