@@ -349,12 +349,12 @@ def test_a_fork_that_is_counted_after_its_holder_gave_it_up_is_dropped():
     theirs, actions = passed(a, hold, c, C)
     (asked,) = actions
     c.peer_lost(B)
-    assert c.fork_unwanted(asked) == []  # nothing is said to who is lost
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == []  # nothing is said to who is lost
     c.peer_joined(B)
     assert b.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.COUNTED
 
     assert c.fork_answered(fork_of(theirs), Verdict.COUNTED) == []
-    assert c.fork_unwanted(asked) == [SendDrop(hold.ref, fork_of(theirs), B)]
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == [SendDrop(hold.ref, fork_of(theirs), B)]
     b.drop_arrived(hold.ref, fork_of(theirs))
     assert b.leaks() == [(hold.ref, fork_of(hold), A)]
 
@@ -365,7 +365,7 @@ def test_a_fork_that_is_held_on_is_not_dropped_when_it_is_counted():
     theirs, (asked,) = passed(a, hold, c, C)
     c.fork_answered(fork_of(theirs), Verdict.COUNTED)
 
-    assert c.fork_unwanted(asked) == []
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == []
 
 
 def test_a_reference_that_arrives_after_its_owner_was_lost_is_broken_and_frees_its_maker():
@@ -755,10 +755,9 @@ class Cluster:
         self.send(Message("verdict", got.dst, got.src, got.ref, got.fork, verdict=verdict))
 
     def serve_verdict(self, table: RefTable, got: Message) -> list[Action]:
+        asked = SendFork(got.ref, got.fork, got.src)
         actions = table.fork_answered(got.fork, got.verdict)
-        if got.verdict is Verdict.COUNTED:
-            actions += table.fork_unwanted(SendFork(got.ref, got.fork, got.src))
-        return actions
+        return actions + table.fork_unwanted(asked, got.verdict)
 
     def serve_accept(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("accept_ack", got.dst, got.src, fork=got.fork))

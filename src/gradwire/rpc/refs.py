@@ -159,13 +159,10 @@ class Refs:
 
     def creation_ended(self, fork: ForkId, outcome: Outcome) -> None:
         """The creating call was answered, or given up."""
+        table, is_late = self._table, isinstance(outcome, CallTimeout | Cancelled)
+        ended = table.creation_timed_out if is_late else table.creation_answered
         with self._lock:
-            if isinstance(outcome, CallTimeout | Cancelled):
-                actions = self._table.creation_timed_out(fork)
-            elif isinstance(outcome, PeerLost):
-                actions = self._table.creation_lost(fork)
-            else:
-                actions = self._table.creation_answered(fork)
+            actions = (table.creation_lost if isinstance(outcome, PeerLost) else ended)(fork)
         self._perform(actions)
 
     # -- references on their way
@@ -392,8 +389,7 @@ class Refs:
             match sending:
                 case SendFork() if verdict is not None:
                     actions = self._table.fork_answered(sending.fork, verdict)
-                    if verdict is Verdict.COUNTED:
-                        actions += self._table.fork_unwanted(sending)
+                    actions += self._table.fork_unwanted(sending, verdict)
                 case SendAccept():
                     self._table.accept_acknowledged(sending.fork)
                 case SendDrop():

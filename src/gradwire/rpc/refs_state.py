@@ -333,10 +333,11 @@ class RefTable:
             return []
         return self._counted(held) if verdict is Verdict.COUNTED else self._broke(held, fork.worker)
 
-    def fork_unwanted(self, asked: SendFork) -> list[Action]:
-        """The owner has counted a fork; if we gave it up while that was asked, it is dropped."""
+    def fork_unwanted(self, asked: SendFork, verdict: Verdict) -> list[Action]:
+        """The owner answered; what it has counted, and we gave up meanwhile, is dropped."""
         held = self._held.get(asked.fork)
-        if asked.to in self._lost or (held is not None and held.stage is not _Stage.BROKEN):
+        is_wanted = held is not None and held.stage is not _Stage.BROKEN
+        if is_wanted or verdict is not Verdict.COUNTED or asked.to in self._lost:
             return []
         send = self._drops[asked.fork] = SendDrop(asked.ref, asked.fork, asked.to)
         return [send]
