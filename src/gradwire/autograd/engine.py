@@ -36,7 +36,7 @@ from gradwire.autograd.running import Held, Running
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
-from gradwire.errors import ContextClosed, PeerLost, UsageError
+from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
 from gradwire.options import Timeouts
 from gradwire.wire.tensor import encode_tensors
@@ -212,6 +212,11 @@ class Engine:
         if running is None:
             self._agent.events.emit("late", message.edge)
             self._agent.noting.came_late(source.worker)
+            return
+        if running.has_come(message.edge) and running.error is None:
+            name = self._agent.directory.name(source.worker)
+            twice = BadMessage(f"{message.edge} was settled twice in {running.id} by {name}")
+            running.fail(twice.about(name, phase="backward"))
             return
         running.settle_with(message, payload, self.limits)
         if message.last:
