@@ -216,12 +216,14 @@ def test_contexts_do_not_nest(workers):
 
 
 def never_ready(gradient):
-    """A hook that lets the clock run out while a pass waits for what it does not give."""
+    """A hook that lets the clock run out, and gives nothing before both workers have seen it."""
     CLOCK[0].advance(100)
+    engines = [member.worker.engine for member in SLOW]
+    assert eventually(lambda: all(p.error is not None for e in engines for p in e.passes.all()))
     return gradient
 
 
-CLOCK = []
+CLOCK, SLOW = [], []
 
 
 def slowly(x):
@@ -235,6 +237,7 @@ def test_a_pass_that_takes_too_long_is_given_up_everywhere_and_says_what_it_wait
     CLOCK[:] = [clock]
     options = Options(timeouts=Timeouts(backward=50))
     with cluster(2, expose=[slowly], clock=clock, options=options) as workers:
+        SLOW[:] = workers
 
         def program(_):
             x = torch.ones(2, requires_grad=True)
@@ -248,7 +251,7 @@ def test_a_pass_that_takes_too_long_is_given_up_everywhere_and_says_what_it_wait
             assert x.grad is None
 
         on_w0(workers, program)
-        assert eventually(lambda: all(len(w.worker.engine.passes) == 0 for w in workers))
+        assert all(len(member.worker.engine.passes) == 0 for member in workers)
 
 
 def test_a_root_that_leaves_right_after_a_good_pass_takes_nothing_back():

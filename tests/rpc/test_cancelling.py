@@ -99,6 +99,45 @@ def test_a_function_that_has_not_begun_is_dropped_when_its_caller_has_given_up(g
     assert SEEN[gate] == []
 
 
+def test_the_references_of_a_function_that_never_began_are_let_go(gate):
+    with cluster(2, expose=[HERE], options=ONE_AT_A_TIME) as two:
+        theirs = two[0].run(gw.remote, "w1", torch.ones, args=(2,))
+        mine = two[0].run(gw.RRef, torch.ones(2))
+        first = two[0].run(gw.rpc_async, "w1", hold_here, args=(gate,))
+        begun(gate)
+        with pytest.raises(CallTimeout):
+            two[0].run(gw.rpc_sync, "w1", mark, args=(gate, [mine, theirs]), timeout=0.02)
+        errands = two[1].worker.agent.dispatch.errands
+        assert eventually(lambda: any(e.cancelled for e in errands._open))
+        GATES[gate].set()
+        first.wait()
+        del mine, theirs
+
+        assert_nothing_left(two)
+
+
+def test_a_value_that_is_made_only_after_its_call_was_called_off_is_let_go(gate):
+    """w1 asks w2 for it, for a call of w0's; w2 is busy with another until that is called off."""
+    with cluster(3, expose=[HERE], options=ONE_AT_A_TIME) as three:
+        busy = three[0].run(gw.rpc_async, "w2", hold_here, args=(gate,))
+        begun(gate)
+        outer = three[0].run(gw.rpc_async, "w1", fetched_from_w2)
+        refs = three[1].worker.refs
+        assert eventually(lambda: refs.statistics().held == 1)
+        outer.cancel()
+        with pytest.raises(Cancelled):
+            outer.wait()
+        assert not eventually(lambda: refs.statistics().held == 0, 0.2)  # w2 does not know it yet
+        GATES[gate].set()
+        busy.wait()
+
+        assert_nothing_left(three)
+
+
+def fetched_from_w2():
+    return gw.remote("w2", name).to_here()
+
+
 def hold_here(gate):
     GATES[gate + " begun"].set()
     assert GATES[gate].wait(30)

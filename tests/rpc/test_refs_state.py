@@ -139,6 +139,29 @@ def test_a_creating_call_of_a_lost_worker_is_forgotten_as_it_arrives():
     assert b.statistics() == EMPTY
 
 
+def test_a_creating_call_that_leaves_only_after_its_owner_was_lost_and_is_back_is_counted():
+    a, b = RefTable(A), RefTable(B)
+    hold = a.create(B)
+
+    assert a.peer_lost(B) == []
+    a.peer_joined(B)
+    b.owned.creation_arrived(hold.ref, fork_of(hold))
+    assert a.creation_answered(fork_of(hold)) == [Confirmed(hold.ref, fork_of(hold))]
+    assert a.hold_ended(hold) == [SendDrop(hold.ref, fork_of(hold), B)]
+
+
+def test_a_creating_call_that_was_lost_breaks_its_reference():
+    a = RefTable(A)
+    hold, gone = a.create(B), a.create(B)
+    a.hold_ended(gone)
+
+    assert a.creation_lost(fork_of(hold)) == [Broken(hold.ref, fork_of(hold), B)]
+    assert a.creation_lost(fork_of(gone)) == []
+    assert a.peer_lost(B) == []
+    assert a.hold_ended(hold) == []
+    assert a.statistics() == EMPTY
+
+
 # 2. The owner's own holds.
 
 
@@ -318,6 +341,31 @@ def test_a_reference_to_a_lost_owner_breaks_and_owes_nothing():
         a.pack(hold, C)
     assert a.hold_ended(hold) == []
     assert a.statistics() == EMPTY
+
+
+def test_a_fork_that_is_counted_after_its_holder_gave_it_up_is_dropped():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    theirs, actions = passed(a, hold, c, C)
+    (asked,) = actions
+    c.peer_lost(B)
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == []  # nothing is said to who is lost
+    c.peer_joined(B)
+    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C, asked.n) is Verdict.COUNTED
+
+    assert c.fork_answered(fork_of(theirs), Verdict.COUNTED) == []
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == [SendDrop(hold.ref, fork_of(theirs), B)]
+    b.owned.drop_arrived(hold.ref, fork_of(theirs))
+    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
+
+
+def test_a_fork_that_is_held_on_is_not_dropped_when_it_is_counted():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = created(a, b)
+    theirs, (asked,) = passed(a, hold, c, C)
+    c.fork_answered(fork_of(theirs), Verdict.COUNTED)
+
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == []
 
 
 def test_a_reference_that_arrives_after_its_owner_was_lost_is_broken_and_frees_its_maker():
@@ -670,6 +718,7 @@ class Cluster:
         self.unsent: list[tuple[Hold, Message]] = []
         self.holds: list[tuple[int, Hold]] = []
         self.creating: list[tuple[int, ForkId]] = []
+        self.calls: dict[ForkId, int] = {}
         self.broken: set[tuple[int, ForkId | RefId]] = set()
 
     # What users do.
@@ -681,6 +730,7 @@ class Cluster:
         self.holds.append((worker, hold))
         if hold.fork is not None:
             self.creating.append((worker, hold.fork))
+            self.calls[hold.fork] = owner
             self.send(Message("create", worker, owner, hold.ref, hold.fork))
         return None
 
@@ -751,15 +801,20 @@ class Cluster:
 
     def serve_loss(self, table: RefTable, got: Message) -> list[Action]:
         self.knows_lost.add((got.dst, got.src))
+        for fork, owner in self.calls.items():
+            if (fork.worker, owner) == (got.dst, got.src):
+                self.perform(got.dst, table.creation_lost(fork))
         return table.peer_lost(got.src)
 
     def serve_fork(self, table: RefTable, got: Message) -> None:
         table.owned.settled_below(got.src, got.floor)
         verdict = table.owned.fork_arrived(got.ref, got.fork, got.src, got.n)
-        self.send(Message("verdict", got.dst, got.src, fork=got.fork, verdict=verdict))
+        self.send(Message("verdict", got.dst, got.src, got.ref, got.fork, None, verdict, got.n))
 
     def serve_verdict(self, table: RefTable, got: Message) -> list[Action]:
-        return table.fork_answered(got.fork, got.verdict)
+        asked = SendFork(got.ref, got.fork, got.src, got.n)
+        actions = table.fork_answered(got.fork, got.verdict)
+        return actions + table.fork_unwanted(asked, got.verdict)
 
     def serve_accept(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("accept_ack", got.dst, got.src, fork=got.fork))

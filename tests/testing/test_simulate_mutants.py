@@ -12,6 +12,7 @@ from gradwire.agent.dispatch import Dispatch
 from gradwire.autograd import engine, root
 from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.ledger import Ledger
+from gradwire.autograd.served import Served
 from gradwire.autograd.state import PassState
 from gradwire.rpc import refs
 from gradwire.rpc.asks_state import Asked
@@ -36,8 +37,8 @@ def mutant(liveness, seed):
 def an_answer_finds_no_request(patch):
     answered = CallTable.answered
 
-    def sometimes(self, n):
-        pending = answered(self, n)
+    def sometimes(self, n, by=None):
+        pending = answered(self, n, by)
         return None if n % 8 == 5 else pending
 
     patch.setattr(CallTable, "answered", sometimes)
@@ -53,7 +54,7 @@ def an_edge_is_left_out_of_a_pass(patch):
     patch.setattr(root, "union", without_one)
 
 
-@mutant(False, 45)
+@mutant(False, 0)
 def a_new_life_counts_from_where_the_old_one_did(patch):
     patch.setattr(engine, "first_of", lambda life: 0)
     patch.setattr(refs, "first_of", lambda life: 0)
@@ -64,17 +65,17 @@ def requests_on_a_lost_channel_are_taken_for_delivered(patch):
     patch.setattr(CallTable, "channel_lost", lambda self, channel: [])
 
 
-@mutant(False, 7)
+@mutant(False, 0)
 def the_root_does_not_wait_for_the_others(patch):
     patch.setattr(PassState, "unfinished", lambda self: [])
 
 
-@mutant(False, 11)
+@mutant(False, 235)
 def a_pass_goes_on_without_a_worker_that_is_lost(patch):
     patch.setattr(PassState, "concerns", lambda self, worker: False)
 
 
-@mutant(False, 238)
+@mutant(False, 178)
 def a_failed_pass_keeps_its_gradients(patch):
     patch.setattr(Ledger, "undo", Ledger.keep)
 
@@ -90,7 +91,7 @@ def a_reference_ends_without_a_word(patch):
     patch.setattr(RefTable, "_maybe_drop", silent)
 
 
-@mutant(False, 31)
+@mutant(False, 42)
 def a_fork_that_was_dropped_is_counted_again(patch):
     arrived = Owned.fork_arrived
 
@@ -135,6 +136,11 @@ def nobody_asks_the_opener_of_a_context(patch):
     patch.setattr(Forgetting, "ask", lambda self, context, tried=0: None)
 
 
+@mutant(False, 14)
+def a_lost_root_leaves_its_passes_behind(patch):
+    patch.setattr(Served, "root_lost", lambda self, worker: lambda: None)
+
+
 def first_found(name, seeds, monkeypatch):
     """The first of these seeds that finds this mistake."""
     break_it, liveness, _ = MUTANTS[name]
@@ -150,6 +156,6 @@ def test_a_deliberate_mistake_is_found(name, monkeypatch):
     assert first_found(name, [seed], monkeypatch) == seed
 
 
-def test_there_are_ten_and_more():
-    assert len(MUTANTS) >= 10
+def test_there_are_twelve_and_more():
+    assert len(MUTANTS) >= 12
     assert all(seed < 1000 for _, _, seed in MUTANTS.values())

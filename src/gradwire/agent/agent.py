@@ -101,9 +101,10 @@ class Agent:
         handler: Handler[M],
         lane: Lane,
         what: Callable[[M], Hashable] = type,
+        refuse: Callable[[M], None] = lambda _: None,
     ) -> None:
         """Serve a kind of message. A handler that raises answers its request with a Failure."""
-        self.dispatch.handle(message_type, handler, lane, what)
+        self.dispatch.handle(message_type, handler, lane, what, refuse)
 
     def on_peer_lost(self, listener: OnLost) -> None:
         """Be told when the last connection to a worker ended, or a later life of it is there.
@@ -236,6 +237,10 @@ class Agent:
     def is_connected(self, worker: WorkerId) -> bool:
         """Whether there is a connection to it now."""
         return self._connections.has(worker)
+
+    def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
+        """It could not be reached: unless it is connected now, `tell` counts it as lost."""
+        return self._connections.unreached(worker, tell)
 
     def check_asker(self, source: Source) -> None:
         """Raise if who asked is lost. Then nobody waits for what was asked, or would let go of it.

@@ -2,14 +2,21 @@
 
 Between two workers there may be two channels, when both dialled at once; either carries anything.
 What a frame means is not known here: it is handed to `on_frame` together with whence it came.
+
+Note [What was before a loss]: with one channel to a worker all of them end, and the layers above
+forget what they had with it. Nothing of before may meet anything of after. So a loss is told before
+the next channel is used, and whoever greets says how often it has lost the other: then the other,
+which may not have noticed, has lost it too. A channel that was greeted before a loss, at
+either end, is not used after it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple, final
 
 from gradwire.agent import handshake, introduction
 from gradwire.agent.clock import Clock
@@ -35,6 +42,17 @@ OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 
 _JOIN_SECONDS = 5.0
 _HELLO = Kinds([Hello])
+
+
+class _Overtaken(PeerLost):
+    """A worker was lost while a channel to it was made: another may be made at once."""
+
+
+class _Greeted(NamedTuple):
+    """How often each of two workers had lost the other, as both said by one channel."""
+
+    here: int
+    there: int
 
 
 @final
@@ -64,7 +82,12 @@ class Connections:
         self._doorstep = Doorstep(directory.me.name, listener, options, clock, refusals)
         self._lock = threading.Lock()
         self._dialling: dict[WorkerId, threading.Lock] = {}
+        self._turns: dict[WorkerId, threading.RLock] = {}
+        """held while a worker's first channel, or its loss, is told: one after the other"""
         self._channels: dict[WorkerId, list[Channel]] = {}
+        self._losses: Counter[WorkerId] = Counter()
+        self._lost_us: Counter[WorkerId] = Counter()
+        """how often each peer was lost in its life, and how often it has lost us, as it says"""
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self.on_joined: Callable[[WorkerId], None] = lambda _: None
@@ -90,8 +113,15 @@ class Connections:
             name = self._directory.name(worker)
             raise DeadlinePassed(f"{self._directory.me.name} gave up waiting to dial {name}")
         try:
-            channels = self._channels.get(worker)
-            return channels[0] if channels else self._dial(worker, deadline)
+            while True:
+                channels = self._channels.get(worker)
+                if channels:
+                    return channels[0]
+                try:
+                    return self._dial(worker, deadline)
+                except _Overtaken:
+                    if self._clock.now() >= deadline:
+                        raise
         finally:
             dialling.release()
 
@@ -137,16 +167,16 @@ class Connections:
         until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)
-            self._greet(channel, worker, until)
+            here = self._greet(channel, worker, until)
             theirs = self._heard(channel, until)
             self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
-            self._directory.greeted(worker, theirs.life, theirs.since)
+            self._greeted(worker, theirs)
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
                 raise
             raise self._no_handshake(name, channel, error, deadline) from error
-        return self._adopt(worker, channel)
+        return self._adopt(worker, channel, _Greeted(here, theirs.losses))
 
     def _no_handshake(
         self, name: str, channel: Channel, error: GradwireError, deadline: float
@@ -168,13 +198,17 @@ class Connections:
         theirs = self._heard(channel, until)
         member = introduction.check(theirs, name, directory, dialled=None)
         self._admit(member)
-        directory.greeted(member.id, member.life, theirs.since)
-        self._greet(channel, member.id, until)
-        self._adopt(member.id, channel)
+        self._greeted(member.id, theirs)
+        here = self._greet(channel, member.id, until)
+        self._adopt(member.id, channel, _Greeted(here, theirs.losses))
 
-    def _greet(self, channel: Channel, peer: WorkerId, deadline: float) -> None:
-        said = encode(introduction.hello(self._directory, peer))
+    def _greet(self, channel: Channel, peer: WorkerId, deadline: float) -> int:
+        """Say who we are; how often we have lost the peer, as it now knows."""
+        with self._turn(peer):
+            losses = self._losses[peer]
+        said = encode(introduction.hello(self._directory, peer, losses))
         channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
+        return losses
 
     def _heard(self, channel: Channel, deadline: float) -> Hello:
         frame = channel.maybe_recv(deadline)
@@ -184,49 +218,90 @@ class Connections:
         assert isinstance(said, Hello)
         return said
 
+    def _turn(self, worker: WorkerId) -> threading.RLock:
+        with self._lock:
+            return self._turns.setdefault(worker, threading.RLock())
+
     def _admit(self, member: Member) -> None:
         """A peer whose earlier life we still speak with takes its place; that one is lost."""
         for worker in self._directory.admit(member):
             error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
-            for channel in self._dropped(worker, error):
-                self._on_end(worker, channel, error, False)
-            self.on_reborn(worker, error)
+            with self._turn(worker):
+                for channel in self._dropped(worker, error):
+                    self._on_end(worker, channel, error, False)
+                self._lost_us[worker] = 0
+                self.on_reborn(worker, error)
+
+    def _greeted(self, worker: WorkerId, theirs: Hello) -> None:
+        """See Note [What was before a loss]: one that was frozen has not seen that it was lost."""
+        self._directory.greeted(worker, theirs.life, theirs.since)
+        with self._turn(worker):
+            if theirs.losses > self._lost_us[worker]:
+                self._lost_us[worker] = theirs.losses
+                name = self._directory.name(worker)
+                self.hang_up(worker, PeerLost(f"{name} has ended its connections with us"))
 
     def hang_up(self, worker: WorkerId, error: PeerLost) -> None:
         """End every channel to this worker; the next that is needed is dialled anew."""
-        channels = self._dropped(worker, error)
-        for channel in channels:
-            self._on_end(worker, channel, error, channel is channels[-1])
+        with self._turn(worker):
+            channels = self._dropped(worker, error)
+            for channel in channels:
+                self._on_end(worker, channel, error, channel is channels[-1])
 
     def _dropped(self, worker: WorkerId, error: PeerLost) -> list[Channel]:
         """The channels to this worker, which are closed now."""
         with self._lock:
             channels = self._channels.pop(worker, [])
+            self._losses[worker] += bool(channels)
         for channel in channels:
             channel.close(str(error))
         return channels
 
-    def _adopt(self, worker: WorkerId, channel: Channel) -> Channel:
+    def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
+        """A worker could not be reached: `tell` counts it as lost. False if it is connected."""
+        with self._turn(worker):
+            with self._lock:
+                if self._channels.get(worker):
+                    return False
+                self._losses[worker] += 1
+            tell()
+        return True
+
+    def _adopt(
+        self, worker: WorkerId, channel: Channel, greeted: _Greeted | None = None
+    ) -> Channel:
         channel = self._wrap(channel)
-        with self._lock:
-            closed, known = self._closed, self._channels.get(worker, [])
-            too_many = len(known) >= self._most_of_a_peer
-            if not closed and not too_many:
-                self._channels[worker] = [*known, channel]
-        if too_many:
-            channel.close("one connection too many")
-            raise OverLimit(
-                f"{self._directory.name(worker)} has {len(known)} connections with this worker",
-                hint="close some, or raise Limits(connections=…)",
-            )
-        if closed:
-            channel.close("this worker has left")
-            raise PeerLost(f"{self._directory.me.name} has left")
-        if not known:
-            self.on_joined(worker)
-        self.lines.open(worker, channel, self._directory.name(worker))
+        with self._turn(worker):
+            with self._lock:
+                known = self._channels.get(worker, [])
+                refusal = self._maybe_refused(worker, len(known), greeted)
+                if refusal is None:
+                    self._channels[worker] = [*known, channel]
+            if refusal is None:
+                if not known:
+                    self.on_joined(worker)
+                self.lines.open(worker, channel, self._directory.name(worker))
+        if refusal is not None:
+            channel.close(refusal.message)
+            raise refusal
         self.on_opened()
         return channel
+
+    def _maybe_refused(
+        self, worker: WorkerId, known: int, greeted: _Greeted | None
+    ) -> GradwireError | None:
+        """Why a channel is not used, if so."""
+        name = self._directory.name(worker)
+        if self._closed:
+            return PeerLost(f"{self._directory.me.name} has left")
+        if known >= self._most_of_a_peer:
+            return OverLimit(
+                f"{name} has {known} connections with this worker",
+                hint="close some, or raise Limits(connections=…)",
+            )
+        if greeted not in (None, (self._losses[worker], self._lost_us[worker])):
+            return _Overtaken(f"{name} was lost while a connection to it was made")
+        return None
 
     def give_up(self, line: Line, error: GradwireError) -> None:
         """Its peer is taken for gone: end the channel, whatever is still on its way."""
@@ -245,19 +320,21 @@ class Connections:
         worker, which therefore may not live on in another channel.
         """
         worker, channel = line.worker, line.channel
-        with self._lock:
-            known = self._channels.get(worker, [])
-            was_given_up = channel not in known
-            if not was_given_up:
-                self._channels[worker] = []
-        channel.close(str(error))
-        if was_given_up:
-            return
-        for other in known:
-            if other is not channel:
-                other.close(f"another connection to the same worker ended: {error}")
-                self._on_end(worker, other, error, False)
-        self._on_end(worker, channel, error, not self._closed)
+        with self._turn(worker):
+            with self._lock:
+                known = self._channels.get(worker, [])
+                was_given_up = channel not in known
+                if not was_given_up:
+                    self._channels[worker] = []
+                    self._losses[worker] += 1
+            channel.close(str(error))
+            if was_given_up:
+                return
+            for other in known:
+                if other is not channel:
+                    other.close(f"another connection to the same worker ended: {error}")
+                    self._on_end(worker, other, error, False)
+            self._on_end(worker, channel, error, not self._closed)
 
     def _spawn(self, what: str, target: Callable[[], None]) -> None:
         name = f"gradwire {self._directory.me.name} {what}"

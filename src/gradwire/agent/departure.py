@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import final
 
@@ -78,8 +77,8 @@ class Leaver:
         for info in self._agent.directory.others():
             try:
                 self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
-            except GradwireError as error:
-                self._peer_lost(info.id, PeerLost(str(error)))
+            except GradwireError:
+                self._is_gone(info.id)
 
     def _wait_for(self, phase: int, deadline: float) -> list[WorkerId]:
         with self._changed:
@@ -102,14 +101,26 @@ class Leaver:
             self._lives[worker] = life
             if is_back:
                 self._departure.reborn(worker)
-            else:
-                self._departure.peer_lost(worker)
-            self._changed.notify_all()
-        if is_back and self._said:
-            self._agent.dispatch.service.submit(partial(self._say_again, worker))
+                self._changed.notify_all()
+            is_ready = self._departure.has_reached(worker, READY)
+        if is_ready:
+            self._is_gone(worker)
+        elif self._said:
+            self._agent.dispatch.service.submit(partial(self._say_again, worker, is_back))
 
-    def _say_again(self, worker: WorkerId) -> None:
-        """What its earlier life was told, the later one does not know."""
+    def _say_again(self, worker: WorkerId, is_back: bool) -> None:
+        """What was said may be lost with the connection, or with an earlier life.
+
+        Whoever cannot be reached is gone, unless it just came back: then its next life is told.
+        """
         deadline = self._agent.clock.now() + _SAY_AGAIN_SECONDS
-        with suppress(GradwireError):  # then it is lost again, and its next life is told
-            self._agent.tell(worker, Leaving(self._said), deadline=deadline)
+        try:
+            self._agent.tell(worker, Leaving(self._said), deadline=deadline, phase="shutdown")
+        except GradwireError:
+            if not is_back:
+                self._is_gone(worker)
+
+    def _is_gone(self, worker: WorkerId) -> None:
+        with self._changed:
+            self._departure.peer_lost(worker)
+            self._changed.notify_all()

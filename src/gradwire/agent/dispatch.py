@@ -34,12 +34,18 @@ class Lane(Enum):
 
 Payload = memoryview | None
 Handler = Callable[[M, Payload, Source], None]
+Guard = Callable[[Source, Job], None]
 
 
 class _Served(NamedTuple):
     handler: Callable[[Message, Payload, Source], None]
     lane: Lane
     what: Callable[[Message], Hashable]
+    refuse: Callable[[Message], None]
+
+
+def _nothing(_: Message) -> None:
+    pass
 
 
 def payload_of(frame: Frame) -> Payload:
@@ -70,15 +76,17 @@ class Dispatch:
         handler: Handler[M],
         lane: Lane,
         what: Callable[[M], Hashable] = type,
+        refuse: Callable[[M], None] = _nothing,
     ) -> None:
-        """Serve this kind of message; `what` it asks for tells how long it will take."""
+        """Serve this kind of message; `what` it asks for tells how long it will take.
+
+        One that is called off before it runs is given to `refuse`, to release what it holds.
+        """
         self._kinds.add(message_type)
-        served = _Served(handler, lane, what)  # type: ignore[arg-type]
+        served = _Served(handler, lane, what, refuse)  # type: ignore[arg-type]
         self._served[kind_of(message_type)] = served
 
-    def serve(
-        self, source: Source, frame: Frame, guard: Callable[[Source, Job], None], may_run: bool
-    ) -> Job | None:
+    def serve(self, source: Source, frame: Frame, guard: Guard, may_run: bool) -> Job | None:
         """Run the frame's handler in its lane, inside `guard`, which sees to its exceptions.
 
         If it is short and the thread that read it may, it is given back to be run there.
@@ -95,7 +103,8 @@ class Dispatch:
         measured: Job
         if served.lane is Lane.USER:
             self.errands.came(source)
-            pool, measured = self.user, partial(self._run_errand, source, what, job)
+            refuse = partial(served.refuse, message)
+            pool, measured = self.user, partial(self._run_errand, source, what, job, guard, refuse)
         else:
             pool, measured = self.service, partial(self._measured, what, job)
         if may_run and self._pace.is_short(what) and pool.has_room():
@@ -103,10 +112,14 @@ class Dispatch:
         pool.submit(self._unserved.counted(source.worker, frame, measured))
         return None
 
-    def _run_errand(self, errand: Source, what: Hashable, job: Job) -> None:
+    def _run_errand(
+        self, errand: Source, what: Hashable, job: Job, guard: Guard, refuse: Job
+    ) -> None:
         """Unless nobody waits for it any more."""
         try:
-            if not errand.cancelled:
+            if errand.cancelled:
+                guard(errand, refuse)
+            else:
                 self._measured(what, job)
         finally:
             self.errands.over(errand)

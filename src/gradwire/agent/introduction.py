@@ -13,11 +13,11 @@ from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
 
 
-def hello(directory: Directory, peer: WorkerId | None = None) -> Hello:
-    """What this worker says, to a peer if it knows who that is."""
+def hello(directory: Directory, peer: WorkerId | None = None, losses: int = 0) -> Hello:
+    """What this worker says, to a peer if it knows who that is, which it lost so often before."""
     me = directory.myself
     since = 0 if peer is None else directory.since_for(peer)
-    return Hello(me.id, me.life, me.address, me.note, since)
+    return Hello(me.id, me.life, me.address, me.note, since, losses)
 
 
 def check(theirs: Hello, name: str, directory: Directory, *, dialled: WorkerId | None) -> Member:

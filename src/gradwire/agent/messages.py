@@ -12,7 +12,7 @@ class Hello(Message, frozen=True, tag=0x01):
     `life` tells a worker from an earlier one of the same number. `address` is where it listens, for
     those who have not heard of it yet; `note` is what they should know besides. `since` is for a
     peer whose number was used before: the count of the sender's first context that is not older
-    than this life of the peer.
+    than this life of the peer. `losses` is how often the sender has lost the peer before.
     """
 
     worker: WorkerId
@@ -20,6 +20,7 @@ class Hello(Message, frozen=True, tag=0x01):
     address: str = ""
     note: str = ""
     since: int = 0
+    losses: int = 0
 
 
 class Failure(Message, frozen=True, tag=0x02):

@@ -121,7 +121,7 @@ class Contexts:
             if said_by is not None and not self._is_only_caller(id, said_by):
                 return None
             if lost is not None or said_by is not None or opener_of(id) != self._me:
-                end = _WELL if lost is said_by is None else _End(lost, said_by)
+                end = _WELL if lost is None and said_by is None else _End(lost, said_by)
                 known = self._closed.setdefault(id, end)
                 if said_by is None and known.said_by is not None:
                     self._closed[id] = _End(known.lost)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import final
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
+from gradwire.agent.pool import Job
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
 from gradwire.autograd.checking import check_crossing, check_gradients
@@ -34,7 +36,7 @@ from gradwire.autograd.running import Held, Running
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
-from gradwire.errors import ContextClosed, PeerLost, UsageError
+from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
 from gradwire.options import Timeouts
 from gradwire.wire.tensor import encode_tensors
@@ -210,6 +212,11 @@ class Engine:
             self._agent.events.emit("late", message.edge)
             self._agent.noting.came_late(source.worker)
             return
+        if running.has_come(message.edge) and running.error is None:
+            name = self._agent.directory.name(source.worker)
+            twice = BadMessage(f"{message.edge} was settled twice in {running.id} by {name}")
+            running.fail(twice.about(name, phase="backward"))
+            return
         running.settle_with(message, payload, self.limits)
         if message.last:
             running.worker_done(source.worker, has_changed=False)
@@ -280,13 +287,15 @@ class Engine:
             self._forgetting.tell(worker, Forget(id, lost or ""))
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
+        """What is known now is dropped: a peer that comes back may open contexts meanwhile."""
         self.passes.peer_lost(worker, error)
-        self._agent.dispatch.service.submit(lambda: self._forget_lost(worker))
+        known, settle = self.contexts.all(), self._served.root_lost(worker)
+        self._agent.dispatch.service.submit(partial(self._forget_lost, worker, known, settle))
 
-    def _forget_lost(self, worker: WorkerId) -> None:
-        for id in self.contexts.all():
+    def _forget_lost(self, worker: WorkerId, known: list[ContextId], settle: Job) -> None:
+        for id in known:
             if opener_of(id) == worker:
                 self.close(id, lost=self._agent.directory.name(worker))
             elif opener_of(id) != self._me:
                 self._forgetting.ask(id)
-        self._served.root_lost(worker)
+        settle()

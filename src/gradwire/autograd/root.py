@@ -48,7 +48,7 @@ _log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
 """How long a worker may take to put back what a failed pass has changed, before its deadline."""
 _END_LATE_SECONDS = 1.5
-"""The same after it, or close to it."""
+"""The same after it, or close to it; or for one that was lost, which may be back already."""
 _KEPT_REMEMBERED = 20_000
 
 
@@ -210,10 +210,12 @@ class Root:
         self._passes.over(running)
         failure = self._agent.describe(told)
         now = self._agent.clock.now()
-        limit = min(now + _END_SECONDS, max(now, running.deadline) + _END_LATE_SECONDS)
+        late = max(now, running.deadline) + _END_LATE_SECONDS
         answers: dict[WorkerId, Promise[Outcome]] = {}
         for worker in running.asked:
             ended = PassEnded(running.context.id, running.id, failure)
+            is_there = self._agent.is_connected(worker)
+            limit = min(now + (_END_SECONDS if is_there else _END_LATE_SECONDS), late)
             try:
                 what = f"end of {running.id}"
                 _, answer = self._agent.request(

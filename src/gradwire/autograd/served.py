@@ -14,6 +14,8 @@ from gradwire.agent.agent import Agent, Answer
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
+from gradwire.agent.pool import Job
+from gradwire.agent.promise import Promise
 from gradwire.autograd import profiling, run
 from gradwire.autograd.checking import check_gradients, check_root
 from gradwire.autograd.context import Context, Received, Sent
@@ -34,7 +36,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.running import Running
 from gradwire.autograd.torch_private import current_run, recording, will_execute
-from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError
+from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
@@ -59,6 +61,8 @@ class Served:
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
         self._locks, self._inside = locks, inside
+        self._doubts: dict[WorkerId, list[Promise[None]]] = {}
+        """the roots that were lost, until what their passes have changed is kept or put back"""
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
@@ -71,6 +75,9 @@ class Served:
             if running is None:  # it failed before it reached us
                 self._agent.noting.came_late(source.worker)
                 return
+            self._check_root_is_there(running, source)
+            if self._doubts.get(source.worker):
+                self._wait_while_in_doubt(source.worker, running, start.seconds)
             first = start.first
             if first is not None and check_gradients(context, first.edge, source.worker):
                 running.settle_with(first, payload, self._agent.limits)
@@ -78,6 +85,22 @@ class Served:
             self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere
             self._tell_failed(start, source.worker, error, limit)
+
+    def _check_root_is_there(self, running: Running, source: Source) -> None:
+        """Its loss may have been dealt with before the pass came to be."""
+        try:
+            self._agent.check_asker(source)
+        except PeerLost:
+            self._passes.over(running)
+            raise
+
+    def _wait_while_in_doubt(self, root: WorkerId, running: Running, seconds: float) -> None:
+        """A root that was lost and is back may meet leaves that its last pass has changed."""
+        for doubt in list(self._doubts[root]):
+            try:
+                doubt.wait(seconds)
+            except TimeoutError:
+                raise DeadlinePassed(f"an earlier pass than {running.id} is not over yet") from None
 
     def _find(self, start: Start, root: WorkerId) -> Context:
         try:
@@ -154,19 +177,32 @@ class Served:
                     tokens, ledger, landmarks, enter, retain_graph=retain, create_graph=create
                 )
 
-    def root_lost(self, worker: WorkerId) -> None:
-        """Put back what passes that began there have changed here, unless they ended well.
+    def root_lost(self, worker: WorkerId) -> Job:
+        """What puts back what passes that began there have changed here, unless they ended well.
 
         A run that is over here may be one that ended well, and the word of it was lost with the
-        connection. Where nobody listens any more there is nobody who could count on it.
+        connection. Where nobody listens any more there is nobody who could count on it. Until that
+        is settled no pass of the same root begins here.
         """
-        for running in self._passes.rooted_at(worker):
-            if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
-                if self._ended_well(worker, running):
-                    running.ledger.keep()
-                else:
-                    running.ledger.undo()
-            self._passes.over(running)
+        rooted = self._passes.rooted_at(worker)
+        if not rooted:
+            return lambda: None
+        doubt: Promise[None] = Promise()
+        self._doubts.setdefault(worker, []).append(doubt)
+        return partial(self._settle, worker, rooted, doubt)
+
+    def _settle(self, worker: WorkerId, rooted: list[Running], doubt: Promise[None]) -> None:
+        try:
+            for running in rooted:
+                if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
+                    if self._ended_well(worker, running):
+                        running.ledger.keep()
+                    else:
+                        running.ledger.undo()
+                self._passes.over(running)
+        finally:
+            self._doubts[worker].remove(doubt)
+            doubt.settle(None)
 
     def _ended_well(self, root: WorkerId, running: Running) -> bool:
         agent = self._agent

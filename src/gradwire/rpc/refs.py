@@ -19,7 +19,7 @@ from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
-from gradwire.errors import BadMessage, CallTimeout, PeerLost, UsageError
+from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc import rights
 from gradwire.rpc.accepting import Accepting, but_accepts
@@ -159,11 +159,10 @@ class Refs:
 
     def creation_ended(self, fork: ForkId, outcome: Outcome) -> None:
         """The creating call was answered, or given up."""
+        table, is_late = self._table, isinstance(outcome, CallTimeout | Cancelled)
+        ended = table.creation_timed_out if is_late else table.creation_answered
         with self._lock:
-            if isinstance(outcome, CallTimeout):
-                actions = self._table.creation_timed_out(fork)
-            else:
-                actions = self._table.creation_answered(fork)
+            actions = (table.creation_lost if isinstance(outcome, PeerLost) else ended)(fork)
         self._perform(actions)
 
     # -- references on their way
@@ -386,6 +385,7 @@ class Refs:
             match sending:
                 case SendFork() if verdict is not None:
                     actions = self._table.fork_answered(sending.fork, verdict)
+                    actions += self._table.fork_unwanted(sending, verdict)
                 case SendAccept():
                     self._table.accept_acknowledged(sending.fork)
                 case SendDrop():

@@ -98,9 +98,9 @@ class RefSender:
         with self._lock:
             since = self._unreached.setdefault(sending.to, now)
         given_up = isinstance(error, PeerLost) or now - since >= CONTROL_SECONDS
-        if given_up and not self._agent.is_connected(sending.to):
+        lost = partial(self._lost, sending.to, PeerLost(str(error)))
+        if given_up and self._agent.unreached(sending.to, lost):
             self._await_no_more(sending)
-            self._lost(sending.to, PeerLost(str(error)))
         else:
             self._send_later(sending, _SEND_AGAIN_SECONDS)
 

@@ -193,6 +193,13 @@ class RefTable:
             return []
         return self._ask(held)
 
+    def creation_lost(self, fork: ForkId) -> list[Action]:
+        """The creating call went with its connection to the owner."""
+        held = self._held.get(fork)
+        if held is None or held.stage is not _Stage.CREATING:
+            return []
+        return self._broke(held, held.owner)
+
     def creation_undone(self, fork: ForkId) -> None:
         """The creating call has certainly not left."""
         held = self._held.pop(fork, None)
@@ -206,6 +213,15 @@ class RefTable:
         if held is None or held.stage is not _Stage.ASKING or verdict is Verdict.NOT_YET:
             return []
         return self._counted(held) if verdict is Verdict.COUNTED else self._broke(held, fork.worker)
+
+    def fork_unwanted(self, asked: SendFork, verdict: Verdict) -> list[Action]:
+        """The owner answered; what it has counted, and we gave up meanwhile, is dropped."""
+        held = self._held.get(asked.fork)
+        is_wanted = held is not None and held.stage is not _Stage.BROKEN
+        if is_wanted or verdict is not Verdict.COUNTED or asked.to in self._lost:
+            return []
+        send = self._drops[asked.fork] = SendDrop(asked.ref, asked.fork, asked.to)
+        return [send]
 
     def accept_arrived(self, fork: ForkId) -> list[Action]:
         """The holder of a fork that we made no longer needs ours."""
@@ -230,7 +246,8 @@ class RefTable:
         self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
         actions = self.owned.holder_lost(worker)
         for held in list(self._held.values()):
-            if held.owner == worker:
+            # A creating call may leave only after the loss; its own end says what became of it.
+            if held.owner == worker and held.stage is not _Stage.CREATING:
                 actions += self._broke(held, worker)
         for child in [child for child, made in self._children.items() if made.to == worker]:
             actions += self._child_settled(child)

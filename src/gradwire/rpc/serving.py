@@ -64,7 +64,7 @@ class Serving:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._registry, self._inside = parcels, registry, inside
         self._manner = manner
-        agent.handle(Call, self._serve, Lane.USER, lambda call: call.function)
+        agent.handle(Call, self._serve, Lane.USER, lambda call: call.function, self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
 
@@ -86,6 +86,10 @@ class Serving:
                 self._refs.accepting.without_answer(call.parcel.references)
         if value is not None:
             answer(value)
+
+    def _refuse(self, call: Call) -> None:
+        """It was called off before it began."""
+        self._refs.release(call.parcel.references)
 
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float

@@ -59,7 +59,7 @@ class Nemesis:
             *[self._stall] * faults.stalls,
             *[self._slow] * faults.slow,
         ]
-        for act in kinds:
+        for act in map(self._unless_over, kinds):
             if self._random.random() < 0.5:
                 world.at(BACKWARD, self._random.randint(1, max(2, faults.within // 5)), act)
             else:
@@ -144,10 +144,14 @@ class Nemesis:
 
     def _later(self, act: Callable[[], None]) -> None:
         seconds = 0.005 * 1200 ** self._random.random()
+        scheduler = self._world.scheduler
+        scheduler.at(scheduler.now + seconds, self._unless_over(act))
+
+    def _unless_over(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Also what was due before the end may come to pass only after it."""
 
         def unless_over() -> None:
             if not self._is_over:
                 act()
 
-        scheduler = self._world.scheduler
-        scheduler.at(scheduler.now + seconds, unless_over)
+        return unless_over

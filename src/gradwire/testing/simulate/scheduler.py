@@ -77,13 +77,10 @@ class Wait:
 class Timed:
     """Something arranged for a moment."""
 
-    __slots__ = ("act", "moment", "n")
+    __slots__ = ("act",)
 
-    def __init__(self, moment: float, n: int, act: Callable[[], None] | None) -> None:
-        self.moment, self.n, self.act = moment, n, act
-
-    def __lt__(self, other: Timed) -> bool:
-        return (self.moment, self.n) < (other.moment, other.n)
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act: Callable[[], None] | None = act
 
     def cancel(self) -> None:
         """It will not happen."""
@@ -113,7 +110,7 @@ class Scheduler:
         self._others = _threads()
         self._numbers = count()
         self._ready: list[Task] = []
-        self._arranged: list[Timed] = []
+        self._arranged: list[tuple[float, int, Timed]] = []
         self._at_once: list[Callable[[], None]] = []
         self._tasks: list[Task] = []
         self._outside = _thread.allocate_lock()
@@ -149,8 +146,8 @@ class Scheduler:
     def close(self) -> None:
         """End every thread that is left, one after the other."""
         self.is_closed = True
-        for timed in self._arranged:
-            timed.act = None
+        for _, _, timed in self._arranged:
+            timed.cancel()
         for task in list(self._tasks):
             if not task.over:
                 task.is_unwinding = True
@@ -193,8 +190,8 @@ class Scheduler:
 
     def at(self, moment: float, act: Callable[[], None]) -> Timed:
         """Arrange something that does not block."""
-        timed = Timed(max(moment, self.now), next(self._numbers), act)
-        heapq.heappush(self._arranged, timed)
+        timed = Timed(act)
+        heapq.heappush(self._arranged, (max(moment, self.now), next(self._numbers), timed))
         return timed
 
     def number(self) -> int:
@@ -278,19 +275,21 @@ class Scheduler:
             return None
         self._interrupted()
         while not self._ready:
-            if not self._arranged or self._arranged[0].moment > self._limit:
+            if not self._arranged or self._arranged[0][0] > self._limit:
                 self.now = max(self.now, self._limit) if self._arranged else self.now
                 return None
-            timed = heapq.heappop(self._arranged)
+            moment, _, timed = heapq.heappop(self._arranged)
             if timed.act is not None:
-                self.now = timed.moment
+                self.now = moment
                 timed.act()
                 self._interrupted()
                 if self._is_done():
                     return None
-        place = self.random.randrange(len(self._ready))
-        self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
-        return self._ready.pop()
+        ready = self._ready
+        if len(ready) > 1:
+            place = int(self.random.random() * len(ready))
+            ready[place], ready[-1] = ready[-1], ready[place]
+        return ready.pop()
 
     def _interrupted(self) -> None:
         while self._at_once:

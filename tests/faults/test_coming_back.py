@@ -1,0 +1,138 @@
+"""A worker that was lost and is back: what was before does not meet what comes after."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import PeerLost
+from gradwire.testing import cluster
+from tests.gates import GATES
+from tests.leftovers import assert_nothing_left, eventually
+
+HERE = sys.modules[__name__]
+WEIGHTS: list[torch.Tensor] = []
+
+
+@pytest.fixture
+def workers():
+    with cluster(2, expose=[HERE]) as made:
+        yield made
+        assert_nothing_left(made)
+
+
+def doubled(x):
+    return x * 2
+
+
+def _cut(workers):
+    """Both notice."""
+    for near, far in ((0, 1), (1, 0)):
+        workers[near].worker.agent.hang_up(far, "a test has cut it")
+
+
+def test_one_that_has_not_noticed_hears_by_the_next_greeting_that_it_was_lost(workers):
+    assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
+    lost = []
+    workers[1].worker.agent.on_peer_lost(lambda worker, error: lost.append(str(error)))
+    connections = workers[0].worker.agent._connections
+    with connections._lock:  # given up here, and not a word of it on the wire
+        given_up = connections._channels.pop(1)
+        connections._losses[1] += 1
+    (link,) = [c.remote for c in workers[1].worker.agent._connections._channels[0]]
+
+    assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
+    assert lost == [f"w0 was lost: w0 has ended its connections with us [{link}]"]
+    given_up[0].close()
+
+
+def test_a_loss_is_told_before_the_next_connection_is_used(workers):
+    """Whoever listens takes its time; a call waits until all have heard."""
+    gate, told = threading.Event(), []
+    assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
+
+    def listen(worker, error):
+        assert gate.wait(30)
+        told.append(worker)
+
+    workers[1].worker.agent.on_peer_lost(listen)
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(workers[1].worker.agent.hang_up, 0, "a test has cut it")
+        assert eventually(lambda: not workers[1].worker.agent.is_connected(0))
+        call = pool.submit(workers[1].run, gradwire.rpc_sync, "w0", doubled, args=(3,))
+        with pytest.raises(futures.TimeoutError):
+            call.result(0.2)
+        assert told == []
+        gate.set()
+        assert call.result(30) == 6
+
+    assert told == [0]
+
+
+def test_one_that_waits_for_the_others_to_leave_goes_on_while_they_can_be_reached(workers):
+    assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
+        departure = workers[0].worker._leaver._departure
+        assert eventually(lambda: departure.has_reached(1, 1))
+        _cut(workers)
+
+        assert eventually(lambda: workers[1].worker.agent.is_connected(0))
+        assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
+        assert not leaving.done()
+        workers[0].worker.shutdown(graceful=True)
+        leaving.result(30)
+
+
+# -- gradients
+
+
+def held_up(gradient):
+    """Once, until the gate opens."""
+    gate = GATES.pop("held up", None)
+    if gate is not None:
+        GATES["begun"].set()
+        assert gate.wait(30)
+    return gradient
+
+
+def weighed(x):
+    """Its weight has its gradient when the other branch is held up."""
+    y = x * 1
+    y.register_hook(held_up)
+    return y + WEIGHTS[0] * 2
+
+
+def _step():
+    x = torch.ones(1, requires_grad=True)
+    with gradwire.context():
+        gradwire.rpc_sync("w1", weighed, args=(x,)).backward()
+
+
+@pytest.mark.slow
+def test_the_next_pass_of_a_root_waits_until_its_last_one_is_put_back(workers):
+    WEIGHTS[:] = [torch.ones(1, requires_grad=True)]
+    gate = GATES["held up"] = threading.Event()
+    begun = GATES["begun"] = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(workers[0].run, _step)
+        assert begun.wait(30)
+        assert WEIGHTS[0].grad == 2
+        _cut(workers)
+        with pytest.raises(PeerLost):
+            first.result(30)
+        second = pool.submit(workers[0].run, _step)
+        passes = workers[1].worker.engine.passes
+        assert eventually(lambda: any(p.id.n == 2 for p in passes.all()))
+        with pytest.raises(futures.TimeoutError):
+            second.result(0.2)
+        gate.set()
+        second.result(30)
+
+    assert WEIGHTS[0].grad == 2
