@@ -65,8 +65,10 @@ def test_the_root_waits_for_all_in_whatever_order(order):
     state.workers_asked(order)
     for worker in order:
         assert worker in state.unfinished()
+        assert not state.is_done(worker)
         assert state.concerns(worker)
         state.worker_done(worker, has_changed=worker > 2)
+        assert state.is_done(worker)
 
     assert state.unfinished() == []
     assert state.concerns(0)

@@ -9,7 +9,7 @@ The right to read a line is its *role*. While a function runs on the thread that
 two calls, the role is free: nobody reads. The keeper sees to that. It looks every 2 ms at the lines
 that were in use lately, takes what has come, and gives the line a reader. A line on which something
 was read since is left alone, and as long as that is so of all, it looks less and less often: a
-look takes the interpreter from whoever makes the calls. So what nobody waits for is read at most 16
+look takes the interpreter from whoever makes the calls. So what nobody waits for is read at most 8
 ms late, however long a function runs. When nothing happens every line has a reader that sleeps, and
 the keeper sleeps too.
 """
@@ -31,7 +31,7 @@ from gradwire.wire.frame import IS_ANSWER, Frame
 _log = logging.getLogger("gradwire")
 
 _TICK_SECONDS = 0.002
-_LONGEST_TICK_SECONDS = 0.016
+_LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 5
 _READS_FOR_ITSELF_SECONDS = 0.02
 """Then whoever waits sleeps, so that it can be woken by something else than what it reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import final
 
 import torch
@@ -178,10 +179,11 @@ class Root:
         """The engine is through here: wait for the others, then let them keep what they have."""
         try:
             self.send_starts(running)
-            unfinished = running.unfinished()
-            if unfinished:
+            for worker in running.unfinished():  # each by its own channel, which it reads itself
                 self._agent.wait(
-                    unfinished[0], lambda: not running.unfinished(), running.await_workers
+                    worker,
+                    partial(running.is_through, worker),
+                    partial(running.await_worker, worker),
                 )
             running.check_failed()
             running.check_collected()

@@ -194,15 +194,16 @@ class Running:
     def unfinished(self) -> list[WorkerId]:
         """At the root: those that are not done; none if the pass has failed."""
         with self._lock:
-            return self._unfinished()
+            return [] if self._error is not None else self._state.unfinished()
 
-    def _unfinished(self) -> list[WorkerId]:
-        return [] if self._error is not None else self._state.unfinished()
+    def is_through(self, worker: WorkerId) -> bool:
+        """At the root: whether a worker is done, or need not be any more."""
+        return self._error is not None or self._state.is_done(worker)
 
-    def await_workers(self) -> None:
-        """At the root: block until everyone is done, or the pass has failed."""
+    def await_worker(self, worker: WorkerId) -> None:
+        """At the root: block until it is through."""
         with self._lock:
-            self._sleep_until(lambda: not self._unfinished())
+            self._sleep_until(lambda: self.is_through(worker))
 
     def check_failed(self) -> None:
         """Raise what ended the pass, if something did."""

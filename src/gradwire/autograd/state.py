@@ -96,6 +96,10 @@ class PassState:
         """Whom the root still waits for."""
         return sorted(self._waiting_for)
 
+    def is_done(self, worker: WorkerId) -> bool:
+        """Whether the root waits for this one no more."""
+        return worker not in self._waiting_for
+
     def concerns(self, worker: WorkerId) -> bool:
         """Whether the pass cannot end well without this worker."""
         if worker in self._waiting_for or worker == self.id.worker:
