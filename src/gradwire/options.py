@@ -88,6 +88,8 @@ class Limits:
     """that one peer has made known here and that are open still"""
     edges: int = 1 << 18
     """of one peer, over all contexts that are open here, and the depth of a graph"""
+    passes: int = 1 << 16
+    """over one context, begun by others, that this worker has heard of"""
     references: int = 1 << 18
     """to values of this worker, in the hands of one peer"""
 

@@ -212,6 +212,24 @@ def test_edges_of_one_peer_are_limited_and_counted_down_when_a_context_ends():
         assert eventually(lambda: edges.taken(0) == 0)
 
 
+def passes_over_one_context(times: int):
+    x = torch.ones(1, requires_grad=True)
+    with gradwire.context():
+        y = gradwire.rpc_sync("w1", double, (x,))
+        for _ in range(times):
+            y.backward(retain_graph=True)
+    return x.grad.item()
+
+
+def test_passes_over_one_context_are_limited_where_they_are_heard_of():
+    with limited(passes=3) as workers:
+        assert workers[0].run(passes_over_one_context, 3) == 6
+        with pytest.raises(OverLimit, match="has had 3 backward passes here") as refused:
+            workers[0].run(passes_over_one_context, 4)
+        assert "Limits(passes=…)" in str(refused.value)
+        assert workers[0].run(passes_over_one_context, 3) == 6
+
+
 # --- contexts, references, connections ------------------------------------------------------------
 
 

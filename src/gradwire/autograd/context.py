@@ -74,6 +74,8 @@ class Context:
     broken: str | None = None
     """why nothing more can be differentiated here"""
     ended: set[PassId] = field(default_factory=set)
+    passes: int = 0
+    """how many that others began were heard of"""
     called: set[WorkerId] = field(default_factory=set)
     callers: set[WorkerId] = field(default_factory=set)
     """the peers that have had something done here in it"""

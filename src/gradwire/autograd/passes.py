@@ -17,7 +17,7 @@ from gradwire.agent.directory import Directory
 from gradwire.agent.timer import Timer
 from gradwire.autograd.context import Context
 from gradwire.autograd.running import Running
-from gradwire.errors import ContextClosed, PeerLost
+from gradwire.errors import ContextClosed, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId, first_of
 
 
@@ -32,10 +32,11 @@ class Passes:
         seconds: float,
         clock: Clock,
         timer: Timer,
+        most: int,
     ) -> None:
         self._directory, self._due, self._seconds = directory, due, seconds
         self._me = directory.me.id
-        self._clock, self._timer = clock, timer
+        self._clock, self._timer, self._most = clock, timer, most
         self._lock = threading.Lock()
         self._count = first_of(directory.myself.life)
         self._by_id: dict[tuple[ContextId, PassId], Running] = {}
@@ -61,7 +62,19 @@ class Passes:
             if id in context.ended:
                 return None
             running = self._by_id.get((context.id, id))
-            return running or self._add(context, id, self._clock.now() + self._seconds)
+            if running is None:
+                self._count_one(context)
+                running = self._add(context, id, self._clock.now() + self._seconds)
+            return running
+
+    def _count_one(self, context: Context) -> None:
+        """Each leaves a number behind until the context closes: so many and no more."""
+        if context.passes >= self._most:
+            raise OverLimit(
+                f"{context} has had {self._most} backward passes here, which is the limit",
+                hint="begin a new context now and then, or raise Limits(passes=…)",
+            )
+        context.passes += 1
 
     def is_due(self, running: Running, deadline: float) -> None:
         """Its root has said when it is given up."""
