@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure
+from benchmarks import measure, trace
 from benchmarks.__main__ import QUESTIONS, ask, make_run
 from benchmarks.api import GRADWIRE, SIDES, TORCH
 from benchmarks.measure import Run, Summary, row
@@ -49,6 +49,16 @@ def test_a_question_has_rows_of_both_sides(question, run):
             assert math.isfinite(summary.median)
             assert summary.low <= summary.median <= summary.high
             assert summary.median > 0 or found.unit != "s"
+
+
+def test_a_trace_shows_every_micro_batch_at_every_stage(capsys):
+    trace.main()
+
+    *rows, _ = capsys.readouterr().out.splitlines()
+    stages = [row for row in rows if row.startswith("w")]
+    assert len(stages) == 2 * trace.STAGES
+    for row in stages:
+        assert set(row.split()[2]) - {"."} == set("01234567")
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
