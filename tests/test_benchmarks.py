@@ -55,10 +55,10 @@ def test_a_trace_shows_every_micro_batch_at_every_stage(capsys):
     trace.main()
 
     *rows, _ = capsys.readouterr().out.splitlines()
-    stages = [row for row in rows if row.startswith("w")]
+    stages = [line for line in rows if line.startswith("w")]
     assert len(stages) == 2 * trace.STAGES
-    for row in stages:
-        assert set(row.split()[2]) - {"."} == set("01234567")
+    for line in stages:
+        assert set(line.split()[2]) - {"."} == set("01234567")
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
