@@ -27,8 +27,8 @@ NUMBERS = re.compile(
     r"|(?<=gradwire-run-)\w+/w\d\.socket( \(process \d+\))?|(?<=127\.0\.0\.1:)\d+"
     r"|[\d.e-]+(?= s after)"
 )
-"""of calls, of steps and of hundredths of a second, and who of two has dialled: which they are hangs
-on the order of things"""
+"""of calls, of steps and of hundredths of a second, and who of two has dialled: which they are
+hangs on the order of things"""
 EPILOGUE = """
 if __name__ == "__main__":
     os.environ["GRADWIRE_FAULTS"] = globals().get("faults", "")

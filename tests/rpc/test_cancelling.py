@@ -12,6 +12,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.options import Options
+from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
@@ -158,6 +159,23 @@ def test_a_running_function_ends_at_its_next_use_of_gradwire(workers, gate):
     assert eventually(lambda: SEEN[gate])
     (said,) = SEEN[gate]
     assert "was called off: w0 does not wait for it any more" in said
+
+
+def test_a_manner_may_run_what_nobody_waits_for(gate):
+    """As torch.distributed.rpc does: a call that is late runs, and so does one behind it."""
+    manner = Manner(runs_what_is_late=True)
+    with cluster(3, expose=[HERE], options=ONE_AT_A_TIME, manner=manner) as three:
+        with three[0].worker.scope():
+            late = gw.rpc_async("w1", hold_here, args=(gate,), timeout=0.05)
+            behind = gw.rpc_async("w1", mark, args=(gate, "ran"), timeout=0.05)
+            begun(gate)
+            for call in (late, behind):
+                with pytest.raises(CallTimeout):
+                    call.wait()
+        GATES[gate].set()
+
+        assert eventually(lambda: SEEN[gate] == ["ran"])
+        assert_nothing_left(three)
 
 
 class cancelled_on:  # read as a sentence

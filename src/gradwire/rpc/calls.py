@@ -161,7 +161,7 @@ class Calls:
             what=what,
             phase=phase,
             errand=current_errand(),
-            tells=True,
+            tells=not self._manner.runs_what_is_late,
         )[1]
 
     def backward_from(
@@ -251,7 +251,7 @@ class Calls:
                 what=what,
                 phase=_phase(packed.context),
                 errand=current_errand(),
-                tells=keep is None,
+                tells=keep is None and not self._manner.runs_what_is_late,
             )
         except BaseException:
             self._window.leave(to, size)

@@ -38,6 +38,8 @@ class Manner:
     """a function runs once the owners of all references in its arguments have counted them"""
     answers_when_made: bool = False
     """`remote` is answered when the value is made, not when its making has begun"""
+    runs_what_is_late: bool = False
+    """a function runs though nobody waits for it any more: its callee does not hear of that"""
     reference: type[Any] | None = None
     """a subclass of RRef, of which references are made"""
     of_call: Translated = as_it_is

@@ -12,6 +12,7 @@ TORCH = Manner(
     leaves_outside_contexts=True,
     counts_before_use=True,
     answers_when_made=True,
+    runs_what_is_late=True,
     reference=PyRRef,
     of_call=of_call,
     of_fetch=of_fetch,
