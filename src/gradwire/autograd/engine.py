@@ -73,14 +73,8 @@ class Engine:
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
-        self.passes = Passes(
-            agent.directory,
-            due,
-            timeouts.backward,
-            agent.clock,
-            agent.timer,
-            agent.limits.passes,
-        )
+        seconds, most = timeouts.backward, agent.limits.passes
+        self.passes = Passes(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         self._served = Served(agent, self.contexts, self.passes, locks, inside)
