@@ -15,12 +15,12 @@ from tests.fuzz.run import MOST_GROWTH, campaign
 from tests.fuzz.targets import TARGETS, Defect
 
 EXECUTIONS = {
-    "frame": 40_000,
-    "handshake": 100_000,
-    "message": 150_000,
-    "payload": 120_000,
-    "tensors": 40_000,
-    "world": 5_000,
+    "frame": 80_000,
+    "handshake": 250_000,
+    "message": 350_000,
+    "payload": 280_000,
+    "tensors": 60_000,
+    "world": 7_000,
 }
 
 
