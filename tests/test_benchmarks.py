@@ -69,11 +69,11 @@ def test_a_question_is_a_file_with_a_question(question):
     assert f'main(["--only", "{question}", *sys.argv[1:]])' in text
 
 
-def test_every_file_is_a_question_or_serves_them():
+def test_every_file_is_a_question_or_serves_them_or_draws():
     files = {path.stem for path in Path(measure.__file__).parent.glob("*.py")}
 
-    serving = {"__init__", "__main__", "api", "chart", "measure", "peers", "report", "sides"}
-    assert files == serving | set(QUESTIONS)
+    serving = {"__init__", "__main__", "api", "measure", "peers", "report", "sides"}
+    assert files == serving | {"chart", "trace"} | set(QUESTIONS)
 
 
 # -- worlds
