@@ -99,7 +99,7 @@ class Contexts:
         if context is not None:
             return context
         unknown = f"Could not find autograd context with id: {id}"
-        if self._is_over(id):
+        if self.is_over(id):
             end = self._closed.get(id, _WELL)
             why = "" if end.lost is None else f", as {end.lost} was lost"
             why += "" if end.said_by is None else f", as w{end.said_by} said"
@@ -165,7 +165,8 @@ class Contexts:
 
     def is_over(self, id: ContextId) -> bool:
         """Whether it was here, or would have been, and is no more."""
-        return id in self._closed
+        was_opened_here = opener_of(id) == self._me and self._first <= count_of(id) < self._count
+        return id in self._closed or (was_opened_here and id not in self._open)
 
     def opened_by(self, worker: WorkerId) -> list[ContextId]:
         """The contexts that end with this worker."""
@@ -176,11 +177,6 @@ class Contexts:
         """Every open one."""
         with self._lock:
             return list(self._open)
-
-    def _is_over(self, id: ContextId) -> bool:
-        """Asked of one that is not open."""
-        is_mine = opener_of(id) == self._me
-        return id in self._closed or (is_mine and self._first <= count_of(id) < self._count)
 
     def _check_young(self, id: ContextId) -> None:
         """See Note [Contexts and lives], directory.py."""
