@@ -6,6 +6,7 @@ A thread counts its nodes from 0, so all that matters here runs on threads that 
 from __future__ import annotations
 
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
@@ -156,7 +157,8 @@ class NoWorker:
     """Nodes need a home to call in backward; here there is none."""
 
 
-HOME = NoWorker()
+NO_WORKER = NoWorker()
+HOME = weakref.ref(NO_WORKER)
 
 
 @pytest.fixture
@@ -166,7 +168,9 @@ def context():
 
 def arrive(context):
     crossed = Crossing(EdgeId(1, 0), DEPTH, {1: b"\x01"}, [0])
-    return crossing.arrive(context, HOME, 0, 1, crossed, [torch.ones(2)])[0]
+    tensors = [torch.ones(2)]
+    crossing.arrive(context, HOME, 0, 1, crossed, tensors)
+    return tensors[0]
 
 
 def test_a_recv_made_on_a_new_thread_stands_above_its_depth(context):
@@ -194,7 +198,7 @@ def test_what_another_thread_made_of_it_is_lifted_when_it_is_sent_on(context):
 
     made = on_a_new_thread(make)
     assert all(place(tensor) < DEPTH for tensor in made)
-    crossed = crossing.leave(context, HOME, 0, 1, {0: made[-1]})
+    crossed = crossing.leave(context, HOME, 0, 1, [0], [made[-1]])
 
     assert all(place(tensor) > DEPTH for tensor in made)
     assert crossed.depth == sequence_number(context.sent[0].node) == DEPTH + 1

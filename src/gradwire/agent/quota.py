@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import final
 
 from gradwire.errors import OverLimit
@@ -17,12 +16,12 @@ class Quota:
     def __init__(self, what: str, most: int) -> None:
         self._what, self._most = what, most
         self._lock = threading.Lock()
-        self._taken: Counter[WorkerId] = Counter()
+        self._taken: dict[WorkerId, int] = {}
 
     def take(self, peer: WorkerId, count: int = 1) -> None:
         """So many more; OverLimit, and nothing is taken, if that is over the limit."""
         with self._lock:
-            taken = self._taken[peer] + count
+            taken = self._taken.get(peer, 0) + count
             if taken > self._most:
                 raise over(self._what, self._most)
             self._taken[peer] = taken
@@ -30,14 +29,16 @@ class Quota:
     def give_back(self, peer: WorkerId, count: int = 1) -> None:
         """So many are gone."""
         with self._lock:
-            self._taken[peer] -= count
-            if self._taken[peer] <= 0:
-                del self._taken[peer]
+            left = self._taken.get(peer, 0) - count
+            if left > 0:
+                self._taken[peer] = left
+            else:
+                self._taken.pop(peer, None)
 
     def taken(self, peer: WorkerId) -> int:
         """How many there are."""
         with self._lock:
-            return self._taken[peer]
+            return self._taken.get(peer, 0)
 
 
 def over(what: str, most: int) -> OverLimit:

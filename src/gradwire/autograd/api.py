@@ -29,7 +29,7 @@ def context() -> Iterator[ContextId]:
     ...     y.sum().backward()
     """
     engine = door.find()
-    opened = new_context()
+    opened = _entered(engine)
     try:
         yield opened.id
     finally:
@@ -39,7 +39,10 @@ def context() -> Iterator[ContextId]:
 
 def new_context() -> Context:
     """Open a context and enter it, without a block that ends it: `release_context` does."""
-    engine = door.find()
+    return _entered(door.find())
+
+
+def _entered(engine: Engine) -> Context:
     outer = current_context()
     if outer is not None:
         raise UsageError(

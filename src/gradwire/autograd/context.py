@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import final
 
+import msgspec
 import torch
 
-from gradwire.autograd.graph import ROOM, MaybeRecv, Walk
+from gradwire.autograd.graph import ROOM, Walk
 from gradwire.autograd.lineage import Lineage
 from gradwire.autograd.torch_private import Node
 from gradwire.ids import ContextId, EdgeId, PassId, WorkerId, spoken_context
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True):
     """A crossing that left here.
 
     `token` is what its Send returned: to run from the token is to run the Send.
@@ -26,15 +26,11 @@ class Sent(NamedTuple):
     lineage: Lineage
     depth: int
     token: torch.Tensor
-
-    @property
-    def node(self) -> Node:
-        """The Send."""
-        assert self.token.grad_fn is not None
-        return self.token.grad_fn
+    node: Node
+    """the Send"""
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """A crossing that arrived here.
 
     `anchor` is the Recv's own input, which only a plain backward() reaches.
@@ -64,7 +60,7 @@ class Context:
     """
 
     id: ContextId
-    recv_origin: MaybeRecv
+    walk: Walk
     source: WorkerId | None = None
     """the peer that made it known here; None if it was opened here"""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,14 +75,10 @@ class Context:
     called: set[WorkerId] = field(default_factory=set)
     callers: set[WorkerId] = field(default_factory=set)
     """the peers that have had something done here in it"""
-    edges_of: Counter[WorkerId] = field(default_factory=Counter)
+    edges_of: dict[WorkerId, int] = field(default_factory=dict)
     """how many of its edges came from each peer"""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    walk: Walk = field(init=False)
     _latest: int = 0
-
-    def __post_init__(self) -> None:
-        self.walk = Walk(self.recv_origin)
 
     def __str__(self) -> str:
         return spoken_context(self.id)

@@ -9,7 +9,8 @@ from typing import NamedTuple, final
 
 from gradwire.agent.quota import Quota
 from gradwire.autograd.context import Context
-from gradwire.autograd.nodes import origin_of_recv
+from gradwire.autograd.graph import Walk
+from gradwire.autograd.nodes import RECV, origin_of_recv
 from gradwire.errors import ContextClosed, EarlierLife, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, context_id, count_of, opener_of, spoken_context
 
@@ -190,6 +191,6 @@ class Contexts:
     def _made(self, id: ContextId, source: WorkerId | None = None) -> Context:
         if source is not None:
             self._quota.take(source)
-        context = Context(id, partial(origin_of_recv, id), source)
+        context = Context(id, Walk(RECV, partial(origin_of_recv, id)), source)
         self._open[id] = context
         return context

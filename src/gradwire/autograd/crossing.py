@@ -5,18 +5,21 @@ See Note [Links], nodes.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gradwire.autograd.context import Context, Join, Received, Sent
-from gradwire.autograd.graph import Origin, lift, lift_this_thread
+from gradwire.autograd.graph import Origin, lift_this_thread
 from gradwire.autograd.lineage import from_wire, plus, to_wire
 from gradwire.autograd.messages import Crossing
-from gradwire.autograd.nodes import Home, Joined, Recv, Send, Side
+from gradwire.autograd.nodes import Joined, Recv, Send, Side, WayHome, anchor
 from gradwire.autograd.torch_private import (
     Node,
     applying,
+    is_recording,
+    lift,
     recording,
-    sequence_number,
     set_sequence_number,
     with_accumulator,
 )
@@ -30,54 +33,67 @@ _JOINS_SEARCHED = 32
 
 
 def leave(
-    context: Context, home: Home, me: WorkerId, peer: WorkerId, tensors: dict[int, torch.Tensor]
+    context: Context,
+    home: WayHome,
+    me: WorkerId,
+    peer: WorkerId,
+    places: list[int],
+    tensors: Sequence[torch.Tensor],
 ) -> Crossing:
-    """Record that these tensors, by their places in a message, leave together by one new edge."""
-    with context.lock, recording():
+    """Record that tensors of a message, those at these places, leave together by one new edge."""
+    if not is_recording():
+        with recording():
+            return leave(context, home, me, peer, places, tensors)
+    leaving = [tensors[place] for place in places]
+    with context.lock:
         edge = EdgeId(me, len(context.sent))
-        held = [with_accumulator(tensor) for tensor in tensors.values() if tensor.is_leaf]
-        token = _send(Side(home, context.id, edge, peer), *tensors.values())
+        held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
+        token = _send(Side(home, context.id, edge, peer), *leaving)
         del held
         node = token.grad_fn
-        origin = context.walk.origin([parent for parent, _ in node.next_functions])
+        origin = context.walk.behind(node)
         lineage, depth = plus(origin.lineage, edge), context.next_depth(origin.depth)
         set_sequence_number(node, depth)
-        context.sent.append(Sent(edge, peer, lineage, depth, token))
-    return Crossing(edge, depth, to_wire(lineage), list(tensors))
+        context.sent.append(Sent(edge, peer, lineage, depth, token, node))
+    return Crossing(edge, depth, to_wire(lineage), places)
 
 
 def arrive(
     context: Context,
-    home: Home,
+    home: WayHome,
     me: WorkerId,
     peer: WorkerId,
     crossing: Crossing,
     tensors: list[torch.Tensor],
-) -> list[torch.Tensor]:
-    """The tensors of one edge, alive: what is made of them leads back over it."""
-    origin = Origin(from_wire(crossing.lineage), crossing.depth)
-    side = Side(home, context.id, crossing.edge, peer, origin)
+) -> None:
+    """Put in the place of an edge's tensors the same alive: what is made of them leads back."""
+    if not is_recording():
+        with recording():
+            return arrive(context, home, me, peer, crossing, tensors)
+    places, depth = crossing.tensors, crossing.depth
+    origin = Origin(from_wire(crossing.lineage), depth)
+    side = Side(home, context.id, crossing.edge, peer, origin, len(places))
+    taken = [tensors[place] for place in places]
     # A Function makes a node only for inputs that want a gradient, and received tensors do not: an
     # input of its own that does wakes it up. It also tells backward() from grad(), see engine.py.
-    with context.lock, recording():
-        anchor = torch.zeros((), requires_grad=True)
-        links = _links(context, me, origin.lineage.get(me, 0))
-        alive = _recv(side, len(tensors), *tensors, anchor, *links)
-        received = [alive] if len(tensors) == 1 else list(alive)
-        node = _node_of(received[0])
-        number = sequence_number(node)
-        lift(node, origin.depth)
+    wanting = anchor()
+    with context.lock:
+        mine = origin.lineage.get(me)
+        links = _links(context, me, mine) if mine else ()
+        alive = _recv(side, *taken, wanting, *links)
+        node = _node_of(alive[0])
+        was_below = lift(node, depth)
         context.walk.note(node, origin)
-        context.received.append(Received(crossing.edge, origin.lineage, node, anchor))
-    if number < origin.depth:
-        lift_this_thread(origin.depth)
-    return received
+        context.received.append(Received(crossing.edge, origin.lineage, node, wanting))
+    for place, tensor in zip(places, alive, strict=True):
+        tensors[place] = tensor
+    if was_below:
+        lift_this_thread(depth)
+    return None
 
 
 def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
-    """A token that stands for exactly these of this worker's sends; nothing for none."""
-    if not mine:
-        return []
+    """A token that stands for exactly these of this worker's sends."""
     if mine >> len(context.sent):
         raise BadMessage(f"a lineage names edges of worker {me} that never left it")
     latest = _sent(context, mine.bit_length() - 1)

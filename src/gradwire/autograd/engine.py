@@ -9,7 +9,7 @@ has copied its bytes by then, so that whoever else holds the buffer may write to
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -30,6 +30,7 @@ from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.ledger import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
+from gradwire.autograd.nodes import WayHome
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.root import Root
 from gradwire.autograd.running import Held, Running
@@ -60,6 +61,7 @@ class Engine:
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
+        self._way_home: WayHome = weakref.ref(self)  # See Note [Nodes hold no context], nodes.py
         self._waiting = agent.dispatch.user.waiting
         self.limits = agent.limits
         self._edges = Quota("edges", agent.limits.edges)
@@ -91,12 +93,15 @@ class Engine:
 
         Nothing is recorded once the context is closed: what crosses then is cut off.
         """
-        context = self.contexts.heard_of(id)
-        wanting = {n: tensor for n, tensor in enumerate(tensors) if tensor.requires_grad}
-        if context is None or not wanting:
+        wanting = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not wanting:
             return []
-        together = [wanting] if self._edge_per_message else [{n: wanting[n]} for n in wanting]
-        return [crossing.leave(context, self, self._me, peer, group) for group in together]
+        context = self.contexts.heard_of(id)
+        if context is None:
+            return []
+        groups = [wanting] if self._edge_per_message else [[n] for n in wanting]
+        home, me = self._way_home, self._me
+        return [crossing.leave(context, home, me, peer, places, tensors) for places in groups]
 
     def attach_recv(
         self,
@@ -112,20 +117,14 @@ class Engine:
         context = self.contexts.heard_of(id, peer)
         if context is None:
             return False
-        if crossings:
-            self._count_edges(context, peer, len(crossings))
-        for crossed in crossings:
-            check_crossing(crossed, peer, tensors, self.limits.edges)
-            taken = [tensors[place] for place in crossed.tensors]
-            alive = crossing.arrive(context, self, self._me, peer, crossed, taken)
-            for place, tensor in zip(crossed.tensors, alive, strict=True):
-                tensors[place] = tensor
-        return True
-
-    def _count_edges(self, context: Context, peer: WorkerId, count: int) -> None:
+        count, most = len(crossings), self.limits.edges
         self._edges.take(peer, count)
         with context.lock:
-            context.edges_of[peer] += count
+            context.edges_of[peer] = context.edges_of.get(peer, 0) + count
+        for crossed in crossings:
+            check_crossing(crossed, peer, tensors, most)
+            crossing.arrive(context, self._way_home, self._me, peer, crossed, tensors)
+        return True
 
     def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
         """The message did not leave: forget its crossings."""
@@ -185,7 +184,8 @@ class Engine:
             headers,
             crossings,
         )
-        self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
+        if self._agent.events.are_heard:
+            self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
         if running.is_last() and peer == running.id.worker:
             running.held = Held(message, payload)
         else:
@@ -273,19 +273,20 @@ class Engine:
         context = self.contexts.close(id, lost, said_by)
         if context is None:
             return
-        why = "" if lost is None else f", as {lost} was lost"
-        closed = ContextClosed(f"{context} was closed on {self._agent.directory.me.name}{why}")
         with context.lock:
-            edges_of, context.edges_of = context.edges_of, Counter()
+            edges_of, context.edges_of = context.edges_of, {}
         for peer, count in edges_of.items():
             self._edges.give_back(peer, count)
         for running in self.passes.in_context(id):
-            running.fail(closed)
+            why = "" if lost is None else f", as {lost} was lost"
+            here = self._agent.directory.me.name
+            running.fail(ContextClosed(f"{context} was closed on {here}{why}"))
             # What began elsewhere is ended by its root, which knows whether it ended well.
             if running.id.worker == self._me or running.ledger is None:
                 self.passes.over(running)
-        for worker in context.called - {self._me}:
-            self._forgetting.tell(worker, Forget(id, lost or ""))
+        for worker in tuple(context.called):
+            if worker != self._me:
+                self._forgetting.tell(worker, Forget(id, lost or ""))
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """What is known now is dropped: a peer that comes back may open contexts meanwhile."""

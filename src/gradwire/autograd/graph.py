@@ -26,16 +26,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
+import msgspec
 import torch
 
 from gradwire.autograd.lineage import NOTHING, Lineage, union
 from gradwire.autograd.torch_private import (
+    CHECKPOINT,
+    DDP_SINK,
     AccumulateGrad,
     Node,
-    is_ddp_sink,
-    is_reentrant_checkpoint,
+    lift,
     sequence_number,
-    set_sequence_number,
 )
 
 
@@ -49,7 +50,7 @@ class Landmarks(NamedTuple):
     """those of data-parallel modules that may not use all of their parameters"""
 
 
-class Origin(NamedTuple):
+class Origin(msgspec.Struct, frozen=True):
     """What a node depends on: the edges, and the greatest depth among them."""
 
     lineage: Lineage
@@ -59,8 +60,8 @@ class Origin(NamedTuple):
 ROOM = 1000
 
 FROM_HERE = Origin(NOTHING, 0)
-MaybeRecv = Callable[[Node], Origin | None]
-"""Tells the Recv nodes from the others: where what they received came from, or None."""
+RecvOrigin = Callable[[Node], Origin]
+"""Where what a Recv has received came from."""
 
 
 @final
@@ -71,8 +72,8 @@ class Walk:
     context closes.
     """
 
-    def __init__(self, recv_origin: MaybeRecv) -> None:
-        self._recv_origin = recv_origin
+    def __init__(self, recv: type[Node], recv_origin: RecvOrigin) -> None:
+        self._recv, self._recv_origin = recv, recv_origin
         self._known: dict[Node, Origin] = {}
         self._accumulators: list[Node] = []
         self._checkpoints: list[Node] = []
@@ -88,45 +89,49 @@ class Walk:
         hot: one visit for each new node of the graph behind what leaves
         """
         known = self._known
-        roots = [node for node in nodes if node is not None]
-        for root in roots:
-            if root not in known:
-                self._visit(root)
-        return known[roots[0]] if len(roots) == 1 else _together([known[node] for node in roots])
+        return _together([known.get(n) or self._visit(n) for n in nodes if n is not None])
+
+    def behind(self, node: Node) -> Origin:
+        """What a node's inputs depend on together."""
+        parents = node.next_functions
+        if len(parents) == 1:
+            parent = parents[0][0]
+            if parent is not None:
+                return self._known.get(parent) or self._visit(parent)
+        return self.origin([parent for parent, _ in parents])
 
     def note(self, node: Node, origin: Origin) -> None:
         """What a new Recv depends on."""
         self._known[node] = origin
 
-    def _visit(self, root: Node) -> None:
+    def _visit(self, root: Node) -> Origin:
         known = self._known
         todo = [root]
         while todo:
-            node = todo[-1]
+            node = todo.pop()
             if node in known:
-                todo.pop()
                 continue
-            origin = self._boundary(node)
-            if origin is None:
-                parents = [parent for parent, _ in node.next_functions if parent is not None]
-                missing = [parent for parent in parents if parent not in known]
-                if missing:
-                    todo += missing
-                    continue
-                origin = _together([known[parent] for parent in parents])
-                lift(node, origin.depth)
-                if is_reentrant_checkpoint(node):
-                    self._checkpoints.append(node)
-                elif is_ddp_sink(node):
-                    self._sinks.append(node)
-            known[node] = origin
-
-    def _boundary(self, node: Node) -> Origin | None:
-        """The origin of a node that the walk does not pass."""
-        if isinstance(node, AccumulateGrad):
-            self._accumulators.append(node)
-            return FROM_HERE
-        return self._recv_origin(node)
+            kind = type(node)
+            if kind is AccumulateGrad:
+                self._accumulators.append(node)
+                known[node] = FROM_HERE
+                continue
+            if kind is self._recv:
+                known[node] = self._recv_origin(node)
+                continue
+            parents = [parent for parent, _ in node.next_functions if parent is not None]
+            missing = [parent for parent in parents if parent not in known]
+            if missing:
+                todo.append(node)
+                todo += missing
+                continue
+            if kind is CHECKPOINT:
+                self._checkpoints.append(node)
+            elif kind is DDP_SINK:
+                self._sinks.append(node)
+            origin = known[node] = _together([known[parent] for parent in parents])
+            lift(node, origin.depth)
+        return known[root]
 
 
 def _together(origins: list[Origin]) -> Origin:
@@ -135,12 +140,6 @@ def _together(origins: list[Origin]) -> Origin:
     if not origins:
         return FROM_HERE
     return Origin(union(o.lineage for o in origins), max(o.depth for o in origins))
-
-
-def lift(node: Node, depth: int) -> None:
-    """See Note [The order of waiting]."""
-    if sequence_number(node) <= depth:
-        set_sequence_number(node, depth + 1)
 
 
 _thread = threading.local()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch.autograd import Function
 
@@ -31,6 +32,9 @@ from gradwire.errors import ContextClosed
 from gradwire.ids import ContextId, EdgeId, WorkerId, spoken_context
 
 Gradients = list[torch.Tensor | None]
+
+with torch.inference_mode(False):
+    _NOTHING = torch.zeros((), device="cpu")  # what every token shows: nobody looks at its value
 
 
 class Home(Protocol):
@@ -43,25 +47,23 @@ class Home(Protocol):
         """Settle the edge on the worker its tensors came from."""
 
 
-class Side:
+WayHome = weakref.ref[Home]
+
+
+class Side(msgspec.Struct, frozen=True):
     """Where a node stands: its worker's end of one edge. See Note [Nodes hold no context]."""
 
-    __slots__ = ("_home", "context", "edge", "origin", "peer")
-
-    def __init__(
-        self,
-        home: Home,
-        context: ContextId,
-        edge: EdgeId,
-        peer: WorkerId,
-        origin: Origin = FROM_HERE,
-    ) -> None:
-        self._home = weakref.ref(home)
-        self.context, self.edge, self.peer, self.origin = context, edge, peer, origin
+    way_home: WayHome
+    context: ContextId
+    edge: EdgeId
+    peer: WorkerId
+    origin: Origin = FROM_HERE
+    count: int = 0
+    """of a Recv: how many tensors it has received"""
 
     def home(self) -> Home:
         """The worker, as long as it runs."""
-        home = self._home()
+        home = self.way_home()
         if home is None:
             raise ContextClosed(
                 f"{self.edge} of {spoken_context(self.context)} leads to a worker that is closed",
@@ -70,14 +72,11 @@ class Side:
         return home
 
 
-def origin_of_recv(context: ContextId, node: Node) -> Origin | None:
-    """Where a Recv's tensors came from; None for any other node.
+def origin_of_recv(context: ContextId, node: Node) -> Origin:
+    """Where a Recv's tensors came from.
 
-    A Recv of another context is a boundary like a leaf: if a backward reaches it, it says so
-    itself.
+    One of another context is a boundary like a leaf: if a backward reaches it, it says so itself.
     """
-    if not isinstance(node, _RECV):
-        return None
     side: Side = node.side  # type: ignore[attr-defined]  # set in Recv.forward
     return side.origin if side.context == context else FROM_HERE
 
@@ -90,7 +89,7 @@ class Send(Function):
         """A token; the tensors are only hung onto."""
         node.side = side
         node.set_materialize_grads(False)
-        return torch.zeros(())
+        return _NOTHING.detach()
 
     @staticmethod
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
@@ -103,13 +102,13 @@ class Recv(Function):
     """See the top of this file."""
 
     @staticmethod
-    def forward(node: Any, side: Side, count: int, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
-        """The received tensors, alive. `inputs` are those `count`, then the anchor, then links."""
-        node.side, node.nothing = side, (None,) * (2 + len(inputs))
+    def forward(node: Any, side: Side, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
+        """The received tensors, alive. `inputs` are these, then the anchor, then links."""
+        node.side, node.nothing = side, (None,) * (1 + len(inputs))
         node.set_materialize_grads(False)
-        tensors = inputs[:count]
+        tensors = inputs[: side.count]
         node.mark_dirty(*tensors)  # the callee may modify in place what it received
-        return tensors[0] if count == 1 else tensors
+        return tensors
 
     @staticmethod
     def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
@@ -119,7 +118,12 @@ class Recv(Function):
         return node.nothing
 
 
-_RECV = backward_class(Recv)
+def anchor() -> torch.Tensor:
+    """An input of a Recv's own."""
+    return _NOTHING.detach().requires_grad_()
+
+
+RECV = backward_class(Recv)
 name_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
 name_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 
@@ -132,7 +136,7 @@ class Joined(Function):
         """One token for all."""
         node.set_materialize_grads(False)
         node.count = len(tokens)
-        return torch.zeros(())
+        return _NOTHING.detach()
 
     @staticmethod
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401

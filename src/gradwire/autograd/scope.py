@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
-from typing import NamedTuple
+
+import msgspec
 
 from gradwire.autograd.graph import make_room
 from gradwire.autograd.torch_private import set_threaded
@@ -22,7 +23,7 @@ Saving = Callable[[], AbstractContextManager[object]]
 """What to enter around code that makes graphs: how these keep the tensors they need."""
 
 
-class _Stay(NamedTuple):
+class _Stay(msgspec.Struct, frozen=True):
     context: ContextId
     saving: Saving | None
     kept: AbstractContextManager[object] | None

@@ -152,14 +152,12 @@ def set_sequence_number(node: Node, number: int) -> None:
     node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
-def is_reentrant_checkpoint(node: Node) -> bool:
-    """Whether a node's backward runs one of its own, over a graph that is not there yet."""
-    return isinstance(node, _CHECKPOINT)
-
-
-def is_ddp_sink(node: Node) -> bool:
-    """Whether a node is what DDP puts behind the outputs of a module that may not use all of it."""
-    return isinstance(node, _SINK)
+def lift(node: Node, depth: int) -> bool:
+    """Move a node above a depth, if it is not there. See Note [The order of waiting], graph.py."""
+    if node._sequence_nr() > depth:
+        return False
+    node._set_sequence_nr(depth + 1)  # type: ignore[attr-defined]
+    return True
 
 
 def replica_parameters(sink: Node) -> list[torch.Tensor]:
@@ -202,14 +200,14 @@ def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
 def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`, without what it does for Functions of any kind.
 
-    hot: twice for each crossing
+    Its inputs are tensors, but for the first. hot: twice for each crossing
     """
     at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
-    def apply(*inputs: object) -> Any:  # noqa: ANN401
+    def apply(first: object, *tensors: torch.Tensor) -> Any:  # noqa: ANN401
         if _is_functorch():
-            return cast(Any, function).apply(*inputs)
-        return at_once(*[_unwrap_if_dead(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+            return cast(Any, function).apply(first, *tensors)
+        return at_once(first, *map(_unwrap_if_dead, tensors))
 
     return apply
 
@@ -220,18 +218,20 @@ def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
     nodes.__name__ = nodes.__qualname__ = name
 
 
-_CHECKPOINT = backward_class(CheckpointFunction)
-_SINK = backward_class(_DDPSink)
+CHECKPOINT = backward_class(CheckpointFunction)
+"""Nodes whose backward runs one of its own, over a graph that is not there yet."""
+DDP_SINK = backward_class(_DDPSink)
+"""What DDP puts behind the outputs of a module that may not use all of its parameters."""
+
+
+def is_recording() -> bool:
+    """Whether the code around makes nodes; mostly it does."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def recording() -> AbstractContextManager[None]:
-    """Inside the block nodes are made, whatever mode the code around it is in.
-
-    hot: each crossing; mostly nothing is to be changed
-    """
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return _AS_IT_IS
-    return _made_to_record()
+    """Inside the block nodes are made, whatever mode the code around it is in."""
+    return _AS_IT_IS if is_recording() else _made_to_record()
 
 
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
