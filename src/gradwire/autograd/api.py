@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import final
 
 import torch
 
@@ -17,8 +17,8 @@ from gradwire.ids import ContextId, spoken_context
 door: Door[Engine] = Door("gradwire engine")
 
 
-@contextmanager
-def context() -> Iterator[ContextId]:
+@final
+class context:
     """Record every crossing inside the block as one graph; gives the context's id, an int.
 
     Inside it `loss.backward()` and `torch.autograd.grad` differentiate through calls. When the
@@ -28,13 +28,17 @@ def context() -> Iterator[ContextId]:
     ...     y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
     ...     y.sum().backward()
     """
-    engine = door.find()
-    opened = _entered(engine)
-    try:
-        yield opened.id
-    finally:
-        leave(opened.id)
-        engine.close(opened.id)
+
+    __slots__ = ("_engine", "_id")
+
+    def __enter__(self) -> ContextId:
+        self._engine = door.find()
+        self._id = _entered(self._engine).id
+        return self._id
+
+    def __exit__(self, *_: object) -> None:
+        leave(self._id)
+        self._engine.close(self._id)
 
 
 def new_context() -> Context:

@@ -58,6 +58,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 ROOM = 1000
+"""The depths of most programs: a thread that enters a context makes its nodes above them."""
 
 FROM_HERE = Origin(NOTHING, 0)
 RecvOrigin = Callable[[Node], Origin]
@@ -143,11 +144,6 @@ def _together(origins: list[Origin]) -> Origin:
 
 
 _thread = threading.local()
-
-
-def make_room() -> None:
-    """Let this thread's nodes stand above the depths of most programs."""
-    lift_this_thread(ROOM)
 
 
 def lift_this_thread(depth: int) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch.autograd import Function
 
 from gradwire.autograd.graph import FROM_HERE, Origin
-from gradwire.autograd.torch_private import Node, backward_class, name_nodes
+from gradwire.autograd.torch_private import Node, backward_class, call_directly, name_nodes
 from gradwire.errors import ContextClosed
 from gradwire.ids import ContextId, EdgeId, WorkerId, spoken_context
 
@@ -124,6 +124,8 @@ def anchor() -> torch.Tensor:
 
 
 RECV = backward_class(Recv)
+call_directly(Send)
+call_directly(Recv)
 name_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
 name_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 

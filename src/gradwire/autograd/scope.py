@@ -9,13 +9,14 @@ on the CPU's thread can hide work that a node on another device is about to make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from typing import final
 
 import msgspec
 
-from gradwire.autograd.graph import make_room
+from gradwire.autograd.graph import ROOM, lift_this_thread
 from gradwire.autograd.torch_private import set_threaded
 from gradwire.ids import ContextId
 
@@ -42,7 +43,7 @@ def current_context() -> ContextId | None:
 
 def enter(context: ContextId, saving: Saving | None = None) -> None:
     """From now on this code runs in a context, until it leaves it."""
-    make_room()  # See Note [The order of waiting], graph.py
+    lift_this_thread(ROOM)  # See Note [The order of waiting], graph.py
     kept = None if saving is None else saving()
     if kept is not None:
         kept.__enter__()
@@ -69,24 +70,31 @@ def back_to_outer(token: Token[_Stay | None]) -> None:
     _current.reset(token)
 
 
-@contextmanager
-def inside(context: ContextId | None, saving: Saving | None = None) -> Iterator[None]:
+@final
+class inside:
     """Run the block in this context, or in none.
 
     Graphs keep tensors as said, or else as in the code around the block.
     """
-    outer = _current.get()
-    if saving is None and outer is not None:
-        saving = outer.saving
-    if outer is not None and outer.context == context and outer.saving == saving:
-        yield
-        return
-    token = _current.set(None)
-    if context is not None:
-        enter(context, saving)
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_context", "_outer", "_saving")
+
+    def __init__(self, context: ContextId | None, saving: Saving | None = None) -> None:
+        self._context, self._saving = context, saving
+
+    def __enter__(self) -> None:
+        context, saving, outer = self._context, self._saving, _current.get()
+        self._outer: Token[_Stay | None] | None = None
+        if outer is not None:
+            saving = outer.saving if saving is None else saving
+            if outer.context == context and outer.saving == saving:
+                return
+        self._outer = _current.set(None)
         if context is not None:
-            leave(context)
-        _current.reset(token)
+            enter(context, saving)
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is not None:
+            if self._context is not None:
+                leave(self._context)
+            _current.reset(self._outer)

@@ -2,7 +2,7 @@
 
 Encoding gives views of the tensors' own memory. It copies in three cases, each in a function of
 its own: another device (`_staged`), memory with gaps or overlaps (`_compacted`), and a conjugate,
-negative or zero tensor, whose bytes exist nowhere yet (`_bytes_of`).
+negative or zero tensor, whose bytes exist nowhere yet (`_Payload.append`).
 
 Decoding copies nothing: every tensor lies on the received block and keeps it alive. Each has a
 storage of its own over its own bytes, so none is a view of another, `deepcopy` and `torch.save` of
@@ -70,11 +70,11 @@ def encode_tensors(
         )
     payload = _Payload()
     headers: list[TensorHeader] = []
-    for tensor in tensors:
-        try:
-            headers.append(_encode(tensor, payload))
-        except CannotTravel as refusal:
-            raise refusal.inside(f"tensors[{len(headers)}]") from None
+    try:
+        for tensor in tensors:
+            headers.append(_encode(tensor, payload))  # noqa: PERF401  (an error says which)
+    except CannotTravel as refusal:
+        raise refusal.inside(f"tensors[{len(headers)}]") from None
     return headers, payload.buffers
 
 
@@ -92,7 +92,18 @@ def decode_tensors(
     if limits.dimensions < MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
         raise OverLimit(f"a tensor has more than {limits.dimensions} dimensions, the limit")
     block = _Block(payload)
-    return [_decode(header, block) for header in headers]
+    tensors: list[Tensor] = []
+    for header in headers:
+        flags = header.flags
+        if flags & ~ALL_FLAGS:
+            raise malformed(f"flags {flags:#x} are unknown")
+        # The reader may be a caller inside inference_mode: the sender's mode decides, not ours.
+        if torch.is_inference_mode_enabled() is not bool(flags & INFERENCE):
+            with torch.inference_mode(bool(flags & INFERENCE)):
+                tensors.append(_rebuild(header, block))
+        else:
+            tensors.append(_rebuild(header, block))
+    return tensors
 
 
 class _Payload:
@@ -104,13 +115,23 @@ class _Payload:
         self.buffers: list[Buffer] = []
         self._end = 0
 
-    def append(self, view: memoryview) -> int:
-        """Add a tensor's bytes; the offset where they begin."""
+    def append(self, tensor: Tensor) -> int:
+        """Add a contiguous tensor's bytes; the offset where they begin.
+
+        A view of them, or a copy if it is conjugate, negative or zero.
+        """
+        try:
+            if tensor.dtype in _WITHOUT_NUMPY:
+                tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+            view = tensor.numpy(force=True).data.cast("B")
+        except RuntimeError as error:
+            raise _refusal("a tensor without memory of its own", f"torch says: {error}") from error
         offset = self._end
-        gap = -offset % ALIGNMENT
-        if gap:
-            self.buffers.append(_PADDING[gap])
-            offset += gap
+        if offset:
+            gap = -offset % ALIGNMENT
+            if gap:
+                self.buffers.append(_PADDING[gap])
+                offset += gap
         self.buffers.append(view)
         self._end = offset + len(view)
         return offset
@@ -137,10 +158,11 @@ def _encode(tensor: Tensor, payload: _Payload) -> TensorHeader:
 def _encode_dense(
     tensor: Tensor, payload: _Payload, flags: int = 0, device: str = ""
 ) -> TensorHeader:
-    code = DTYPE_CODES.get(tensor.dtype)
+    dtype = tensor.dtype
+    code = DTYPE_CODES.get(dtype)
     if code is None:
         raise _refusal(
-            f"a tensor of dtype {tensor.dtype}", "dequantize() it, or view() it as another dtype"
+            f"a tensor of dtype {dtype}", "dequantize() it, or view() it as another dtype"
         )
     if tensor.is_nested:
         raise _refusal("a nested tensor", "send its unbind(), or to_padded_tensor()")
@@ -151,7 +173,7 @@ def _encode_dense(
         tensor, order = _in_memory_order(tensor.detach(), shape)
     offset = 0
     if device != META and 0 not in shape:
-        offset = payload.append(_bytes_of(tensor))
+        offset = payload.append(tensor)
     return TensorHeader(code, shape, offset, flags, order, STRIDED, device)
 
 
@@ -163,6 +185,8 @@ def _in_memory_order(
         return tensor, None
     if 0 in tensor.stride():  # expanded, as the gradient of a sum is
         tensor = _compacted(tensor)
+        if 1 not in shape and tensor.is_contiguous():
+            return tensor, None
     order = order_of(shape, tensor.stride())
     laid = tensor if order is None else tensor.permute(order)
     if laid.is_contiguous():
@@ -178,16 +202,6 @@ def _compacted(tensor: Tensor) -> Tensor:
 def _staged(tensor: Tensor) -> Tensor:
     """A copy in the memory of the cpu."""
     return tensor.detach().cpu()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """A view of a contiguous tensor's bytes; a copy if it is conjugate, negative or zero."""
-    try:
-        if tensor.dtype in _WITHOUT_NUMPY:
-            tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-        return tensor.numpy(force=True).data.cast("B")
-    except RuntimeError as error:
-        raise _refusal("a tensor without memory of its own", f"torch says: {error}") from error
 
 
 def _encode_sparse(tensor: Tensor, payload: _Payload, flags: int, device: str) -> TensorHeader:
@@ -231,20 +245,12 @@ class _Block:
         return torch.frombuffer(self._payload, dtype=dtype, count=numel, offset=offset)
 
 
-def _decode(header: TensorHeader, block: _Block) -> Tensor:
-    if header.flags & ~ALL_FLAGS:
-        raise malformed(f"flags {header.flags:#x} are unknown")
-    # The reader may be a caller inside inference_mode: the sender's mode decides, not ours.
-    inference = bool(header.flags & INFERENCE)
-    if torch.is_inference_mode_enabled() is not inference:
-        with torch.inference_mode(inference):
-            return _rebuild(header, block)
-    return _rebuild(header, block)
-
-
 def _rebuild(header: TensorHeader, block: _Block) -> Tensor:
+    device = header.device
+    if not device and header.layout == STRIDED:
+        return _rebuild_dense(header, block)
     rebuild = _rebuild_dense if header.layout == STRIDED else _rebuild_sparse
-    tensor, device = rebuild(header, block), header.device
+    tensor = rebuild(header, block)
     return _placed(tensor, device) if device and device != META else tensor
 
 
