@@ -17,6 +17,7 @@ QUESTIONS = [
     "protected",
     "inflight",
     "hops",
+    "bare",
     "fan_out",
     "pipeline",
     "parameter_server",

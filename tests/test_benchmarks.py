@@ -13,11 +13,13 @@ import pytest
 from benchmarks import measure, trace
 from benchmarks.__main__ import QUESTIONS, ask, make_run
 from benchmarks.api import GRADWIRE, SIDES, TORCH
+from benchmarks.bare import BARE
 from benchmarks.measure import Run, Summary, row
 from benchmarks.report import facts, load, save, spoken, table
 from benchmarks.sides import BlockFailed, World
 
-OURS_ALONE = {"two_trainers", "protected"}
+ALONE = {"two_trainers": {GRADWIRE}, "protected": {GRADWIRE}, "bare": {BARE}}
+"""Whose numbers they are, if not of both sides."""
 WORKERS = 2
 """As many as any question needs in a tiny run."""
 
@@ -43,7 +45,7 @@ def test_a_question_has_rows_of_both_sides(question, run):
     assert rows
     for found in rows:
         assert found.question == question
-        assert set(found.sides) == ({GRADWIRE} if question in OURS_ALONE else set(SIDES))
+        assert set(found.sides) == ALONE.get(question, set(SIDES))
         for summary in found.sides.values():
             assert summary.count >= 1
             assert math.isfinite(summary.median)

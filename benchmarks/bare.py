@@ -1,0 +1,196 @@
+"""What is the least that Python needs? Two processes, two sockets, and nothing that a library does.
+
+No names, contexts, limits, deadlines, errors or threads; each side knows what comes next. Both look
+for the next message again and again. A library in Python cannot be faster than this.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from benchmarks.measure import Row, Run, row, timed
+from benchmarks.sides import SECONDS, BlockFailed, end_with_parent, pin
+
+BARE = "bare Python"
+_FLOATS = 16
+
+
+class Wire:
+    """One end of a pair of sockets."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._room = end, memoryview(bytearray(1 << 16))
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Send its bytes."""
+        self._socket.send(tensor.numpy().data.cast("B"))
+
+    def get(self) -> torch.Tensor:
+        """The next one, as soon as it is there."""
+        return torch.frombuffer(bytearray(self.wait()), dtype=torch.float32)
+
+    def say(self) -> None:
+        """Send one byte."""
+        self._socket.send(b"x")
+
+    def wait(self) -> memoryview:
+        """Look until something is there."""
+        while True:
+            try:
+                return self._room[: self._socket.recv_into(self._room, 0, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                continue
+
+
+class Send(Function):
+    """Its backward waits for the gradient."""
+
+    @staticmethod
+    def forward(node: Any, wire: Wire, tensor: torch.Tensor) -> torch.Tensor:
+        """A token."""
+        node.wire = wire
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(node: Any, _: torch.Tensor) -> Any:
+        """What the other side sends."""
+        return None, node.wire.get()
+
+
+class Recv(Function):
+    """Its backward sends the gradient."""
+
+    @staticmethod
+    def forward(node: Any, wire: Wire, tensor: torch.Tensor, *links: torch.Tensor) -> torch.Tensor:
+        """The tensor, alive: one of the links wants a gradient."""
+        node.wire, node.nothing = wire, (None,) * (2 + len(links))
+        node.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(node: Any, gradient: torch.Tensor) -> Any:
+        """Off it goes."""
+        node.wire.put(gradient.contiguous())
+        return node.nothing
+
+
+def _call(wire: Wire) -> Callable[[], object]:
+    def step() -> None:
+        wire.say()
+        wire.wait()
+
+    return step
+
+
+def _echo(wire: Wire) -> Callable[[], object]:
+    x = torch.ones(_FLOATS)
+
+    def step() -> None:
+        wire.put(x)
+        wire.get()
+
+    return step
+
+
+def _forward_and_backward(wire: Wire) -> Callable[[], object]:
+    x = torch.ones(_FLOATS, requires_grad=True)
+
+    def step() -> None:
+        token = Send.apply(wire, x)
+        wire.put(x.detach())
+        y = Recv.apply(wire, wire.get(), token)
+        y.sum().backward()
+        assert x.grad is not None
+        x.grad = None
+
+    return step
+
+
+def _serve_call(wire: Wire) -> None:
+    wire.wait()
+    wire.say()
+
+
+def _serve_echo(wire: Wire) -> None:
+    wire.put(wire.get())
+
+
+def _serve_forward_and_backward(wire: Wire) -> None:
+    x = Recv.apply(wire, wire.get(), torch.zeros((), requires_grad=True))
+    y = torch.sin(x)
+    token = Send.apply(wire, y)
+    wire.put(y.detach())
+    token.backward()
+
+
+_STEPS = {
+    "no-op": (_call, _serve_call),
+    "16 floats there and back": (_echo, _serve_echo),
+    "forward and backward over 1": (_forward_and_backward, _serve_forward_and_backward),
+}
+
+
+def _callee(end: socket.socket, measure: str) -> None:
+    end_with_parent()
+    pin(1)
+    torch.set_num_threads(1)
+    wire, serve = Wire(end), _STEPS[measure][1]
+    while True:
+        serve(wire)
+
+
+def _caller(pipe: Connection, measure: str, rounds: int, seconds: float) -> None:
+    end_with_parent()
+    pin(0)
+    torch.set_num_threads(1)
+    near, far = socket.socketpair()
+    callee = multiprocessing.get_context("spawn").Process(target=_callee, args=(far, measure))
+    callee.start()
+    try:
+        step = _STEPS[measure][0](Wire(near))
+        timed(step, seconds)
+        pipe.send([timed(step, seconds) for _ in range(rounds)])
+    finally:
+        callee.kill()
+        callee.join(SECONDS)
+
+
+def rows(run: Run) -> Iterator[Row]:
+    """As noop and hops measure them."""
+    for measure in _STEPS:
+        yield row("bare", measure, {BARE: _measured(measure, run.rounds, run.seconds)})
+
+
+def _measured(measure: str, rounds: int, seconds: float) -> list[list[float]]:
+    """In processes of their own, as nothing else here is pinned to a core."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_caller, args=(theirs, measure, rounds, seconds))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(SECONDS):
+            raise BlockFailed(f"nothing for {SECONDS:.0f} s")
+        return ours.recv()
+    except EOFError:
+        raise BlockFailed("its process died") from None
+    finally:
+        process.join(10.0)
+        process.kill()
+        process.join(SECONDS)
+        process.close()
+        ours.close()
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main(["--only", "bare", *sys.argv[1:]])
