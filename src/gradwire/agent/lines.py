@@ -272,11 +272,14 @@ class Lines:
 
     def _look_at(self, line: Line) -> bool:
         """It is looked after until one of its readers has the role, which is tried each time."""
-        if line.is_attended or line.has_ended:
+        if line.has_ended:
             self._in_use.pop(line, None)
             return False
         if line.reads != line.seen:
             line.seen, line.idle_ticks = line.reads, 0
+            return False
+        if line.is_attended:
+            self._in_use.pop(line, None)
             return False
         came = self._take(line)
         line.seen = line.reads
