@@ -44,7 +44,7 @@ def accumulate(
 
     def checked() -> None:
         enter()
-        if ledger.is_map and any(will_execute(node) for node in landmarks.checkpoints):
+        if ledger.into is not None and any(will_execute(node) for node in landmarks.checkpoints):
             raise UsageError(
                 "a reentrant checkpoint runs a backward of its own, "
                 "which writes to .grad and not to the context's map",
