@@ -73,11 +73,6 @@ class Ledger:
         """the gradients that were added to new leaves, by identity"""
         self.run: int | None = None
 
-    @property
-    def has_entries(self) -> bool:
-        """Whether there is anything to keep or to undo."""
-        return bool(self.entries)
-
     def watch(self, accumulators: Iterable[Node]) -> list[RemovableHandle]:
         """Keep the books of what these do, for the run named in `run`, until `unwatch`."""
         handles = []
@@ -158,7 +153,7 @@ class _Entry:
         if current_run() != ledger.run:
             return None
         self.open()
-        gradient = gradients[0]
+        gradient: Gradient = gradients[0]
         if ledger.into is None or self._old is not None or gradient is None:
             return None
         known = ledger.given.get(id(gradient))
