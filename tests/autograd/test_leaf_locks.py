@@ -20,7 +20,7 @@ def test_a_leaf_has_one_lock_and_equal_leaves_have_two():
 def test_the_lock_of_a_leaf_is_forgotten_with_it():
     locks = LeafLocks()
     for _ in range(100):
-        locks.acquire(torch.ones(2, requires_grad=True)).release()
+        locks.of(torch.ones(2, requires_grad=True))
 
     assert len(locks) == 0
 

@@ -20,8 +20,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -48,7 +47,7 @@ class LeafLocks:
     def of(self, leaf: torch.Tensor) -> threading.RLock:
         """The lock of this leaf. By identity: when the leaf dies its lock is forgotten.
 
-        hot: twice for each leaf of a pass
+        hot: once for each leaf of a pass
         """
         number = id(leaf)
         known = self._locks.get(number)
@@ -60,37 +59,6 @@ class LeafLocks:
                     known = self._locks[number] = (threading.RLock(), death)
         return known[0]
 
-    def acquire(self, leaf: torch.Tensor) -> threading.RLock:
-        """Take the lock of this leaf, or say that its hooks hold it too long."""
-        lock = self.of(leaf)
-        if not lock.acquire(timeout=_LEAF_SECONDS):
-            raise BackwardTimeout(
-                f"a leaf of shape {tuple(leaf.shape)} was held for {_LEAF_SECONDS:g} s "
-                "by the hooks of another backward",
-                hint="a hook on a leaf must not wait for a pass that needs the same leaf",
-            )
-        return lock
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A leaf this run has touched: what was there before, and what the run left there."""
-
-    leaf: torch.Tensor
-    old: Gradient
-    value: Gradient
-    old_version: int
-    new: Gradient = None
-    version: int = 0
-
-
-class _Opened(NamedTuple):
-    """A leaf whose `.grad` is in use: its entry, the `.grad` to come back, the lock held for it."""
-
-    entry: _Entry
-    own: Gradient
-    lock: threading.RLock
-
 
 @final
 class Ledger:
@@ -98,148 +66,180 @@ class Ledger:
 
     def __init__(self, locks: LeafLocks, into: dict[torch.Tensor, torch.Tensor] | None) -> None:
         self._locks = locks
-        self._into = into
-        self._entries: list[_Entry] = []
-        self._open: dict[int, _Opened] = {}
-        self._given: set[int] = set()
+        self.into = into
+        self.entries: list[_Entry] = []
+        """of the leaves that the run has touched, in order"""
+        self.given: dict[int, weakref.ref[torch.Tensor]] = {}
+        """the gradients that were added to new leaves, by identity"""
         self.run: int | None = None
-
-    @property
-    def is_map(self) -> bool:
-        """Whether `.grad` stays as it was."""
-        return self._into is not None
-
-    @property
-    def has_entries(self) -> bool:
-        """Whether there is anything to keep or to undo."""
-        return bool(self._entries)
 
     def watch(self, accumulators: Iterable[Node]) -> list[RemovableHandle]:
         """Keep the books of what these do, for the run named in `run`, until `unwatch`."""
         handles = []
         for node in accumulators:
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
-            handles.append(node.register_prehook(_Before(self, leaf)))
-            handles.append(node.register_hook(_After(self, leaf)))
+            entry = _Entry(self, leaf, self._locks.of(leaf))
+            handles.append(node.register_prehook(entry.before))
+            handles.append(node.register_hook(entry.after))
         return handles
 
     def unwatch(self, handles: list[RemovableHandle]) -> None:
         """The run is over."""
         for handle in handles:
             handle.remove()
-        for opened in list(self._open.values()):  # or a hook raised between the two of ours
-            self.after(opened.entry.leaf)
-
-    def before(self, leaf: torch.Tensor, gradient: Gradient = None) -> Gradient:
-        """The engine is about to add to this leaf; another gradient, if it should add that one.
-
-        AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
-        to two leaves is copied for both, as in torch.distributed.autograd.
-        """
-        lock = self._locks.acquire(leaf)
-        own = leaf.grad
-        current = own if self._into is None else self._into.get(leaf)
-        copy = None if current is None else current.detach().clone()
-        entry = _Entry(leaf, current, copy, _version(current))
-        self._entries.append(entry)
-        self._open[id(leaf)] = _Opened(entry, own, lock)
-        if self._into is None:
-            return None
-        leaf.grad = current
-        return self._apart(gradient) if current is None else None
-
-    def _apart(self, gradient: Gradient) -> Gradient:
-        """By identity: as long as a leaf may keep a tensor, its number is nobody else's."""
-        if gradient is None:
-            return None
-        if id(gradient) in self._given:
-            return gradient.clone()
-        self._given.add(id(gradient))
-        return None
-
-    def maybe_after(self, leaf: torch.Tensor) -> None:
-        """The engine has been at this leaf, unless a hook raised before ours could run."""
-        if id(leaf) in self._open:
-            self.after(leaf)
-
-    def after(self, leaf: torch.Tensor) -> None:
-        """The engine has added to this leaf, and its hooks have run."""
-        entry, own, lock = self._open.pop(id(leaf))
-        new = entry.new = leaf.grad
-        entry.version = _version(new)
-        if self._into is not None:
-            if new is None:  # also if a hook has used it up
-                self._into.pop(leaf, None)
-            else:
-                self._into[leaf] = new
-            leaf.grad = own
-        lock.release()
+        for entry in self.entries:
+            if entry.is_open:  # reopened, or a hook raised between the two of ours
+                entry.close()
 
     def reopen(self, others: Iterable[torch.Tensor]) -> None:
         """The engine is through, its callbacks are not: they may write to these leaves too.
 
         In one order for all runs, since here a run holds more than one lock.
         """
-        touched = {id(entry.leaf): entry for entry in self._entries}
-        leaves = {id(leaf): leaf for leaf in others}
-        leaves |= {number: entry.leaf for number, entry in touched.items()}
-        for number in sorted(leaves):
-            leaf, entry = leaves[number], touched.get(number)
-            if entry is None:
-                self.before(leaf)
-                continue
-            lock = self._locks.acquire(leaf)
-            self._open[number] = _Opened(entry, leaf.grad, lock)
-            if self._into is not None:
-                leaf.grad = self._into.get(leaf)
+        touched = {id(entry.leaf): entry for entry in self.entries}
+        leaves = {id(leaf): leaf for leaf in others if id(leaf) not in touched}
+        for number in sorted([*touched, *leaves]):
+            if number in touched:
+                touched[number].reopen()
+            else:
+                leaf = leaves[number]
+                _Entry(self, leaf, self._locks.of(leaf)).open()
 
     def keep(self) -> None:
         """The pass has ended well."""
-        self._entries.clear()
+        self.entries.clear()
 
     def undo(self) -> None:
         """The pass has failed: put back what was there before."""
-        for entry in reversed(self._entries):
-            with self._locks.of(entry.leaf), torch.no_grad():
-                self._put_back(entry)
-        self._entries.clear()
+        for entry in reversed(self.entries):
+            entry.put_back()
+        self.entries.clear()
 
-    def _put_back(self, entry: _Entry) -> None:
-        leaf, into = entry.leaf, self._into
+
+@final
+class _Entry:
+    """One leaf in the books of one run: what was there before, and what the run left there.
+
+    Its methods `before` and `after` are the hooks around the node that adds to the leaf.
+
+    hot: one for each leaf of a pass
+    """
+
+    __slots__ = (
+        "_ledger",
+        "_lock",
+        "_new",
+        "_old",
+        "_old_version",
+        "_own",
+        "_value",
+        "_version",
+        "is_open",
+        "leaf",
+    )
+
+    def __init__(self, ledger: Ledger, leaf: torch.Tensor, lock: threading.RLock) -> None:
+        self._ledger, self.leaf, self._lock = ledger, leaf, lock
+        self.is_open = False
+
+    def before(self, gradients: Any) -> Any:  # noqa: ANN401
+        """The engine is about to add to this leaf; another gradient, if it should add that one.
+
+        Also without a gradient to add: post-accumulate hooks run then too, and look at `.grad`.
+        AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
+        to two leaves is copied for both, as in torch.distributed.autograd.
+        """
+        ledger = self._ledger
+        if current_run() != ledger.run:
+            return None
+        self.open()
+        gradient: Gradient = gradients[0]
+        if ledger.into is None or self._old is not None or gradient is None:
+            return None
+        known = ledger.given.get(id(gradient))
+        if known is not None and known() is gradient:  # the number of one that died is used again
+            return (gradient.clone(),)
+        ledger.given[id(gradient)] = weakref.ref(gradient)
+        return None
+
+    def after(self, _inputs: object, _outputs: object) -> None:
+        """The engine has added to this leaf, and its hooks have run.
+
+        Nothing is to be done for a hook that raised, or for a run inside of ours.
+        """
+        if self.is_open and current_run() == self._ledger.run:
+            self.close()
+
+    def open(self) -> None:
+        """Remember what the run finds, and put it where the run looks for it."""
+        if not self._lock.acquire(False):
+            self._wait_for_lock()
+        leaf, into = self.leaf, self._ledger.into
+        own = self._own = leaf.grad
+        old = self._old = self._new = own if into is None else into.get(leaf)
+        self._value, self._old_version = None, 0
+        self.is_open = True
+        self._ledger.entries.append(self)
+        if old is not own:
+            leaf.grad = old
+        if old is not None:
+            self._value, self._old_version = old.detach().clone(), old._version
+
+    def reopen(self) -> None:
+        """The same once more: what was there before the run is known."""
+        if not self._lock.acquire(False):
+            self._wait_for_lock()
+        leaf, into = self.leaf, self._ledger.into
+        own = self._own = leaf.grad
+        self.is_open = True
+        if into is not None:
+            new = self._new = into.get(leaf)
+            if new is not own:
+                leaf.grad = new
+
+    def close(self) -> None:
+        """Remember what the run leaves, and put the leaf's own gradient back."""
+        leaf, into = self.leaf, self._ledger.into
+        new = leaf.grad
+        if into is not None:
+            if new is None:  # also if a hook has used it up
+                into.pop(leaf, None)
+            elif new is not self._new:
+                into[leaf] = new
+            if new is not self._own:
+                leaf.grad = self._own
+        self._new, self._version = new, 0 if new is None else new._version
+        self.is_open = False
+        self._lock.release()
+
+    def _wait_for_lock(self) -> None:
+        if not self._lock.acquire(timeout=_LEAF_SECONDS):
+            raise BackwardTimeout(
+                f"a leaf of shape {tuple(self.leaf.shape)} was held for {_LEAF_SECONDS:g} s "
+                "by the hooks of another backward",
+                hint="a hook on a leaf must not wait for a pass that needs the same leaf",
+            )
+
+    def put_back(self) -> None:
+        """The pass has failed."""
+        with self._lock, torch.no_grad():
+            self._put_back()
+
+    def _put_back(self) -> None:
+        leaf, into, old = self.leaf, self._ledger.into, self._old
         now = leaf.grad if into is None else into.get(leaf)
-        if now is not entry.new or _version(now) != entry.version:
+        if now is not self._new or _version(now) != self._version:
             _log.error("a gradient of a failed pass stays: another pass has added to it since")
             return
-        touched = _version(entry.old) != entry.old_version  # also if a hook has replaced it since
-        if entry.old is not None and entry.value is not None and touched:
-            entry.old.copy_(entry.value)
+        touched = _version(old) != self._old_version  # also if a hook has replaced it since
+        if old is not None and self._value is not None and touched:
+            old.copy_(self._value)
         if into is None:
-            leaf.grad = entry.old
-        elif entry.old is None:
+            leaf.grad = old
+        elif old is None:
             into.pop(leaf, None)
         else:
-            into[leaf] = entry.old
-
-
-class _Before:
-    def __init__(self, ledger: Ledger, leaf: torch.Tensor) -> None:
-        self._ledger, self._leaf = ledger, leaf
-
-    def __call__(self, gradients: Any) -> Any:  # noqa: ANN401
-        # Also without a gradient to add: post-accumulate hooks run then too, and look at `.grad`.
-        if current_run() != self._ledger.run:
-            return None
-        other = self._ledger.before(self._leaf, gradients[0])
-        return None if other is None else (other,)
-
-
-class _After:
-    def __init__(self, ledger: Ledger, leaf: torch.Tensor) -> None:
-        self._ledger, self._leaf = ledger, leaf
-
-    def __call__(self, *_: Any) -> None:  # noqa: ANN401
-        if current_run() == self._ledger.run:
-            self._ledger.maybe_after(self._leaf)
+            into[leaf] = old
 
 
 def _version(gradient: Gradient) -> int:

@@ -2,8 +2,8 @@
 
 Note [Which pass a node runs for]: passes of one context may follow each other, run at once from
 several threads, or nest. The number of the current engine run tells them apart. A native backward
-is entered here by the first crossing it meets; a run that we start enters itself through an extra
-root (run.py).
+is entered here by the first crossing it meets; a run that we start enters itself, before it does
+anything else (run.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import final
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
 from gradwire.agent.timer import Timer
+from gradwire.autograd import run as runs
 from gradwire.autograd.context import Context
-from gradwire.autograd.running import Running
+from gradwire.autograd.running import Plan, Running
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId, first_of
 
@@ -46,26 +47,42 @@ class Passes:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def new(self, context: Context, timeout: float | None = None) -> Running:
-        """A pass begins here, and is given up after so many seconds."""
-        deadline = self._due(timeout)
+    def begin(self, context: Context, run: int, plan: Plan, timeout: float | None) -> Running:
+        """A pass begins here in an engine run, and is given up after so many seconds."""
+        deadline, now = self._due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
-            return self._add(context, PassId(self._me, self._count), deadline)
+            id = PassId(self._me, self._count)
+            running = Running(id, context, deadline, now, run, plan)
+            self._by_id[context.id, id] = self._by_run[run] = running
+        self._timer.need(deadline)
+        return running
 
-    def heard_of(self, context: Context, id: PassId) -> Running | None:
+    def heard_of(
+        self, context: Context, id: PassId, deadline: float | None = None
+    ) -> Running | None:
         """A peer speaks of this pass: the one we know, or a new one; None if it is over.
 
-        New ones come into being here, as gradients may overtake the Start.
+        New ones come into being here, as gradients may overtake the Start, which says its deadline.
         """
+        running = self._by_id.get((context.id, id)) or self._maybe_new(context, id, deadline)
+        if running is not None and deadline is not None and running.deadline != deadline:
+            running.deadline = deadline
+            self._timer.need(deadline)
+        return running
+
+    def _maybe_new(self, context: Context, id: PassId, deadline: float | None) -> Running | None:
+        now = self._clock.now()
+        due = now + self._seconds if deadline is None else deadline
         with self._lock:
             if id in context.ended:
                 return None
             running = self._by_id.get((context.id, id))
             if running is None:
                 self._count_one(context)
-                running = self._add(context, id, self._clock.now() + self._seconds)
-            return running
+                running = self._by_id[context.id, id] = Running(id, context, due, now)
+        self._timer.need(due)
+        return running
 
     def _count_one(self, context: Context) -> None:
         """Each leaves a number behind until the context closes: so many and no more."""
@@ -75,11 +92,6 @@ class Passes:
                 hint="begin a new context now and then, or raise Limits(passes=…)",
             )
         context.passes += 1
-
-    def is_due(self, running: Running, deadline: float) -> None:
-        """Its root has said when it is given up."""
-        running.deadline = deadline
-        self._timer.need(deadline)
 
     def maybe(self, context: ContextId, id: PassId) -> Running | None:
         """The pass, if it is under way here."""
@@ -95,7 +107,10 @@ class Passes:
 
     def of_run(self, run: int) -> Running | None:
         """The pass that an engine run belongs to."""
-        return self._by_run.get(run)
+        running = self._by_run.get(run)
+        if running is None and runs.enter_if_begun():
+            running = self._by_run.get(run)
+        return running
 
     def over(self, running: Running) -> None:
         """It has ended here; what still comes for it is late."""
@@ -107,6 +122,8 @@ class Passes:
 
     def in_context(self, context: ContextId) -> list[Running]:
         """The passes of one context."""
+        if not self._by_id:
+            return []
         with self._lock:
             return [running for (id, _), running in self._by_id.items() if id == context]
 
@@ -119,11 +136,6 @@ class Passes:
         for running in self.all():
             lost = PeerLost(f"{error.message}, in the middle of {running.id} of {running.context}")
             running.peer_lost(worker, lost.about(error.peer, link=error.link, phase="backward"))
-
-    def _add(self, context: Context, id: PassId, deadline: float) -> Running:
-        running = self._by_id[context.id, id] = Running(id, context, deadline, self._clock.now())
-        self._timer.need(deadline)
-        return running
 
     def all(self) -> list[Running]:
         """Every one."""

@@ -13,8 +13,9 @@ import torch
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
+from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
-from gradwire.autograd import profiling, run
+from gradwire.autograd import run
 from gradwire.autograd.checking import check_asked
 from gradwire.autograd.context import Context, Received
 from gradwire.autograd.ledger import LeafLocks, Ledger
@@ -32,11 +33,13 @@ from gradwire.autograd.messages import (
     Start,
 )
 from gradwire.autograd.passes import Passes
+from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Plan, Running
 from gradwire.autograd.torch_private import (
     AccumulateGrad,
     Node,
     current_run,
+    is_profiled,
     keeps_graph,
     when_run_ends,
     will_execute,
@@ -71,7 +74,7 @@ class Root:
         agent.handle(HowEnded, self._serve_how_ended, Lane.SERVICE)
         agent.kinds.add(HasEnded)
         self._kept: dict[int, None] = {}
-        """by the number of each pass of ours that ended well, in order"""
+        """by the number of each pass of ours that ended well, for those who did not hear it"""
 
     def begin_native(self, context: Context, met: EdgeId) -> Running:
         """A backward of the user's has met its first crossing of this context.
@@ -88,11 +91,10 @@ class Root:
             ]
             plain = any(will_execute(_accumulator(received)) for received in reached)
             needed = None if plain else _sends_executed(context)
-        running = self._passes.new(context)
-        running.retain_graph, running.create_graph = keeps_graph(), torch.is_grad_enabled()
+        lineage = union([received.lineage for received in reached])
         destination = TO_GRAD if plain else NOWHERE
-        self._begin(running, union(r.lineage for r in reached), needed, destination)
-        return running
+        create_graph = torch.is_grad_enabled()
+        return self._begin(context, lineage, needed, destination, keeps_graph(), create_graph)
 
     def backward(
         self,
@@ -106,91 +108,100 @@ class Root:
         _check_whole(context)
         ledger = Ledger(self._locks, context.gradients)
         with context.lock:
-            context.walk.origin(root.grad_fn for root in roots)
+            context.walk.origin([root.grad_fn for root in roots])
             landmarks = context.walk.landmarks()
 
         def enter() -> None:
             ledger.run = current_run()
             with context.lock:
-                reached = [received for received in context.received if _runs_through(received)]
-            running = self._passes.new(context, timeout)
-            running.retain_graph = retain_graph
-            self._begin(running, union(r.lineage for r in reached), None, TO_MAP)
+                lineages = [r.lineage for r in context.received if will_execute(r.node)]
+            self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
         try:
-            with profiling.span("gradwire backward of %s", context):
-                run.accumulate(
-                    roots,
-                    ledger,
-                    landmarks,
-                    enter,
-                    gradients=[torch.ones_like(root) for root in roots],
-                    retain_graph=retain_graph,
-                )
+            run.accumulate(
+                tuple(roots),
+                tuple([torch.ones_like(root) for root in roots]),
+                ledger,
+                landmarks,
+                enter,
+                retain_graph=retain_graph,
+                span=span("gradwire backward of %s", context) if is_profiled() else None,
+            )
         except BaseException:
             ledger.undo()
             raise
         ledger.keep()
 
     def _begin(
-        self, running: Running, edges: Lineage, needed: int | None, destination: int
-    ) -> None:
+        self,
+        context: Context,
+        edges: Lineage,
+        needed: int | None,
+        destination: int,
+        retain_graph: bool,
+        create_graph: bool,
+        timeout: float | None = None,
+    ) -> Running:
         """Every worker that owns a Send of the pass takes part.
 
         Note [Starts leave with gradients]: they are told when the first gradients leave, and one
         whose gradients these are hears both at once. Before that nobody could do anything. They are
         told at the latest when this worker waits.
         """
-        me = self._agent.directory.me.id
-        self._passes.enter(running, current_run())
+        owners = sorted(edges)
+        mine = edges.get(self._me, 0)
+        if mine:
+            owners.remove(self._me)
+        plan = Plan(edges, needed, destination, retain_graph, create_graph, owners)
+        running = self._passes.begin(context, current_run(), plan, timeout)
         when_run_ends(_Finish(self, running))
-        owners = sorted(worker for worker in edges if worker != me)
-        running.plan = Plan(edges, needed, destination)
-        running.mine = edges.get(me, 0) & (-1 if needed is None else needed)
-        running.workers_asked(owners)
-        self._agent.events.emit("start", running.id)
+        running.mine = mine if needed is None else mine & needed
+        if self._agent.events.are_heard:
+            self._agent.events.emit("start", running.id)
+        return running
 
     def send(
         self, running: Running, peer: WorkerId, gradients: Gradients, payload: Sequence[Buffer]
     ) -> None:
         """Gradients leave. See Note [Starts leave with gradients]."""
         untold = running.take_untold()
-        first = peer in untold
-        said = _start(running, peer, self._left(running), gradients) if first else gradients
+        left = running.deadline - self._agent.clock.now()
+        said = _start(running, peer, left, gradients) if peer in untold else gradients
         self._agent.tell(peer, said, payload, deadline=running.deadline, phase="backward")
-        if untold:
+        if len(untold) > (said is not gradients):
             self._tell(running, [worker for worker in untold if worker != peer])
 
     def send_starts(self, running: Running) -> None:
         """This worker is about to wait: whoever has not been told to run is told now."""
-        untold = running.take_untold()
-        if untold:
-            self._tell(running, untold)
+        if running.untold:
+            self._tell(running, running.take_untold())
 
     def _tell(self, running: Running, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
-            start = _start(running, worker, self._left(running))
+            left = running.deadline - self._agent.clock.now()
+            start = _start(running, worker, left)
             self._agent.tell(worker, start, deadline=running.deadline, phase="backward")
-
-    def _left(self, running: Running) -> float:
-        return running.deadline - self._agent.clock.now()
 
     def finish(self, running: Running) -> None:
         """The engine is through here: wait for the others, then let them keep what they have."""
         try:
-            self.send_starts(running)
+            if running.untold:
+                self.send_starts(running)
             for worker in running.unfinished():  # each by its own channel, which it reads itself
                 self._agent.wait(
                     worker,
                     partial(running.is_through, worker),
                     partial(running.await_worker, worker),
                 )
-            running.check_failed()
+            if running.error is not None:
+                raise fresh(running.error)
             running.check_collected()
         except BaseException as error:  # also an interrupt: the others must not wait for us
             self.give_up(running, error if isinstance(error, Exception) else None)
             raise
-        self._remember(running)
+        self._kept[running.id.n] = None
+        if len(self._kept) > _KEPT_REMEMBERED:
+            del self._kept[next(iter(self._kept))]
         self._passes.over(running)
         for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
@@ -198,7 +209,8 @@ class Root:
                 self._agent.tell(worker, ended, deadline=running.deadline)
             except GradwireError:  # it asks, when it can; see Served.root_lost
                 self._agent.events.emit("unended", running.id, self._agent.directory.name(worker))
-        self._agent.events.emit("end", running.id)
+        if self._agent.events.are_heard:
+            self._agent.events.emit("end", running.id)
 
     def give_up(self, running: Running, error: Exception | None) -> None:
         """End a failed pass everywhere, and wait until it has left nothing behind."""
@@ -236,12 +248,6 @@ class Root:
             _log.error("%s: %s", me, running.context.broken)
             told.add_note(f"{running.context.broken}: close the context and begin again")
 
-    def _remember(self, running: Running) -> None:
-        """It ended well, for those who did not hear it."""
-        self._kept[running.id.n] = None
-        if len(self._kept) > _KEPT_REMEMBERED:
-            del self._kept[next(iter(self._kept))]
-
     def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
         """While it runs it has not ended well, and cannot any more: it needed who asks."""
         ended_well = message.pass_id.worker == self._me and message.pass_id.n in self._kept
@@ -271,6 +277,8 @@ class _Finish:
     others must be told.
     """
 
+    __slots__ = ("_called", "_root", "_running")
+
     def __init__(self, root: Root, running: Running) -> None:
         self._root, self._running = root, running
         self._called = False
@@ -295,8 +303,8 @@ def _start(
         bits_to_wire(plan.edges[worker]),
         None if plan.needed is None else bits_to_wire(plan.needed),
         plan.destination,
-        running.retain_graph,
-        running.create_graph,
+        plan.retain_graph,
+        plan.create_graph,
         seconds,
         first,
     )
@@ -316,18 +324,20 @@ def _runs_through(received: Received) -> bool:
     `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
     that is executed has a next one that is.
     """
-    return will_execute(received.node) and any(
-        will_execute(node) for node, _ in received.node.next_functions if node is not None
-    )
+    if not will_execute(received.node):
+        return False
+    for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
+        if node is not None and will_execute(node):
+            return True
+    return False
 
 
 def _accumulator(received: Received) -> Node:
     """The node of the Recv's anchor, which backward() executes and grad() does not."""
-    return next(
-        node
-        for node, _ in received.node.next_functions
-        if isinstance(node, AccumulateGrad) and node.variable is received.anchor  # type: ignore[attr-defined]
-    )
+    for node, _ in received.node.next_functions:
+        if isinstance(node, AccumulateGrad) and node.variable is received.anchor:  # type: ignore[attr-defined]
+            return node
+    raise AssertionError(f"{received.edge} has lost its anchor")
 
 
 def _sends_executed(context: Context) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -12,6 +13,7 @@ import torch
 from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.torch_private import (
+    Node,
     replica_parameters,
     run_engine,
     set_sequence_number,
@@ -20,81 +22,99 @@ from gradwire.autograd.torch_private import (
 )
 from gradwire.errors import UsageError
 
-Tensors = Sequence[torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+
+Enter = Callable[[], None]
+"""What tells a pass the number of its run, from inside the run."""
 
 _BEFORE_ALL = 1 << 62
+_NO_GRADIENT = (None,)
 _ONE = torch.ones(())
 """What a token is given. Nobody sees it: a Send asks for its gradients, and no user has a token."""
 
 
 def accumulate(
     roots: Tensors,
+    gradients: Tensors | None,
     ledger: Ledger,
     landmarks: Landmarks,
-    enter: Callable[[], None],
+    enter: Enter,
     *,
-    gradients: Tensors | None = None,
     retain_graph: bool,
     create_graph: bool = False,
+    span: AbstractContextManager[object] | None = None,
 ) -> None:
     """Run from these roots to every leaf they reach, keeping the books in the ledger.
 
     Without `gradients` the roots are tokens.
     """
-
-    def checked() -> None:
-        enter()
-        if ledger.is_map and any(will_execute(node) for node in landmarks.checkpoints):
-            raise UsageError(
-                "a reentrant checkpoint runs a backward of its own, "
-                "which writes to .grad and not to the context's map",
-                hint="use checkpoint(…, use_reentrant=False), or call loss.backward()",
-            )
-        sinks = [node for node in landmarks.sinks if will_execute(node)]
-        unused = [leaf for sink in sinks for leaf in replica_parameters(sink)]
-        when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
-
-    begin = checked if any(landmarks) else enter
+    begin = partial(_enter_among, landmarks, ledger, enter) if any(landmarks) else enter
     watched = ledger.watch(landmarks.accumulators)
     try:
-        _run(roots, gradients, begin, None, retain_graph, create_graph)
+        if gradients is None:
+            _entrance.next = begin
+            gradients = (_ONE,) * len(roots)
+        else:
+            _entrance.bell.enter = begin
+            roots, gradients = (*roots, _entrance.way_in), (*gradients, _ONE)
+        _run(roots, gradients, None, retain_graph, create_graph, span)
     finally:
         ledger.unwatch(watched)
+
+
+def _enter_among(landmarks: Landmarks, ledger: Ledger, enter: Enter) -> None:
+    enter()
+    if landmarks.checkpoints and ledger.into is not None:
+        _refuse_executed(landmarks.checkpoints)
+    unused = _unused_behind(landmarks.sinks) if landmarks.sinks else ()
+    when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
+
+
+def _refuse_executed(checkpoints: Iterable[Node]) -> None:
+    if any(will_execute(node) for node in checkpoints):
+        raise UsageError(
+            "a reentrant checkpoint runs a backward of its own, "
+            "which writes to .grad and not to the context's map",
+            hint="use checkpoint(…, use_reentrant=False), or call loss.backward()",
+        )
+
+
+def _unused_behind(sinks: Iterable[Node]) -> Tensors:
+    executed = [node for node in sinks if will_execute(node)]
+    return tuple(leaf for sink in executed for leaf in replica_parameters(sink))
 
 
 def run_towards(
     anchors: Tensors,
     tokens: Tensors,
-    enter: Callable[[], None],
+    enter: Enter,
     *,
     retain_graph: bool,
     create_graph: bool,
+    span: AbstractContextManager[object] | None = None,
 ) -> None:
     """Run from these tokens, only to what leads to the anchors; leaves keep nothing."""
-    _run(tokens, None, enter, anchors, retain_graph, create_graph)
+    _entrance.bell.enter = enter
+    roots, inputs = (*tokens, _entrance.token), (*anchors, _entrance.way_in)
+    _run(roots, (_ONE,) * len(roots), inputs, retain_graph, create_graph, span)
 
 
 def _run(
     roots: Tensors,
-    gradients: Tensors | None,
-    enter: Callable[[], None],
+    gradients: Tensors,
     inputs: Tensors | None,
     retain_graph: bool,
     create_graph: bool,
+    span: AbstractContextManager[object] | None,
 ) -> None:
-    if gradients is None:
-        gradients = (_ONE,) * len(roots)
-    _entrance.bell.enter = enter
     try:
-        run_engine(
-            (*roots, _entrance.token),
-            (*gradients, _ONE),
-            None if inputs is None else (*inputs, _entrance.way_in),
-            retain_graph,
-            create_graph,
-        )
+        if span is None:
+            run_engine(roots, gradients, inputs, retain_graph, create_graph)
+        else:
+            with span:
+                run_engine(roots, gradients, inputs, retain_graph, create_graph)
     except BaseException:
-        _entrance.bell.enter = None
+        _entrance.bell.enter = _entrance.next = None
         _drain()
         raise
 
@@ -114,29 +134,46 @@ def _drain() -> None:
     torch.autograd.grad(last, seed)
 
 
+def enter_if_begun() -> bool:
+    """Whether a run from tokens has begun in this thread that is not entered yet: it is then.
+
+    Its first node is a Send, which asks for its pass. No user's code is run before it.
+    """
+    begin = _entrance.next
+    if begin is None:
+        return False
+    _entrance.next = None
+    begin()
+    return True
+
+
 @final
 class _Bell:
     """What the entrance of one thread calls: whoever begins a run there. Once for each run."""
 
     def __init__(self) -> None:
-        self.enter: Callable[[], None] | None = None
+        self.enter: Enter | None = None
 
-    def __call__(self, _: Any) -> None:  # noqa: ANN401
+    def __call__(self, _: Any) -> tuple[None]:  # noqa: ANN401
         enter, self.enter = self.enter, None
         assert enter is not None, "a run that nobody began"
         enter()
+        return _NO_GRADIENT
 
 
 @final
 class _Entrance(threading.local):
     """An extra root that the engine runs first, so that a run we start knows its own number.
 
-    One for each thread that starts runs; no user's code is run before it. `way_in` is the input
-    that makes grad() run it.
+    One for each thread that starts runs; no user's code is run before it. It is the leaf `way_in`,
+    as the nodes of leaves come before all others. Under grad() a leaf is not run: then it is
+    `token`, and `way_in` the input that makes grad() run it.
     """
 
     def __init__(self) -> None:
         self.bell = _Bell()
+        self.next: Enter | None = None
+        """what the first Send of a run calls"""
         with torch.inference_mode(False), torch.enable_grad():
             self.way_in = torch.zeros((), requires_grad=True)
             self.token = self.way_in.view(())
@@ -144,6 +181,9 @@ class _Entrance(threading.local):
         assert node is not None
         set_sequence_number(node, _BEFORE_ALL)
         node.register_prehook(self.bell)
+        accumulator, _ = node.next_functions[0]
+        assert accumulator is not None
+        accumulator.register_prehook(self.bell)
 
 
 _entrance = _Entrance()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
+import msgspec
 import torch
 
 from gradwire.agent.directory import Directory
@@ -27,22 +28,26 @@ from gradwire.wire.frame import Buffer
 from gradwire.wire.tensor import decode_tensors
 
 
-class Settlement(NamedTuple):
+class Settlement(msgspec.Struct, frozen=True):
     """What an edge was settled with."""
 
     gradients: list[torch.Tensor | None]
     crossings: list[Crossing]
 
 
-class Plan(NamedTuple):
+class Plan(msgspec.Struct, frozen=True):
     """What the root has decided about a pass: what each of its workers is told to do."""
 
     edges: Lineage
     needed: int | None
     destination: int
+    retain_graph: bool
+    create_graph: bool
+    asked: Sequence[WorkerId]
+    """the workers that are told"""
 
 
-class Held(NamedTuple):
+class Held(msgspec.Struct, frozen=True):
     """Gradients that leave when the run is over, as they are the last thing it does."""
 
     message: Gradients
@@ -51,72 +56,68 @@ class Held(NamedTuple):
 
 @final
 class Running:
-    """See the top of this file. `ledger` is None until the run here has begun."""
+    """See the top of this file. `ledger` is None until the run here has begun.
 
-    def __init__(self, id: PassId, context: Context, deadline: float, began: float) -> None:
+    `plan` is the root's; the workers it asks are told later, see `take_untold`.
+    """
+
+    def __init__(
+        self,
+        id: PassId,
+        context: Context,
+        deadline: float,
+        began: float,
+        run: int | None = None,
+        plan: Plan | None = None,
+    ) -> None:
         self.id = id
         self.context = context
         self.deadline, self._began = deadline, began
         self.mine = 0
         """the edges of this worker that others settle in the pass, as a bitset"""
-        self.retain_graph = False
-        self.create_graph = False
         self.ledger: Ledger | None = None
-        self.run: int | None = None
-        self.plan: Plan | None = None
-        """at the root"""
+        self.run, self.plan = run, plan
         self.held: Held | None = None
-        self._state = PassState(id)
+        self.error: Exception | None = None
+        """what ended the pass, if something did"""
+        self.untold: Sequence[WorkerId] = () if plan is None else plan.asked
+        self._state = PassState(id, self.untold)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._sleepers = 0
+        self._changed: threading.Condition | None = None
+        """made by the first who sleeps: mostly nobody does, as who waits reads the channel"""
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
-        self._untold: Sequence[WorkerId] = ()
         self._run_over = False
-        self._error: Exception | None = None
 
     @property
     def asked(self) -> frozenset[WorkerId]:
         """The workers the root told to run."""
         return self._state.asked
 
-    @property
-    def error(self) -> Exception | None:
-        """What ended the pass, if something did."""
-        return self._error
-
-    def workers_asked(self, workers: Sequence[WorkerId]) -> None:
-        """The root will tell these, see `take_untold`."""
-        with self._lock:
-            self._state.workers_asked(workers)
-            self._untold = workers
-
     def take_untold(self) -> Sequence[WorkerId]:
         """At the root: those who are yet to be told to run. Whoever takes them tells them.
 
         hot: asked by every crossing of a backward
         """
-        if not self._untold:
+        if not self.untold:
             return ()
         with self._lock:
-            untold, self._untold = self._untold, ()
+            untold, self.untold = self.untold, ()
             return untold
 
     def settle_with(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
         """An edge's gradients came, as they travel."""
+        present = message.present
         try:
-            came = iter(decode_tensors(message.tensors, payload, limits))
-            gradients = [next(came) if there else None for there in message.present]
+            came = decode_tensors(message.tensors, payload, limits)
+            gradients: list[torch.Tensor | None] = [*came]
+            if False in present or len(came) != len(present):
+                left = iter(came)
+                gradients = [next(left) if there else None for there in present]
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
-
-    def edges_expected(self, edges: dict[EdgeId, WorkerId]) -> None:
-        """The run here is about to wait for these, each from a worker."""
-        with self._changed:
-            self._state.edges_expected(edges)
 
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
@@ -127,11 +128,12 @@ class Running:
                 self._fail(error)
             else:
                 self._inbox[edge] = settlement
-            self._wake()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
-        return self._error is not None or self._state.is_settled(edge)
+        return self.error is not None or edge in self._state.settled
 
     def await_edge(self, edge: EdgeId) -> None:
         """Block until it has come."""
@@ -143,8 +145,8 @@ class Running:
     def collect(self, edge: EdgeId) -> Settlement:
         """The gradients of an edge that has come, or raise what ended the pass."""
         with self._lock:
-            if self._error is not None:
-                raise fresh(self._error)
+            if self.error is not None:
+                raise fresh(self.error)
             self._state.edge_collected(edge)
             return self._inbox.pop(edge)
 
@@ -152,35 +154,39 @@ class Running:
         """At the root: one worker's run is over."""
         with self._lock:
             self._state.worker_done(worker, has_changed=has_changed)
-            self._wake()
+            if self._changed is not None:
+                self._changed.notify_all()
 
-    def changed_workers(self) -> list[WorkerId]:
+    def changed_workers(self) -> Sequence[WorkerId]:
         """At the root, when all are done: those that have changed leaves."""
-        return self._state.changed()
+        changed = self._state.changed
+        return sorted(changed) if changed else ()
 
     def run_counted(self, sends: int, recvs: int) -> None:
-        """Here, a run begins that reaches no leaf, but so many Sends and Recvs."""
-        with self._lock:
-            self._state.run_counted(sends, recvs)
+        """Here, a run begins that reaches no leaf, but so many Sends and Recvs.
+
+        Without the lock, as in `is_last`: only the thread that runs counts.
+        """
+        self._state.run_counted(sends, recvs)
 
     def is_last(self) -> bool:
         """Here, a Recv runs: whether nothing is left to run after it."""
-        with self._lock:
-            return self._state.recv_through()
+        return self._state.recv_through()
 
     def run_begins(self, ledger: Ledger) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""
         with self._lock:
-            if self._error is not None:
-                raise fresh(self._error)
+            if self.error is not None:
+                raise fresh(self.error)
             self.ledger = ledger
 
     def run_over(self) -> bool:
         """Here, the engine has returned, well or not. Whether the pass has failed meanwhile."""
         with self._lock:
             self._run_over = True
-            self._wake()
-            return self._error is not None
+            if self._changed is not None:
+                self._changed.notify_all()
+            return self.error is not None
 
     def wait_for_run(self, seconds: float) -> bool:
         """Wait until the engine has returned here, if it began; a failed pass wakes its waits.
@@ -191,55 +197,47 @@ class Running:
         with self._lock:
             return self._sleep_until(lambda: self._run_over or self.ledger is None, seconds)
 
-    def unfinished(self) -> list[WorkerId]:
+    def unfinished(self) -> Sequence[WorkerId]:
         """At the root: those that are not done; none if the pass has failed."""
+        if self.error is not None or not self._state.waiting_for:
+            return ()
         with self._lock:
-            return [] if self._error is not None else self._state.unfinished()
+            return self._state.unfinished()
 
     def is_through(self, worker: WorkerId) -> bool:
         """At the root: whether a worker is done, or need not be any more."""
-        return self._error is not None or self._state.is_done(worker)
+        return self.error is not None or worker not in self._state.waiting_for
 
     def await_worker(self, worker: WorkerId) -> None:
         """At the root: block until it is through."""
         with self._lock:
             self._sleep_until(lambda: self.is_through(worker))
 
-    def check_failed(self) -> None:
-        """Raise what ended the pass, if something did."""
-        if self._error is not None:
-            raise fresh(self._error)
-
     def check_collected(self) -> None:
         """After a run: whatever was settled here was also used here."""
+        if not self._state.to_collect:
+            return
         with self._lock:
-            left = self._state.uncollected()
-        if left:
-            edges = ", ".join(map(str, left))
-            raise BadMessage(f"{edges} got gradients in {self.id} that no send waited for")
+            left = sorted(self._state.to_collect)
+        edges = ", ".join(map(str, left))
+        raise BadMessage(f"{edges} got gradients in {self.id} that no send waited for")
 
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
         with self._lock:
             self._fail(error)
-            self._wake()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """With the lock held: wait until it is so, as seen after each `_wake`."""
-        self._sleepers += 1
-        try:
-            return self._changed.wait_for(done, seconds)
-        finally:
-            self._sleepers -= 1
-
-    def _wake(self) -> None:
-        """With the lock held."""
-        if self._sleepers:
-            self._changed.notify_all()
+        """With the lock held: wait until it is so, as seen after each change."""
+        if self._changed is None:
+            self._changed = threading.Condition(self._lock)
+        return self._changed.wait_for(done, seconds)
 
     def _fail(self, error: Exception) -> None:
         if self._state.pass_failed():
-            self._error = error
+            self.error = error
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """A worker is gone; fails the pass if it cannot end well without it."""
@@ -254,7 +252,7 @@ class Running:
             mine = [self.context.sent[n] for n in numbers(self.mine)]
         edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
         with self._lock:
-            return any(not self._state.is_settled(edge) for edge in edges)
+            return any(edge not in self._state.settled for edge in edges)
 
     def expire(self, directory: Directory) -> None:
         """The deadline is over."""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 
+import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer
@@ -16,13 +17,13 @@ from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
-from gradwire.autograd import profiling, run
+from gradwire.autograd import run
 from gradwire.autograd.checking import check_gradients, check_root
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import LeafLocks, Ledger
-from gradwire.autograd.lineage import Lineage, bits_from_wire, meets, numbers
+from gradwire.autograd.lineage import bits_from_wire, meets, numbers
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -34,8 +35,9 @@ from gradwire.autograd.messages import (
     Start,
 )
 from gradwire.autograd.passes import Passes
+from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Running
-from gradwire.autograd.torch_private import current_run, recording, will_execute
+from gradwire.autograd.torch_private import current_run, is_profiled, recording, will_execute
 from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 
@@ -70,12 +72,16 @@ class Served:
         check_root(start.pass_id, source.worker)
         limit = self._agent.clock.now() + start.seconds
         try:
-            context = self._find(start, source.worker)
-            running = self._passes.heard_of(context, start.pass_id)
+            context = self._contexts.maybe(start.context) or self._find(start, source.worker)
+            running = self._passes.heard_of(context, start.pass_id, limit)
             if running is None:  # it failed before it reached us
                 self._agent.noting.came_late(source.worker)
                 return
-            self._check_root_is_there(running, source)
+            try:
+                self._agent.check_asker(source)
+            except PeerLost:  # which may have been dealt with before the pass came to be
+                self._passes.over(running)
+                raise
             if self._doubts.get(source.worker):
                 self._wait_while_in_doubt(source.worker, running, start.seconds)
             first = start.first
@@ -85,14 +91,6 @@ class Served:
             self._tell_done(running, source.worker, limit)
         except BaseException as error:  # an error ends the pass everywhere
             self._tell_failed(start, source.worker, error, limit)
-
-    def _check_root_is_there(self, running: Running, source: Source) -> None:
-        """Its loss may have been dealt with before the pass came to be."""
-        try:
-            self._agent.check_asker(source)
-        except PeerLost:
-            self._passes.over(running)
-            raise
 
     def _wait_while_in_doubt(self, root: WorkerId, running: Running, seconds: float) -> None:
         """A root that was lost and is back may meet leaves that its last pass has changed."""
@@ -112,12 +110,14 @@ class Served:
     def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:
         """If nothing was changed here, the pass is over here too."""
         assert running.ledger is not None, "its run is over"
-        has_changed = running.ledger.has_entries
+        has_changed = bool(running.ledger.entries)
         if not has_changed:
             self._passes.over(running)
         if running.held is not None:
-            message, payload = running.held
-            last = replace(message, last=not has_changed)
+            last = running.held.message
+            if not has_changed:
+                last = replace(last, last=True)
+            payload = running.held.payload
             self._agent.tell(root, last, payload, deadline=limit, phase="backward")
             if not has_changed:
                 return
@@ -134,12 +134,11 @@ class Served:
             self._agent.events.emit("untold", start.pass_id)
 
     def _take_part(self, running: Running, start: Start) -> None:
-        self._passes.is_due(running, self._agent.clock.now() + start.seconds)
-        running.retain_graph, running.create_graph = start.retain_graph, start.create_graph
         into = running.context.gradients if start.destination == TO_MAP else None
         ledger = Ledger(self._locks, into)
         running.run_begins(ledger)
-        self._agent.events.emit("run", running.id)
+        if self._agent.events.are_heard:
+            self._agent.events.emit("run", running.id)
         try:
             with self._inside(running.context.id):
                 self._run(running, ledger, start)
@@ -153,29 +152,43 @@ class Served:
                 ledger.undo()
 
     def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with recording():
+                return self._run(running, ledger, start)
+        sends, received, landmarks = _mine(running, start)
+        if not sends:
+            return None
+
         def enter() -> None:
             ledger.run = current_run()
-            self._passes.enter(running, current_run())
-            if start.destination == NOWHERE or not any(landmarks):
-                recvs = sum(will_execute(r.node) for r in received)
-                running.run_counted(len(sent), recvs)
+            self._passes.enter(running, ledger.run)
+            if received is not None:
+                recvs = 0
+                for crossed in received:
+                    recvs += will_execute(crossed.node)
+                running.run_counted(len(sends), recvs)
 
-        sent, received, landmarks = _mine(running.context, start)
-        running.mine = sum(1 << s.edge.n for s in sent)
-        if not sent:
-            return
-        running.edges_expected({s.edge: s.peer for s in sent})
-        tokens = [s.token for s in sent]
+        tokens = tuple([sent.token for sent in sends])
         retain, create = start.retain_graph, start.create_graph
-        span = profiling.span("gradwire backward %s of %s", running.id, running.context)
-        with recording(), span:
-            if start.destination == NOWHERE:
-                anchors = [r.anchor for r in received]
-                run.run_towards(anchors, tokens, enter, retain_graph=retain, create_graph=create)
-            else:
-                run.accumulate(
-                    tokens, ledger, landmarks, enter, retain_graph=retain, create_graph=create
-                )
+        name = "gradwire backward %s of %s"
+        named = span(name, running.id, running.context) if is_profiled() else None
+        if start.destination == NOWHERE:
+            anchors = tuple([r.anchor for r in received or ()])
+            run.run_towards(
+                anchors, tokens, enter, retain_graph=retain, create_graph=create, span=named
+            )
+        else:
+            run.accumulate(
+                tokens,
+                None,
+                ledger,
+                landmarks,
+                enter,
+                retain_graph=retain,
+                create_graph=create,
+                span=named,
+            )
+        return None
 
     def root_lost(self, worker: WorkerId) -> Job:
         """What puts back what passes that began there have changed here, unless they ended well.
@@ -253,19 +266,25 @@ class Served:
         self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
 
 
-def _mine(context: Context, start: Start) -> tuple[list[Sent], list[Received], Landmarks]:
-    """The Sends to run from, the Recvs to run towards, and the leaves in between."""
-    root = start.pass_id.worker
+def _mine(running: Running, start: Start) -> tuple[list[Sent], list[Received] | None, Landmarks]:
+    """The Sends to run from, the Recvs that are reached, if nothing else is, and the leaves."""
+    context, root = running.context, start.pass_id.worker
+    edges = bits_from_wire(start.edges)
     needed = None if start.needed is None else bits_from_wire(start.needed)
-
-    def takes_part(lineage: Lineage) -> bool:
-        return needed is None or meets(lineage, root, needed)
-
+    mine, received = [], None
     with context.lock:
-        edges = bits_from_wire(start.edges)
         if edges >> len(context.sent):
             raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
-        sent = [context.sent[n] for n in numbers(edges)]
-        mine = [s for s in sent if s is not None and takes_part(s.lineage)]
-        received = [r for r in context.received if takes_part(r.lineage)]
-        return mine, received, context.walk.landmarks()
+        for n in numbers(edges):
+            sent = context.sent[n]
+            if sent is not None and (needed is None or meets(sent.lineage, root, needed)):
+                mine.append(sent)
+                running.mine |= 1 << n
+        landmarks = context.walk.landmarks()
+        if start.destination == NOWHERE or not any(landmarks):
+            received = [
+                crossed
+                for crossed in context.received
+                if needed is None or meets(crossed.lineage, root, needed)
+            ]
+    return mine, received, landmarks

@@ -11,11 +11,13 @@ Rules of this file:
 
 A *run* is one execution of torch's engine over this worker's sends of the pass; it waits
 at each send until that edge is settled. The *root* is the worker where the pass began.
+
+The sets without an underscore are there to be read: asking costs more than the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import final
 
 from gradwire.errors import BadMessage
@@ -24,52 +26,46 @@ from gradwire.ids import EdgeId, PassId, WorkerId
 
 @final
 class PassState:
-    """What one worker knows of one pass."""
+    """What one worker knows of one pass. At its root, `asked` are the workers it tells to run."""
 
-    def __init__(self, pass_id: PassId) -> None:
+    __slots__ = (
+        "_recvs_left",
+        "_sends",
+        "asked",
+        "changed",
+        "failed",
+        "id",
+        "settled",
+        "to_collect",
+        "waiting_for",
+    )
+
+    def __init__(self, pass_id: PassId, asked: Iterable[WorkerId] = ()) -> None:
         self.id = pass_id
-        self._settled: set[EdgeId] = set()
-        self._collected: set[EdgeId] = set()
-        self._expected: Mapping[EdgeId, WorkerId] = {}
-        self._waiting_for: set[WorkerId] = set()
-        self._asked: frozenset[WorkerId] = frozenset()
-        self._changed: set[WorkerId] = set()
+        self.asked = frozenset(asked)
+        self.waiting_for = set(self.asked)
+        """those whose runs are not over"""
+        self.changed: set[WorkerId] = set()
+        """those that want to hear of a good end"""
+        self.settled: set[EdgeId] = set()
+        """those whose Sends may go on"""
+        self.to_collect: set[EdgeId] = set()
+        """those that no Send has asked for; none may remain after a run"""
         self._sends = self._recvs_left = 0
         self.failed = False
 
-    @property
-    def asked(self) -> frozenset[WorkerId]:
-        """The workers that the root has told to run."""
-        return self._asked
-
-    def workers_asked(self, workers: Iterable[WorkerId]) -> None:
-        """The root is about to tell these to run."""
-        self._asked = frozenset(workers)
-        self._waiting_for = set(self._asked)
-
-    def edges_expected(self, edges: Mapping[EdgeId, WorkerId]) -> None:
-        """The run here waits for each of these, by whom it will be settled."""
-        self._expected = edges
-
     def edge_settled(self, edge: EdgeId) -> None:
         """Its gradients are here."""
-        if edge in self._settled:
+        if edge in self.settled:
             raise BadMessage(f"{edge} was settled twice in {self.id}")
-        self._settled.add(edge)
-
-    def is_settled(self, edge: EdgeId) -> bool:
-        """Whether the Send of this edge may go on."""
-        return edge in self._settled
+        self.settled.add(edge)
+        self.to_collect.add(edge)
 
     def edge_collected(self, edge: EdgeId) -> None:
         """The Send of this edge has taken its gradients."""
-        assert edge in self._settled, f"{edge} was collected before it was settled"
-        assert edge not in self._collected, f"{edge} was collected twice in {self.id}"
-        self._collected.add(edge)
-
-    def uncollected(self) -> list[EdgeId]:
-        """Edges that were settled and that no Send has asked for; none may remain after a run."""
-        return sorted(self._settled - self._collected)
+        assert edge in self.settled, f"{edge} was collected before it was settled"
+        assert edge in self.to_collect, f"{edge} was collected twice in {self.id}"
+        self.to_collect.remove(edge)
 
     def run_counted(self, sends: int, recvs: int) -> None:
         """The run here is through when these many Sends and Recvs are: it reaches no leaf."""
@@ -78,35 +74,23 @@ class PassState:
     def recv_through(self) -> bool:
         """A Recv has run. Whether that was the last thing of a run that was counted."""
         self._recvs_left -= 1
-        return self._recvs_left == 0 and len(self._collected) == self._sends
+        return self._recvs_left == 0 and len(self.settled) - len(self.to_collect) == self._sends
 
     def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
         """A worker's run is over."""
-        if worker not in self._waiting_for:
+        if worker not in self.waiting_for:
             raise BadMessage(f"worker {worker} ended {self.id} without having been asked to run")
-        self._waiting_for.discard(worker)
+        self.waiting_for.discard(worker)
         if has_changed:
-            self._changed.add(worker)
-
-    def changed(self) -> list[WorkerId]:
-        """The workers that want to hear of a good end."""
-        return sorted(self._changed)
+            self.changed.add(worker)
 
     def unfinished(self) -> list[WorkerId]:
         """Whom the root still waits for."""
-        return sorted(self._waiting_for)
-
-    def is_done(self, worker: WorkerId) -> bool:
-        """Whether the root waits for this one no more."""
-        return worker not in self._waiting_for
+        return sorted(self.waiting_for)
 
     def concerns(self, worker: WorkerId) -> bool:
-        """Whether the pass cannot end well without this worker."""
-        if worker in self._waiting_for or worker == self.id.worker:
-            return True
-        return any(
-            peer == worker and edge not in self._settled for edge, peer in self._expected.items()
-        )
+        """Whether the pass cannot end well without this worker, whatever is settled."""
+        return worker in self.waiting_for or worker == self.id.worker
 
     def pass_failed(self) -> bool:
         """An error ends the pass; True for the first one, which is the one to tell."""

@@ -60,9 +60,11 @@ if lacking := missing_names():
     )
 
 AccumulateGrad = cast(type[Node], _find("torch._C._functions.AccumulateGrad"))
-_task_id = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
+current_run = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
+"""The number of the engine run that executes the calling node; -1 outside of one."""
 _profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
-_will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
+will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
+"""Whether the current run executes a node, or captures a gradient at it."""
 _keep_graph = cast(
     Callable[[], bool], _find("torch._C._autograd._get_current_graph_task_keep_graph")
 )
@@ -83,16 +85,6 @@ def is_profiled() -> bool:
     hot: asked at both ends of each call
     """
     return profiler._is_profiler_enabled or _profiler_enabled()
-
-
-def current_run() -> int:
-    """The number of the engine run that executes the calling node; -1 outside of one."""
-    return _task_id()
-
-
-def will_execute(node: Node) -> bool:
-    """Whether the current run executes a node, or captures a gradient at it."""
-    return _will_execute(node)
 
 
 def set_threaded(enabled: bool) -> bool:
