@@ -63,9 +63,8 @@ def leave_outer() -> Token[_Stay | None]:
     return _current.set(None)
 
 
-def back_to_outer(token: Token[_Stay | None]) -> None:
-    """As it was before."""
-    _current.reset(token)
+back_to_outer: Callable[[Token[_Stay | None]], None] = _current.reset
+"""as it was before"""
 
 
 @contextmanager
