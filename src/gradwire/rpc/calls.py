@@ -23,7 +23,7 @@ from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
-from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Surroundings
+from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
@@ -104,7 +104,7 @@ class Calls:
         try:
             if context is not None or self._agent.events.are_heard:
                 self._left(sent, to, context)
-            outcome = self._outcome(sent.promise, to, target.name, context)
+            outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
@@ -117,15 +117,14 @@ class Calls:
         return came.value
 
     def _outcome(
-        self, promise: Promise[Outcome], peer: WorkerId, name: str, context: ContextId | None
+        self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
     ) -> Outcome:
         try:
             self._agent.wait(peer, lambda: promise.settled, promise.wait)
             return promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
-            late = self._landed(promise, peer, context, spoken(name), self._manner.of_call)
-            late.on_settled(self._let_go)
+            self._let_go(self._landing(promise, peer, context, "", self._manner.of_call))
             raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
@@ -140,8 +139,8 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        landed = self._landed(promise, to, context, spoken(target.name), self._manner.of_call)
-        return Future(landed, self._around, to, partial(self._agent.cancel, promise))
+        landing = self._landing(promise, to, context, spoken(target.name), self._manner.of_call)
+        return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -151,9 +150,9 @@ class Calls:
 
     def failed(self, error: Exception) -> Future[Any]:
         """The future of a call that did not leave."""
-        landed: Promise[Landing[Any]] = Promise()
-        landed.settle(Landing(error=error))
-        return Future(landed, self._around)
+        promise: Promise[Opened] = Promise()
+        promise.settle(error)
+        return Future(Landing(promise), self._around)
 
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
@@ -193,8 +192,8 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        landed = self._landed(promise, hold.owner, context, what, self._manner.of_fetch)
-        return self._wait_for(hold.owner, promise, landed)
+        landing = self._landing(promise, hold.owner, context, what, self._manner.of_fetch)
+        return self._wait_for(hold.owner, landing)
 
     def _ask(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -293,31 +292,31 @@ class Calls:
         if self._agent.events.are_heard:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
 
-    def _landed(
+    def _landing(
         self,
         promise: Promise[Outcome],
         source: WorkerId,
         context: ContextId | None,
         what: str,
         translated: Translated,
-    ) -> Promise[Landing[Any]]:
-        """The answer when it comes, not yet unpacked: that is for the thread that wants it."""
-        landed: Promise[Landing[Any]] = Promise()
+    ) -> Landing[Any]:
+        """The answer when it comes, to be unpacked by the thread that wants it."""
         differentiable = torch.is_grad_enabled()
+        opened = partial(self._landed, source, context, differentiable, translated)
+        return Landing(promise, opened, what)
 
-        def settle(outcome: Outcome) -> None:
-            if isinstance(outcome, Exception):
-                landed.settle(Landing(error=translated(outcome, self._agent.directory)))
-                return
-
-            def unpack() -> Unpacked:
-                came = self._opened(outcome, source, context)
-                return came if differentiable else replace(came, cut=0)
-
-            landed.settle(Landing(unpack, what=f"the result of {what}"))
-
-        promise.on_settled(settle)
-        return landed
+    def _landed(
+        self,
+        source: WorkerId,
+        context: ContextId | None,
+        differentiable: bool,
+        translated: Translated,
+        outcome: Outcome,
+    ) -> Opened:
+        if isinstance(outcome, Exception):
+            return translated(outcome, self._agent.directory)
+        came = self._opened(outcome, source, context)
+        return replace(came, cut=0) if came.cut and not differentiable else came
 
     def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
         result = answer.message
@@ -327,20 +326,22 @@ class Calls:
             self._refs.accepting.heard(result.accepted, peer)
         return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
 
-    def _wait_for(
-        self, peer: WorkerId, promise: Promise[Outcome], landed: Promise[Landing[Any]]
-    ) -> Any:  # noqa: ANN401
+    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
+        promise = landing.promise
         try:
-            self._agent.wait(peer, lambda: landed.settled, landed.wait)
-            landing = landed.wait()
+            self._agent.wait(peer, lambda: promise.settled, promise.wait)
+            promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
-            landed.on_settled(self._let_go)
+            self._let_go(landing)
             raise
         return landing.value()
 
     def _let_go(self, late: Landing[Any]) -> None:
-        self._agent.dispatch.service.submit(late.unpacked)
+        def unpack(_: Outcome) -> None:
+            self._agent.dispatch.service.submit(late.unpacked)
+
+        late.promise.on_settled(unpack)
 
     def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
