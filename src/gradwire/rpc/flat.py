@@ -26,34 +26,32 @@ def maybe_node(value: object, tensors: list[Tensor]) -> object:
 
     hot: every argument list and result
     """
+    is_call = False
     if type(value) is not tuple:
-        row = _maybe_row((value,), tensors)
-        return WALK if row is None else row[1]
-    if len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
-        row = _maybe_row(value[0], tensors)  # the arguments of a call, all of them positional
-        return WALK if row is None else [TUPLE, row, [DICT]]
-    row = _maybe_row(value, tensors)
-    return WALK if row is None else row
-
-
-def _maybe_row(values: tuple[object, ...], tensors: list[Tensor]) -> Node | None:
+        values: tuple[object, ...] = (value,)
+    elif len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
+        is_call, values = True, value[0]  # its arguments, all of them positional
+    else:
+        values = value
     row: Node = [TUPLE]
-    for value in values:
-        kind = type(value)
+    for one in values:
+        kind = type(one)
         if kind in AS_THEY_ARE:
-            row.append(value)
+            row.append(one)
         elif kind is Tensor or kind is Parameter:
             row.append([TENSOR, len(tensors)])
-            tensors.append(value)  # type: ignore[arg-type]
+            tensors.append(one)  # type: ignore[arg-type]
         elif (
-            kind is int and -(1 << 63) <= value < 1 << 64  # type: ignore[operator]
+            kind is int and -(1 << 63) <= one < 1 << 64  # type: ignore[operator]
         ) or (
-            kind is str and value.isascii()  # type: ignore[attr-defined]
+            kind is str and one.isascii()  # type: ignore[attr-defined]
         ):
-            row.append(value)
+            row.append(one)
         else:
-            return None
-    return row
+            return WALK
+    if is_call:
+        return [TUPLE, row, [DICT]]
+    return row if values is value else row[1]
 
 
 def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:

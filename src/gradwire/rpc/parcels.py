@@ -76,7 +76,10 @@ class Parcels:
         """Make a value ready to leave for `to`; raises CannotTravel."""
         flat = self._codec.maybe_pack(value)
         if flat is not None:
-            return self._sealed(*flat, [], to, context)
+            data, tensors = flat
+            if not tensors:
+                return Packed(Parcel(data, [], [], []), (), context)
+            return self._sealed(data, tensors, [], to, context)
         with self._refs.packing(to, deadline) as references:
             return self._sealed(*self._codec.pack(value, place), references, to, context)
 

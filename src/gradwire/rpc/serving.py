@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol, final
 
 import torch
@@ -67,7 +68,7 @@ class Serving:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._registry, self._inside = parcels, registry, inside
         self._manner = manner
-        agent.handle(Call, self._serve, Lane.USER, lambda call: call.function, self._refuse)
+        agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
 
