@@ -7,7 +7,7 @@ default, which `init_rpc` sets; a process that hosts many workers has none.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Generic, TypeVar, final
@@ -24,17 +24,26 @@ class Door(Generic[T]):
     def __init__(self, name: str) -> None:
         self._here: ContextVar[T] = ContextVar(name)
         self._default: T | None = None
-        self._process = os.getpid()
+        self._is_forked = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+        self.enter: Callable[[T], Token[T]] = self._here.set
+        """from now on this code belongs to that one, until `leave`; hot: each call served"""
+        self.leave: Callable[[Token[T]], None] = self._here.reset
+        """as it was before"""
 
     def find(self) -> T:
-        """What the calling code belongs to."""
-        found = self._here.get(None) or self._default
+        """What the calling code belongs to.
+
+        hot: each call
+        """
+        found = self._here.get(self._default)
         if found is None:
             raise UsageError(
                 "no worker is running here: RPC has not been initialized",
                 hint="call init_rpc() first, or run inside gradwire.run() or testing.cluster()",
             )
-        if os.getpid() != self._process:
+        if self._is_forked:
             raise UsageError(
                 "this process was forked from a worker, whose threads and connections it lacks",
                 hint="start processes by spawn, and call init_rpc() in each that is to be a worker",
@@ -48,20 +57,19 @@ class Door(Generic[T]):
     def set_default(self, value: T | None) -> None:
         """What code outside of any worker's scope finds."""
         self._default = value
-        self._process = os.getpid()
+        self.move_in()
 
-    def enter(self, value: T) -> Token[T]:
-        """From now on this code belongs to that one, until `leave`."""
-        self._process = os.getpid()
-        return self._here.set(value)
+    def move_in(self) -> None:
+        """What is found here is of this process, and not of the one that it was forked from."""
+        self._is_forked = False
 
-    def leave(self, token: Token[T]) -> None:
-        """As it was before."""
-        self._here.reset(token)
+    def _forked(self) -> None:
+        self._is_forked = True
 
     @contextmanager
     def opened(self, value: T) -> Iterator[None]:
         """The block belongs to this one."""
+        self.move_in()
         token = self.enter(value)
         try:
             yield

@@ -491,6 +491,23 @@ def test_a_declaration_is_not_inherited_and_ends_with_the_name(bare, monkeypatch
         bare.lookup(here("declared"))
 
 
+def test_what_was_looked_up_before_is_looked_up_again_once_another_stands_there(monkeypatch):
+    registry = Registry(expose=[HERE.double])
+    for _ in range(2):
+        assert registry.lookup(here("declared")) is declared
+        assert registry.lookup(here("double")) is double
+        assert registry.lookup("torch:sin") is torch.sin
+    monkeypatch.setattr(HERE, "declared", double)
+    monkeypatch.setattr(HERE, "double", declared)
+    monkeypatch.setattr(torch, "sin", torch.cos)
+    with pytest.raises(NotExposed, match="declared is not exposed"):
+        registry.lookup(here("declared"))
+    assert registry.lookup(here("double")) is double  # it was given, whatever stands there now
+    assert str(registry.lookup("torch:sin")).startswith("<built-in method sin ")
+    monkeypatch.undo()
+    assert registry.lookup(here("declared")) is declared
+
+
 def test_expose_returns_what_it_is_given():
     assert expose(declared) is declared
     assert expose(Declared) is Declared
@@ -531,6 +548,17 @@ def test_the_script_is_one_module_under_both_of_its_names(run_as, script, bare):
     assert bare.method(main.Model(), "go")() == "gone"
     assert bare.exception_type(exception_name(main.Wrong)) is main.Wrong
     assert Registry(expose=[main]).lookup("__main__:step") is main.step
+
+
+def test_the_script_may_define_a_function_anew(script, bare):
+    main = script("__main__")
+    before = bare.lookup("__main__:step")
+    assert bare.lookup("__main__:step") is before
+    exec("def step(): pass", vars(main))
+    assert bare.lookup("__main__:step") is main.step is not before
+    del main.step
+    with pytest.raises(NotExposed, match="__main__:step is not exposed"):
+        bare.lookup("__main__:step")
 
 
 @pytest.mark.parametrize(

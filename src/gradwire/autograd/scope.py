@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import final
 
 import msgspec
@@ -60,14 +61,10 @@ def leave(context: ContextId) -> None:
             stay.kept.__exit__(None, None, None)
 
 
-def leave_outer() -> Token[_Stay | None]:
-    """For now this code is in no context, until `back_to_outer`."""
-    return _current.set(None)
-
-
-def back_to_outer(token: Token[_Stay | None]) -> None:
-    """As it was before."""
-    _current.reset(token)
+leave_outer: Callable[[], Token[_Stay | None]] = partial(_current.set, None)
+"""for now this code is in no context, until `back_to_outer`; hot: each call served"""
+back_to_outer: Callable[[Token[_Stay | None]], None] = _current.reset
+"""as it was before"""
 
 
 @final

@@ -6,7 +6,7 @@ a torch that lacks one is refused at import, by name, rather than found out in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -158,10 +158,12 @@ def replica_parameters(sink: Node) -> list[torch.Tensor]:
     return [] if replica is None else [p for p in replica.parameters() if p.requires_grad]
 
 
-def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries a derivative of forward-mode differentiation."""
+def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these carries a derivative of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
     dual = cast(Any, forward_ad)
-    return dual._current_level >= 0 and dual.unpack_dual(tensor).tangent is not None
+    return any(dual.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def is_kept_by_graphs(leaf: torch.Tensor) -> bool:

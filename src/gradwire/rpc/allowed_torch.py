@@ -78,12 +78,22 @@ def maybe_find(name: str) -> Callable[..., object] | None:
     return None
 
 
+@functools.cache
+def names() -> Mapping[object, str]:
+    """The line that stands for each object of torch's; aten packets name themselves."""
+    # In order, so that of an object with two names (torch.conv2d is also in nn.functional) the one
+    # that sorts last stands: "torch:" comes after every "torch.something:".
+    lines = sorted(operators() | classes())
+    known = ((_maybe_function(line), line) for line in lines if not line.startswith(_ATEN))
+    return {found: line for found, line in known if found is not None}
+
+
 def maybe_name(target: object) -> str | None:
     """The line that stands for this object of torch's, if one does; an aten packet names itself."""
     if isinstance(target, _PACKET):
         namespace, _, operator = str(target).partition(".")
         return f"torch.ops.{namespace}:{operator}"
-    return _names().get(target) if isinstance(target, _NAMED_KINDS) else None
+    return names().get(target) if isinstance(target, _NAMED_KINDS) else None
 
 
 def is_compiled(target: object) -> bool:
@@ -126,15 +136,6 @@ def _stands_alone(line: str) -> bool:
         return True
     raw = inspect.getattr_static(_maybe_fetch(owner), method)
     return isinstance(raw, staticmethod | classmethod)
-
-
-@functools.cache
-def _names() -> Mapping[object, str]:
-    # In order, so that of an object with two names (torch.conv2d is also in nn.functional) the one
-    # that sorts last stands: "torch:" comes after every "torch.something:".
-    lines = sorted(operators() | classes())
-    known = ((_maybe_function(line), line) for line in lines if not line.startswith(_ATEN))
-    return {found: line for found, line in known if found is not None}
 
 
 @functools.cache

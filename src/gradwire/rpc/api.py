@@ -117,15 +117,18 @@ def rpc_sync(
     is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
     marked `idempotent` is asked for again.
     """
-    worker = _here()
+    worker: Worker = home_door.find()  # type: ignore[assignment]
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     deadline = worker.deadline(timeout)
+    result: T
     if is_idempotent(func) and current_context() is None:
         info = worker.directory.find(to)
         call = partial(worker.calls.call, number, target, deadline)
-        return cast(T, again_until(worker, info, deadline, call))
-    return cast(T, worker.calls.call(number, target, deadline))
+        result = again_until(worker, info, deadline, call)
+    else:
+        result = worker.calls.call(number, target, deadline)
+    return result
 
 
 def rpc_async(
@@ -136,7 +139,7 @@ def rpc_async(
     timeout: float | None = None,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
-    worker = _here()
+    worker: Worker = home_door.find()  # type: ignore[assignment]
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     return worker.calls.call_async(number, target, worker.deadline(timeout))

@@ -13,7 +13,8 @@ from gradwire.errors import UsageError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MARK = "_wrapped_async_rpc_function"
+LATER = "_wrapped_async_rpc_function"
+"""the attribute that `async_execution` leaves on a function"""
 
 
 def async_execution(function: Callable[P, T]) -> Callable[P, T]:
@@ -26,13 +27,13 @@ def async_execution(function: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
-    setattr(wrapper, _MARK, function)
+    setattr(wrapper, LATER, function)
     return wrapper
 
 
 def answers_later(function: Callable[..., object]) -> bool:
     """Whether it was decorated with `async_execution`."""
-    return hasattr(function, _MARK)
+    return hasattr(function, LATER)
 
 
 class Later(NamedTuple):
@@ -44,8 +45,11 @@ class Later(NamedTuple):
 def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
     """What the function returns; Later, if it is one that answers later."""
     value = function(*args, **kwargs)
-    if not answers_later(function):
-        return value
+    return later_of(function, value) if answers_later(function) else value
+
+
+def later_of(function: Callable[..., object], value: object) -> Later:
+    """What a function that answers later has returned."""
     if isinstance(value, torch._C.Future):
         return Later(value)  # type: ignore[arg-type]
     kind = type(value)

@@ -6,7 +6,7 @@ See docs/design.md, section 3, for the stairs it walks down here and up there.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, final
 
 import msgspec
@@ -23,12 +23,12 @@ from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
-from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Surroundings
+from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
-from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
+from gradwire.rpc.parcels import Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import current_errand
@@ -43,10 +43,19 @@ class Target(msgspec.Struct, frozen=True):
     args: tuple[object, ...]
     kwargs: dict[str, object]
 
-    @property
-    def spoken(self) -> str:
-        """Its name in errors and warnings."""
-        return self.name.replace(":", ".").lstrip(".!")
+
+@lru_cache(1 << 10)
+def spoken(name: str) -> str:
+    """The name of a function of ours in errors and warnings."""
+    return name.replace(":", ".").lstrip(".!")
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """A call on its way, and how much of the window it takes."""
+
+    call: CallId
+    promise: Promise[Outcome]
+    size: int
 
 
 class Created(NamedTuple):
@@ -87,17 +96,51 @@ class Calls:
         return self._call(to, target, deadline)
 
     def _call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        context = self._engine.calling(current_context(), to)
-        promise = self._send_call(to, target, context, deadline)
-        return self._answer(to, promise, context, target)
+        """Wait for it on this thread, which goes on with it: no future is needed."""
+        context = current_context()
+        if context is not None:
+            context = self._engine.calling(context, to)
+        sent = self._send_call(to, target, context, deadline)
+        try:
+            if context is not None or self._agent.events.are_heard:
+                self._left(sent, to, context)
+            outcome = self._outcome(sent.promise, to, context)
+        finally:
+            self._window.leave(to, sent.size)
+        if isinstance(outcome, Exception):
+            raise fresh(self._manner.of_call(outcome, self._agent.directory))
+        came = self._opened(outcome, to, context)
+        if came.depth:
+            lift_this_thread(came.depth)
+        if came.cut and torch.is_grad_enabled():
+            warn_of_cut(came.cut, f"the result of {spoken(target.name)}")
+        return came.value
+
+    def _outcome(
+        self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
+    ) -> Outcome:
+        try:
+            self._agent.wait(peer, lambda: promise.settled, promise.wait)
+            return promise.wait()
+        except BaseException:  # interrupted: what comes must still be let go of
+            self._agent.cancel(promise, INTERRUPTED)
+            self._let_go(self._landing(promise, peer, context, "", self._manner.of_call))
+            raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run it there; a future of what it returns."""
-        with self._span("async", target, to):
-            context = self._engine.calling(current_context(), to)
-            promise = self._send_call(to, target, context, deadline)
-            landed = self._landed(promise, to, context, target.spoken, self._manner.of_call)
-        return Future(landed, self._around, to, partial(self._agent.cancel, promise))
+        if is_profiled():
+            with self._span("async", target, to):
+                return self._call_async(to, target, deadline)
+        return self._call_async(to, target, deadline)
+
+    def _call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
+        context = current_context()
+        if context is not None:
+            context = self._engine.calling(context, to)
+        promise = self._send_unawaited(to, target, context, deadline)
+        landing = self._landing(promise, to, context, spoken(target.name), self._manner.of_call)
+        return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -107,9 +150,9 @@ class Calls:
 
     def failed(self, error: Exception) -> Future[Any]:
         """The future of a call that did not leave."""
-        landed: Promise[Landing[Any]] = Promise()
-        landed.settle(Landing(error=error))
-        return Future(landed, self._around)
+        promise: Promise[Opened] = Promise()
+        promise.settle(error)
+        return Future(Landing(promise), self._around)
 
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
@@ -126,7 +169,7 @@ class Calls:
             context = self._engine.calling(current_context(), to)
             keep = Kept(hold.ref, hold.fork)
             with self._span("remote", target, to):
-                promise = self._send_call(to, target, context, deadline, keep)
+                promise = self._send_unawaited(to, target, context, deadline, keep)
         except BaseException:
             self._refs.creation_undone(hold)
             raise
@@ -146,10 +189,11 @@ class Calls:
         seconds = deadline - self._agent.clock.now()
         message = Fetch(hold.ref, context, seconds)
         what = f"fetch of {hold.ref}"
-        promise = self._ask(hold.owner, message, deadline, what, _phase(context))
+        phase = "call" if context is None else "forward"
+        promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        landed = self._landed(promise, hold.owner, context, what, self._manner.of_fetch)
-        return self._wait_for(hold.owner, promise, landed)
+        landing = self._landing(promise, hold.owner, context, what, self._manner.of_fetch)
+        return self._wait_for(hold.owner, landing)
 
     def _ask(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -182,26 +226,20 @@ class Calls:
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
 
-    def _answer(
-        self, peer: WorkerId, promise: Promise[Outcome], context: ContextId | None, target: Target
-    ) -> Any:  # noqa: ANN401
-        """Wait for it on this thread, which goes on with it: no future is needed."""
-        differentiable = torch.is_grad_enabled()
-        try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            outcome = promise.wait()
-        except BaseException:  # interrupted: what comes must still be let go of
-            self._agent.cancel(promise, INTERRUPTED)
-            late = self._landed(promise, peer, context, target.spoken, self._manner.of_call)
-            late.on_settled(self._let_go)
-            raise
-        if isinstance(outcome, Exception):
-            raise fresh(self._manner.of_call(outcome, self._agent.directory))
-        came = self._opened(outcome, peer, context)
-        lift_this_thread(came.depth)
-        if came.cut and differentiable:
-            warn_of_cut(came.cut, f"the result of {target.spoken}")
-        return came.value
+    def _send_unawaited(
+        self,
+        to: WorkerId,
+        target: Target,
+        context: ContextId | None,
+        deadline: float,
+        keep: Kept | None = None,
+    ) -> Promise[Outcome]:
+        """Send a call that this thread does not wait for."""
+        sent = self._send_call(to, target, context, deadline, keep)
+        sent.promise.on_settled(partial(self._window.leave, to, sent.size))
+        if context is not None or self._agent.events.are_heard:
+            self._left(sent, to, context)
+        return sent.promise
 
     def _send_call(
         self,
@@ -210,91 +248,75 @@ class Calls:
         context: ContextId | None,
         deadline: float,
         keep: Kept | None = None,
-    ) -> Promise[Outcome]:
-        packed = self._parcels.pack(
-            (target.args, target.kwargs),
-            to=to,
-            context=context,
-            place=("args", "kwargs"),
-            deadline=deadline,
-        )
+    ) -> _Sent:
+        """When its answer has come, it has to leave the window."""
+        value, place = (target.args, target.kwargs), ("args", "kwargs")
+        packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
+        parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
         try:
-            parcel = packed.parcel
-            if parcel.tensors and torch.is_grad_enabled():
+            grad = torch.is_grad_enabled()
+            if grad and parcel.tensors:
                 cut = cut_tensors(parcel.tensors, parcel.crossings)
                 if cut:
-                    warn_of_cut(len(cut), f"the arguments of {target.spoken}")
-            call, promise = self._request(to, target, packed, deadline, keep)
-        except BaseException:
-            self._parcels.undo(packed)
-            raise
-        self._engine.called(context, to)
-        if self._agent.events.are_heard:
-            self._agent.events.emit("call", call, self._agent.directory.name(to))
-        return promise
-
-    def _request(
-        self, to: WorkerId, target: Target, packed: Packed, deadline: float, keep: Kept | None
-    ) -> tuple[CallId, Promise[Outcome]]:
-        size, what = packed.size, target.spoken
-        if self._agent.dispatch.user.runs_this_thread:
-            self._window.pass_by(to, size)
-        else:
-            self._window.enter(to, size, deadline, what)
-        try:
-            message = self._message(target, packed, deadline, keep)
+                    warn_of_cut(len(cut), f"the arguments of {what}")
+            counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
+            seconds = deadline - self._agent.clock.now()
+            inference = torch.is_inference_mode_enabled()
             call, promise = self._agent.request(
                 to,
-                message,
+                Call(target.name, parcel, context, grad, inference, seconds, keep),
                 packed.payload,
                 deadline=deadline,
                 what=what,
-                phase=_phase(packed.context),
+                phase="call" if context is None else "forward",
                 errand=current_errand(),
                 tells=keep is None and not self._manner.runs_what_is_late,
             )
         except BaseException:
-            self._window.leave(to, size)
+            if counted:
+                self._window.leave(to, size)
+            self._parcels.undo(packed)
             raise
-        promise.on_settled(lambda _: self._window.leave(to, size))
-        return call, promise
+        return _Sent(call, promise, size)
 
-    def _message(self, target: Target, packed: Packed, deadline: float, keep: Kept | None) -> Call:
-        return Call(
-            target.name,
-            packed.parcel,
-            packed.context,
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            deadline - self._agent.clock.now(),
-            keep,
-        )
+    def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
+        """Until there is room for so much; a function of a peer's does not wait for it."""
+        if self._agent.dispatch.user.runs_this_thread:
+            self._window.pass_by(to, size)
+        else:
+            self._window.enter(to, size, deadline, what)
+        return True
 
-    def _landed(
+    def _left(self, sent: _Sent, to: WorkerId, context: ContextId | None) -> None:
+        self._engine.called(context, to)
+        if self._agent.events.are_heard:
+            self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
+
+    def _landing(
         self,
         promise: Promise[Outcome],
         source: WorkerId,
         context: ContextId | None,
         what: str,
         translated: Translated,
-    ) -> Promise[Landing[Any]]:
-        """The answer when it comes, not yet unpacked: that is for the thread that wants it."""
-        landed: Promise[Landing[Any]] = Promise()
+    ) -> Landing[Any]:
+        """The answer when it comes, to be unpacked by the thread that wants it."""
         differentiable = torch.is_grad_enabled()
+        opened = partial(self._landed, source, context, differentiable, translated)
+        return Landing(promise, opened, what)
 
-        def settle(outcome: Outcome) -> None:
-            if isinstance(outcome, Exception):
-                landed.settle(Landing(error=translated(outcome, self._agent.directory)))
-                return
-
-            def unpack() -> Unpacked:
-                came = self._opened(outcome, source, context)
-                return came if differentiable else replace(came, cut=0)
-
-            landed.settle(Landing(unpack, what=f"the result of {what}"))
-
-        promise.on_settled(settle)
-        return landed
+    def _landed(
+        self,
+        source: WorkerId,
+        context: ContextId | None,
+        differentiable: bool,
+        translated: Translated,
+        outcome: Outcome,
+    ) -> Opened:
+        if isinstance(outcome, Exception):
+            return translated(outcome, self._agent.directory)
+        came = self._opened(outcome, source, context)
+        return replace(came, cut=0) if came.cut and not differentiable else came
 
     def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
         result = answer.message
@@ -304,26 +326,24 @@ class Calls:
             self._refs.accepting.heard(result.accepted, peer)
         return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
 
-    def _wait_for(
-        self, peer: WorkerId, promise: Promise[Outcome], landed: Promise[Landing[Any]]
-    ) -> Any:  # noqa: ANN401
+    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
+        promise = landing.promise
         try:
-            self._agent.wait(peer, lambda: landed.settled, landed.wait)
-            landing = landed.wait()
+            self._agent.wait(peer, lambda: promise.settled, promise.wait)
+            promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
-            landed.on_settled(self._let_go)
+            self._let_go(landing)
             raise
         return landing.value()
 
     def _let_go(self, late: Landing[Any]) -> None:
-        self._agent.dispatch.service.submit(late.unpacked)
+        def unpack(_: Outcome) -> None:
+            self._agent.dispatch.service.submit(late.unpacked)
+
+        late.promise.on_settled(unpack)
 
     def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
         self._refs.accepting.heard(message.accepted, peer)
         self._refs.release(message.parcel.references)
-
-
-def _phase(context: ContextId | None) -> str:
-    return "call" if context is None else "forward"

@@ -12,12 +12,13 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast, final
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, final
 
 import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.dispatch import Dispatch
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.graph import lift_this_thread
@@ -31,50 +32,79 @@ INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
 S = TypeVar("S")
 
+_Native = torch._C.Future
+"""what torch's own futures pass on to"""
+
+Opened = Unpacked | BaseException
+"""What came: a value, or the exception in its place."""
+
+
+def as_it_is(opened: Opened) -> Opened:
+    """What needs no unpacking."""
+    return opened
+
 
 @final
 class Landing(Generic[T]):
-    """An outcome that is unpacked once, by whichever thread asks first."""
+    """What a promise brings, unpacked once, by whichever thread asks first.
+
+    What `unpack` makes of it may also be another landing: that of a future that is followed.
+    """
+
+    __slots__ = ("_came", "_lock", "_unpack", "_what", "promise")
 
     def __init__(
         self,
-        unpack: Callable[[], Unpacked] | None = None,
-        *,
-        error: BaseException | None = None,
+        promise: Promise[Any],
+        unpack: Callable[[Any], Opened | Landing[T]] = as_it_is,
         what: str = "",
     ) -> None:
-        self._unpack = unpack
-        self._error = error
+        self.promise = promise
+        self._unpack: Callable[[Any], Opened | Landing[T]] | None = unpack
         self._what = what
         self._lock = threading.Lock()
-        self._came = Unpacked(None)
+        self._came: Opened | Landing[T]
 
     def unpacked(self) -> T | BaseException:
-        """The value, or the exception that came in its place."""
-        with self._lock:
-            if self._unpack is not None:
-                try:
-                    self._came = self._unpack()
-                except BaseException as error:  # kept, and raised wherever it is waited for
-                    # Without its frames: they hold the future, which holds this through C++.
-                    self._error = error.with_traceback(None)
-                self._unpack = None
-        return self._came.value if self._error is None else self._error
+        """The value, or the exception that came in its place. Waits for the promise."""
+        if self._unpack is not None:
+            self._open()
+        came = self._came
+        if type(came) is Unpacked:
+            return came.value  # type: ignore[no-any-return]
+        return came.unpacked() if isinstance(came, Landing) else came  # type: ignore[return-value]
 
-    def value(self) -> T:
+    def _open(self) -> None:
+        outcome = self.promise.wait()
+        with self._lock:
+            if self._unpack is None:
+                return
+            try:
+                self._came = self._unpack(outcome)
+            except BaseException as error:  # kept, and raised wherever it is waited for
+                # Without its frames: they hold the future, which holds this through C++.
+                self._came = error.with_traceback(None)
+            self._unpack = None  # at last: who finds none takes what came, without the lock
+
+    def value(self, _asked_by: object = None) -> T:
         """The value, or its exception raised, for the thread that goes on with it.
 
         See Note [The order of waiting], autograd/graph.py: that thread must make its nodes above
         the depth the value came from. It is also the one whose line a warning names.
         """
-        self.unpacked()
-        if self._error is not None:
-            raise fresh(self._error)
-        lift_this_thread(self._came.depth)
-        cut, self._came = self._came.cut, replace(self._came, cut=0)
-        if cut:
-            warn_of_cut(cut, self._what)
-        return cast(T, self._came.value)
+        if self._unpack is not None:
+            self._open()
+        came = self._came
+        if type(came) is not Unpacked:
+            if isinstance(came, Landing):
+                return came.value()
+            raise fresh(came)  # type: ignore[arg-type]
+        if came.depth:
+            lift_this_thread(came.depth)
+        if came.cut:
+            self._came = replace(came, cut=0)
+            warn_of_cut(came.cut, f"the result of {self._what}")
+        return came.value  # type: ignore[no-any-return]
 
 
 class Surroundings(NamedTuple):
@@ -90,39 +120,38 @@ class Future(torch.futures.Future[T]):
 
     def __init__(
         self,
-        promise: Promise[Landing[T]],
+        landing: Landing[T],
         around: Surroundings,
         source: WorkerId | None = None,
         cancel: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        super().__init__()
+        _Native.__init__(self, [])
         self._cancel = cancel
-        self._promise = promise
+        self._landing, self._promise = landing, landing.promise
         self._around = around
         self._source = around.agent.directory.me.id if source is None else source
-        self._pools = around.agent.dispatch
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
         # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
         # It must not hold the future: that cycle goes through C++ and would never be freed.
-        self._set_unwrap_func(lambda _: promise.wait().value())
+        self._set_unwrap_func(landing.value)
         self._is_waited_for = False
         self._completion = threading.Lock()
-        promise.on_settled(self._landed)
+        landing.promise.on_settled(self._landed)
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
         promise = self._promise
-        self._is_waited_for = True
-        try:
-            self._around.agent.wait(self._source, lambda: promise.settled, promise.wait)
-        except BaseException:  # interrupted
-            self._is_waited_for = False
-            promise.on_settled(self._landed)
-            raise
-        landing = promise.wait()
-        self._complete(landing)
-        return landing.value()
+        if not promise.settled:
+            self._is_waited_for = True
+            try:
+                self._around.agent.wait(self._source, lambda: promise.settled, promise.wait)
+            except BaseException:  # interrupted
+                self._is_waited_for = False
+                promise.on_settled(self._landed)
+                raise
+        self._complete()
+        return self._landing.value()
 
     def cancel(self) -> bool:
         """Call it off; False if it is done already, or is no call but what follows one.
@@ -146,13 +175,11 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what `callback(this)` returns, called when this one is done."""
         _check_callable(callback)
-        following: Promise[Landing[S]] = Promise()
-        future: Future[S] = Future(following, self._around)
+        following: Promise[Opened] = Promise()
+        future: Future[S] = Future(Landing(following), self._around)
 
         def run() -> None:
-            landing: Landing[S] = Landing(lambda: self._in_scope(callback))
-            landing.unpacked()
-            following.settle(landing)
+            following.settle(self._brought_by(callback))
 
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future
@@ -160,19 +187,21 @@ class Future(torch.futures.Future[T]):
     def follow(self, callback: Callable[[Future[T]], Future[S]]) -> Future[S]:
         """Like `then` for a callback that returns a future: a future of what that one brings."""
         _check_callable(callback)
-        following: Promise[Landing[S]] = Promise()
-        future: Future[S] = Future(following, self._around)
+        following: Promise[Opened | Landing[S]] = Promise()
+        landing: Landing[S] = Landing(following, lambda came: came)
+        future: Future[S] = Future(landing, self._around)
 
-        def pass_on(landing: Landing[S]) -> None:
-            following.settle(landing)
+        def pass_on(landed: Landing[S]) -> None:
+            following.settle(landed)
 
         def run() -> None:
-            came: Landing[Future[S]] = Landing(lambda: self._in_scope(callback))
-            inner = came.unpacked()
+            came = self._brought_by(callback)
+            inner = came.value if isinstance(came, Unpacked) else came
             if isinstance(inner, Future):
-                inner._promise.on_settled(pass_on)
+                landed = inner._landing
+                inner._promise.on_settled(lambda _: pass_on(landed))
             else:
-                following.settle(Landing(error=inner))
+                following.settle(inner)
 
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future
@@ -201,7 +230,7 @@ class Future(torch.futures.Future[T]):
             if not done.done():
                 done.set_result(None)
 
-        def settled(_: Landing[T]) -> None:
+        def settled(_: object) -> None:
             with suppress(RuntimeError):  # the loop was closed: nobody awaits any more
                 loop.call_soon_threadsafe(tell)
 
@@ -223,18 +252,28 @@ class Future(torch.futures.Future[T]):
             except Exception as error:
                 raise self._around.of_callback(error) from error.__cause__
 
-    def _landed(self, landing: Landing[T]) -> None:
+    def _brought_by(self, callback: Callable[[Future[T]], S]) -> Opened:
+        try:
+            return self._in_scope(callback)
+        except BaseException as error:  # raised wherever it is waited for
+            return error.with_traceback(None)
+
+    @property
+    def _pools(self) -> Dispatch:
+        return self._around.agent.dispatch
+
+    def _landed(self, _: object) -> None:
         """Let C++ know, off the thread that reads: torch runs callbacks of its own then.
 
         Whoever waits for it does that, without waking another thread.
         """
         if not self._is_waited_for:
-            self._pools.service.submit_or_run(lambda: self._complete(landing))
+            self._pools.service.submit_or_run(self._complete)
 
-    def _complete(self, landing: Landing[T]) -> None:
+    def _complete(self) -> None:
         if self._completion.acquire(blocking=False):
             # An exception too: the unwrap function raises it.
-            super().set_result(landing.unpacked())  # type: ignore[arg-type]
+            _Native.set_result(self, self._landing.unpacked())
 
 
 def _check_callable(callback: object) -> None:

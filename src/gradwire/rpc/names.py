@@ -25,12 +25,14 @@ def name_of(target: Function) -> str:
 
     hot: asked for each call.
     """
-    listed = allowed_torch.maybe_name(target)
+    is_plain = type(target) is FunctionType
+    names = allowed_torch.names()
+    listed = names.get(target) if is_plain else allowed_torch.maybe_name(target)
     if listed is not None:
         return listed
-    if type(target) is FunctionType:
+    if is_plain:
         name, path = _place_of(target.__module__, target.__qualname__)
-        if len(path) == 2 and maybe_at(path) is target:
+        if len(path) == 2 and getattr(sys.modules.get(path[0]), path[1], None) is target:
             return name
     elif allowed_torch.is_compiled(target):
         raise NotExposed(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import msgspec
+from torch import Tensor
 
 from gradwire.agent.unserved import EACH
 from gradwire.autograd.engine import Engine
@@ -18,7 +19,8 @@ from gradwire.autograd.messages import Crossing
 from gradwire.autograd.torch_private import has_tangent
 from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.messages import Parcel
+from gradwire.rpc.flat import WALK
+from gradwire.rpc.messages import Parcel, Reference
 from gradwire.rpc.payload import Codec
 from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
@@ -72,20 +74,35 @@ class Parcels:
         deadline: float,
     ) -> Packed:
         """Make a value ready to leave for `to`; raises CannotTravel."""
+        flat = self._codec.maybe_pack(value)
+        if flat is not None:
+            data, tensors = flat
+            if not tensors:
+                return Packed(Parcel(data, [], [], []), (), context)
+            return self._sealed(data, tensors, [], to, context)
         with self._refs.packing(to, deadline) as references:
-            packed = self._codec.pack(value, place)
-            if not packed.tensors:
-                return Packed(Parcel(packed.data, [], [], references), (), context)
-            if any(map(has_tangent, packed.tensors)):
-                raise CannotTravel(
-                    "a tensor with a forward-mode tangent, which does not cross workers",
-                    hint="differentiate in reverse, or leave dual_level() before the call",
-                )
-            headers, payload = encode_tensors(packed.tensors, self._engine.limits)
-            crossings: list[Crossing] = []
-            if context is not None:
-                crossings = self._engine.attach_send(context, to, packed.tensors)
-        return Packed(Parcel(packed.data, headers, crossings, references), payload, context)
+            return self._sealed(*self._codec.pack(value, place), references, to, context)
+
+    def _sealed(
+        self,
+        data: bytes,
+        tensors: list[Tensor],
+        references: list[Reference],
+        to: WorkerId,
+        context: ContextId | None,
+    ) -> Packed:
+        if not tensors:
+            return Packed(Parcel(data, [], [], references), (), context)
+        if has_tangent(tensors):
+            raise CannotTravel(
+                "a tensor with a forward-mode tangent, which does not cross workers",
+                hint="differentiate in reverse, or leave dual_level() before the call",
+            )
+        headers, payload = encode_tensors(tensors, self._engine.limits)
+        crossings: list[Crossing] = []
+        if context is not None:
+            crossings = self._engine.attach_send(context, to, tensors)
+        return Packed(Parcel(data, headers, crossings, references), payload, context)
 
     def undo(self, packed: Packed) -> None:
         """It did not leave."""
@@ -106,31 +123,57 @@ class Parcels:
 
         For `is_answered` see Note [An answer accepts], accepting.py.
         """
-        if not parcel.references and not parcel.tensors:
-            return Unpacked(self._codec.unpack(parcel.data, ()))
-        crossings: Sequence[Crossing] = parcel.crossings
+        if not parcel.references:
+            return self._opened(parcel, payload, source, context)
         with self._refs.unpacking(parcel.references, source, is_answered=is_answered):
-            tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
-            if crossings:
-                if context is None:
-                    raise BadMessage("a message outside of any context came with edges")
-                if not self._engine.attach_recv(context, source, crossings, tensors):
-                    crossings = ()
-            if self._leaves:
-                for n in cut_tensors(parcel.tensors, crossings):
-                    tensors[n].requires_grad_()
-            value = self._codec.unpack(parcel.data, tensors)
-        cut = len(cut_tensors(parcel.tensors, crossings))
-        return Unpacked(value, deepest(crossings) if crossings else 0, cut)
+            return self._opened(parcel, payload, source, context)
+
+    def _opened(
+        self,
+        parcel: Parcel,
+        payload: memoryview | None,
+        source: WorkerId,
+        context: ContextId | None,
+    ) -> Unpacked:
+        if not parcel.tensors:
+            value = self._codec.maybe_unpack(parcel.data, ())
+            return Unpacked(self._walked(parcel, (), source) if value is WALK else value)
+        tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
+        crossings: Sequence[Crossing] = parcel.crossings
+        if crossings:
+            if context is None:
+                raise BadMessage("a message outside of any context came with edges")
+            if not self._engine.attach_recv(context, source, crossings, tensors):
+                crossings = ()
+        cut = cut_tensors(parcel.tensors, crossings)
+        if cut and self._leaves:
+            for n in cut:
+                tensors[n].requires_grad_()
+        value = self._codec.maybe_unpack(parcel.data, tensors)
+        if value is WALK:
+            value = self._walked(parcel, tensors, source)
+        return Unpacked(value, deepest(crossings) if crossings else 0, len(cut))
+
+    def _walked(self, parcel: Parcel, tensors: Sequence[Tensor], source: WorkerId) -> object:
+        if parcel.references:
+            return self._codec.unpack(parcel.data, tensors)
+        with self._refs.unpacking((), source):  # or it could name those of a message around it
+            return self._codec.unpack(parcel.data, tensors)
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
-    """The places of the tensors in a message that require grad and are recorded by no edge."""
-    wanting = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
-    if not wanting:
-        return wanting
-    recorded = {place for crossing in crossings for place in crossing.tensors}
-    return [n for n in wanting if n not in recorded]
+    """The places of the tensors in a message that require grad and are recorded by no edge.
+
+    hot: every message with tensors
+    """
+    cut: list[int] = []
+    for n, header in enumerate(headers):
+        if header.flags & REQUIRES_GRAD:
+            cut.append(n)
+    if cut and crossings:
+        recorded = {place for crossing in crossings for place in crossing.tensors}
+        return [n for n in cut if n not in recorded]
+    return cut
 
 
 def deepest(crossings: Sequence[Crossing]) -> int:

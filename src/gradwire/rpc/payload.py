@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
 from gradwire.options import Limits
-from gradwire.rpc import arrays, codecs, kinds, named, tags
+from gradwire.rpc import arrays, codecs, flat, kinds, named, tags
 from gradwire.rpc.tags import END_OF_TAGS, FIRST_EXTENSION
 from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, exactly, spoken
 from gradwire.wire.elements import check_arrived, check_leaving
@@ -60,6 +60,7 @@ class Codec:
 
     def __init__(self, names: Names, limits: Limits, odd: Odd | None = None) -> None:
         self._names, self._limits, self._odd = names, limits, odd
+        self._is_shallow = limits.depth < flat.DEPTH
         self._packers: dict[type, Packer] = {**kinds.PACKERS, **arrays.PACKERS, **named.PACKERS}
         self._unpackers: dict[int, Unpacker] = {
             **kinds.UNPACKERS,
@@ -93,12 +94,24 @@ class Codec:
         self._packers[kind] = lambda _, value: [tag, pack(value)]
         self._unpackers[tag] = unpack_node
 
+    def maybe_pack(self, value: object) -> tuple[bytes, list[Tensor]] | None:
+        """The same as `pack`, if it can be had without a walk: see flat.py.
+
+        hot: every argument list and result
+        """
+        tensors: list[Tensor] = []
+        node = flat.maybe_node(value, tensors)
+        if node is flat.WALK or self._is_shallow:
+            return None
+        data = self._encode(node)
+        limits = self._limits
+        is_long = len(data) > limits.elements or len(data) > limits.head
+        return None if is_long else (data, tensors)
+
     def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
         """The value as data; raises CannotTravel, which says where in `place` the culprit sits.
 
         `place` is what errors call the value or, for a tuple, each of its elements.
-
-        hot: every argument and result
         """
         walk = Packing(self._packers, self._learn, self._names, self._limits.depth)
         try:
@@ -115,11 +128,21 @@ class Codec:
             )
         return Packed(data, walk.tensors)
 
-    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed; raises BadMessage, or NotExposed for a name unknown here.
+    def maybe_unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The same as `unpack`, or flat.WALK if that takes a walk, or is to raise.
 
-        hot: every argument and result
+        hot: every argument list and result
         """
+        if len(data) > self._limits.elements or self._is_shallow:
+            return flat.WALK
+        try:
+            node = self._decode(data)
+        except Exception:  # `unpack` says whose fault it is
+            return flat.WALK
+        return flat.maybe_value(node, tensors)
+
+    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed; raises BadMessage, or NotExposed for a name unknown here."""
         walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
         check_arrived(data, self._limits.elements)
         try:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor, nn
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
+from gradwire.rpc.flat import WALK
 from gradwire.rpc.names import one_main
 from gradwire.rpc.payload import Packed
 
@@ -51,6 +52,13 @@ class PickleCodec:
         """Let values of exactly this type travel as what `pack` makes of them."""
         self._packers[kind] = tag, pack
         self._unpackers[tag] = unpack
+
+    def maybe_pack(self, _value: object) -> None:
+        """A pickle has no shorter way."""
+
+    def maybe_unpack(self, _data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
+        """A pickle has no shorter way."""
+        return WALK
 
     def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
         """The value as a pickle and its tensors; raises CannotTravel."""

@@ -22,7 +22,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from gradwire import errors
 from gradwire.errors import NotExposed, UsageError
@@ -43,6 +43,17 @@ from gradwire.rpc.names import (
 __all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_of"]
 
 _T = TypeVar("_T", bound=Function)
+
+_NOWHERE = ModuleType("nowhere")
+
+
+class _Known(NamedTuple):
+    """What was found exposed, by its name in a module: it still is while it stands there."""
+
+    home: str
+    attribute: str
+    function: Function
+
 
 _MARK = "__gradwire_exposed__"
 
@@ -131,6 +142,7 @@ class Registry:
 
     def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
         self._given: dict[str, Function] = {}
+        self._known: dict[str, _Known] = {}
         for item in expose:
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
@@ -143,9 +155,17 @@ class Registry:
 
         hot: asked for each call served.
         """
+        known = self._known.get(name)
+        if known is not None:
+            standing: object = getattr(sys.modules.get(known.home), known.attribute, None)
+            if standing is known.function:
+                return known.function
         found = self._maybe_find(name)
         if found is None:
             raise NotExposed(f"{_spoken(name)} is not exposed on this worker", hint=_FUNCTION_HINT)
+        home, _, attribute = name.partition(":")
+        if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
+            self._known[name] = _Known(home, attribute, found)
         return found
 
     def method(self, value: object, name: str) -> Function:

@@ -7,6 +7,7 @@ whoever waits for both hears which worker was late, and does not blame the one i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 
 from gradwire.agent.errands import Source
@@ -25,12 +26,13 @@ _due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None)
 def is_due(deadline: float, errand: Source | None) -> Token[Due]:
     """This code must be over by then, or when its errand is called off, until `was_due`."""
     outer, its_errand = _due.get()
-    return _due.set((min(deadline, outer), its_errand if errand is None else errand))
+    if outer < deadline:
+        deadline = outer
+    return _due.set((deadline, its_errand if errand is None else errand))
 
 
-def was_due(token: Token[Due]) -> None:
-    """As it was before."""
-    _due.reset(token)
+was_due: Callable[[Token[Due]], None] = _due.reset
+"""as it was before"""
 
 
 def current_errand() -> Source | None:

@@ -7,12 +7,12 @@ _keep    keeps it here instead, for those who hold a reference to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from operator import attrgetter
+from typing import Any, Protocol, final
 
-import msgspec
 import torch
 
 from gradwire.agent.agent import Agent
@@ -21,9 +21,10 @@ from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
-from gradwire.ids import CallId, ContextId, ForkId
-from gradwire.rpc.asynchronous import Later, result_of
+from gradwire.ids import CallId, ContextId, ForkId, WorkerId
+from gradwire.rpc.asynchronous import LATER, Later, later_of, result_of
 from gradwire.rpc.contents import Content, Raised, Value
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner
@@ -34,17 +35,20 @@ from gradwire.rpc.refs import Refs
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
 
-Inside = Callable[[ContextId | None, float, Source], AbstractContextManager[None]]
+
+class Scope(AbstractContextManager[None], Protocol):
+    """A block that begins when it is made."""
+
+    def leave(self) -> None:
+        """It is over: what the end of the block does."""
+
+
+Inside = Callable[[ContextId | None, float, Source], Scope]
 """The scope of a served function: this worker, its context, its deadline, who asked."""
 Use = Callable[[Content], None]
 
 
-class _Ready(msgspec.Struct, frozen=True):
-    """A function that was looked up, and its arguments."""
-
-    function: Callable[..., object]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
+_NOTHING_YET = object()
 
 
 @final
@@ -64,7 +68,7 @@ class Serving:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._registry, self._inside = parcels, registry, inside
         self._manner = manner
-        agent.handle(Call, self._serve, Lane.USER, lambda call: call.function, self._refuse)
+        agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
 
@@ -73,19 +77,22 @@ class Serving:
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
-
-        def answer(content: Content) -> None:
-            self._answer_content(source, content, call.context, deadline, call.parcel.references)
-
-        later = partial(self._guard, source, answer)
-        value = None
+        came, value = call.parcel.references, _NOTHING_YET
         try:
-            value = self._run(call, payload, source, deadline, later)
+            value = self._run(call, payload, source, deadline)
+            if type(value) is Later:
+                answer = partial(self._answer_content, source, call.context, deadline, came)
+                self._when_done(value, partial(self._guard, source, answer))
+                value = _NOTHING_YET
         finally:
-            if value is None:  # it raised, or may take as long as it likes
-                self._refs.accepting.without_answer(call.parcel.references)
-        if value is not None:
-            answer(value)
+            if came and value is _NOTHING_YET:  # it raised, or may take as long as it likes
+                self._refs.accepting.without_answer(came)
+        if value is _NOTHING_YET:
+            return
+        if came:
+            self._answer_content(source, call.context, deadline, came, Value(value))
+        elif not source.cancelled:
+            self._answer_value(source, value, call.context, deadline, ())
 
     def _refuse(self, call: Call) -> None:
         """It was called off before it began."""
@@ -112,40 +119,66 @@ class Serving:
         try:
             if at_once:
                 self._agent.answer(source, Done(), deadline=deadline)
-            content = self._run(call, payload, source, deadline, settle)
+            value = self._run(call, payload, source, deadline)
+            if type(value) is Later:
+                self._when_done(value, settle)
+                return
+            content: Content = Value(value)
         except BaseException as error:  # whoever fetches the value is told
             self._agent.noting.note(source.worker, error)
             content = Raised(self._agent.describe(error))
-        if content is not None:
-            settle(content)
+        settle(content)
 
-    def _run(
-        self, call: Call, payload: Payload, source: Source, deadline: float, later: Use
-    ) -> Content | None:
-        """What the function returned; None if it will be handed to `later`."""
+    def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
+        """What the function returned; Later, if that is to come.
+
+        hot: every call served
+        """
         if call.context is not None:
             try:
                 self._engine.works_in(call.context, source)
             except GradwireError:
                 self._refs.release(call.parcel.references)
                 raise
-        with self._inside(call.context, deadline, source), _modes(call):
-            unpacked = self._parcels.unpack(
-                call.parcel,
-                payload,
-                source=source.worker,
-                context=call.context,
-                is_answered=call.keep is None,
-            )
-            if self._manner.counts_before_use:
-                self._refs.wait_until_all_counted(call.parcel.references, deadline)
-            ready = self._function(call.function, unpacked.value, deadline)
-            with function_span(call.function):
-                value = result_of(ready.function, *ready.args, **ready.kwargs)
-        if not isinstance(value, Later):
-            return Value(value)
-        value.future.add_done_callback(lambda done: later(self._brought(done)))
-        return None
+        scope = self._inside(call.context, deadline, source)
+        try:
+            grad, inference = call.grad_enabled, call.inference
+            # The caller's modes: no_grad there is no_grad here. Mostly they are ours already.
+            if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
+                return self._result(call, payload, source.worker, deadline)
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return self._result(call, payload, source.worker, deadline)
+        finally:
+            scope.leave()
+
+    def _result(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
+        parcel, name = call.parcel, call.function
+        unpacked = self._parcels.unpack(
+            parcel,
+            payload,
+            source=caller,
+            context=call.context,
+            is_answered=call.keep is None,
+        )
+        if self._manner.counts_before_use:
+            self._refs.wait_until_all_counted(parcel.references, deadline)
+        match unpacked.value:
+            case (tuple() as args, dict() as kwargs):
+                pass
+            case _:
+                raise BadMessage("a call came without arguments")
+        if name.startswith((".", "!")):
+            function, args = self._brought_along(name, args, deadline)
+        else:
+            function = self._registry.lookup(name)
+        if is_profiled():
+            with function_span(name):
+                return result_of(function, *args, **kwargs)
+        value = function(*args, **kwargs)
+        return later_of(function, value) if hasattr(function, LATER) else value
+
+    def _when_done(self, later: Later, use: Use) -> None:
+        later.future.add_done_callback(lambda done: use(self._brought(done)))
 
     def _brought(self, future: torch.futures.Future[Any]) -> Content:
         try:
@@ -158,23 +191,21 @@ class Serving:
         job = partial(self._agent.guarded, source, partial(answer, content))
         self._agent.dispatch.service.submit_or_run(job)
 
-    def _function(self, name: str, arguments: object, deadline: float) -> _Ready:
-        match arguments:
-            case (tuple() as args, dict() as kwargs):
-                pass
-            case _:
-                raise BadMessage("a call came without arguments")
+    def _brought_along(
+        self, name: str, args: tuple[object, ...], deadline: float
+    ) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """The function that a call brings with its arguments, and the rest of these."""
         if name.startswith("!"):
-            return self._sent(name, args, kwargs)
-        if not name.startswith("."):
-            return _Ready(self._registry.lookup(name), args, kwargs)
+            return self._sent(name, args)
         hold = getattr(args[0], "hold", None) if args else None
         if not isinstance(hold, Hold):
             raise BadMessage(f"the method {name[1:]} was called on no reference")
         value = self._refs.value_here(hold, deadline)
-        return _Ready(self._registry.method(value, name[1:]), args[1:], kwargs)
+        return self._registry.method(value, name[1:]), args[1:]
 
-    def _sent(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> _Ready:
+    def _sent(
+        self, name: str, args: tuple[object, ...]
+    ) -> tuple[Callable[..., object], tuple[object, ...]]:
         if not self._manner.pickle:
             me = self._agent.directory.me.name
             raise NotExposed(
@@ -183,15 +214,15 @@ class Serving:
             )
         if not args or not callable(args[0]):
             raise BadMessage(f"the function {name[1:]} did not come with its call")
-        return _Ready(args[0], args[1:], kwargs)
+        return args[0], args[1:]
 
     def _answer_content(
         self,
         source: Source,
-        content: Content,
         context: ContextId | None,
         deadline: float,
-        came: Sequence[Reference] = (),
+        came: Sequence[Reference],
+        content: Content,
     ) -> None:
         """`came` are the references of the call. See Note [An answer accepts], accepting.py."""
         left = False
@@ -199,7 +230,7 @@ class Serving:
             if isinstance(content, Raised):
                 self._agent.answer(source, content.failure, deadline=deadline)
             elif not source.cancelled:
-                accepted = self._refs.accepting.came_home(came) if came else []
+                accepted = self._refs.accepting.came_home(came) if came else ()
                 left = self._answer_value(source, content.value, context, deadline, accepted)
                 if accepted and left:
                     self._refs.accepting.left(accepted)
@@ -213,7 +244,7 @@ class Serving:
         value: object,
         context: ContextId | None,
         deadline: float,
-        accepted: list[ForkId],
+        accepted: Sequence[ForkId],
     ) -> bool:
         packed = self._parcels.pack(
             value, to=source.worker, context=context, place="result", deadline=deadline
@@ -232,10 +263,7 @@ class Serving:
 
     def _serve_fetch(self, fetch: Fetch, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + fetch.seconds
-
-        def answer(content: Content) -> None:
-            self._answer_content(source, content, fetch.context, deadline)
-
+        answer = partial(self._answer_content, source, fetch.context, deadline, ())
         content = self._refs.content(fetch.ref, source.worker)
         if fetch.context is not None:
             self._engine.works_in(fetch.context, source)
@@ -261,20 +289,3 @@ def checked_tensor(value: object) -> torch.Tensor:
             f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
         )
     return value
-
-
-def _modes(call: Call) -> AbstractContextManager[None]:
-    """The caller's modes: no_grad there is no_grad here. Mostly they are ours already."""
-    grad, inference = call.grad_enabled, call.inference
-    if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
-        return _AS_THEY_ARE
-    return _set_modes(grad, inference)
-
-
-_AS_THEY_ARE: AbstractContextManager[None] = nullcontext()
-
-
-@contextmanager
-def _set_modes(grad_enabled: bool, inference: bool) -> Iterator[None]:
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad_enabled):
-        yield

@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 EXPOSE_HINT = "expose it with @gradwire.expose"
 
-_AS_THEY_ARE = frozenset({NoneType, bool, float, bytes})
-_LEAVES = _AS_THEY_ARE | {int, str}
+AS_THEY_ARE = frozenset({NoneType, bool, float, bytes})
+LEAVES = AS_THEY_ARE | {int, str}
 
 
 class Names(Protocol):
@@ -62,7 +62,7 @@ class Packing:
         hot: every argument and result
         """
         kind = type(value)
-        if kind in _AS_THEY_ARE:
+        if kind in AS_THEY_ARE:
             return value
         packer = self._packers.get(kind)
         if packer is None:
@@ -82,7 +82,7 @@ class Packing:
         try:
             for value in values:  # `node` for each, spelt out
                 kind = type(value)
-                if kind in _AS_THEY_ARE:
+                if kind in AS_THEY_ARE:
                     node.append(value)
                 else:
                     packer = packers.get(kind) or self._learn(kind)
@@ -124,7 +124,7 @@ class Unpacking:
         hot: every argument and result
         """
         if type(node) is not list:
-            if type(node) in _LEAVES:
+            if type(node) in LEAVES:
                 return node
             raise BadMessage(f"a packed value holds a bare {type(node).__name__}")
         tag = node[0] if node else None
@@ -139,7 +139,7 @@ class Unpacking:
             raise OverLimit("a packed value is nested deeper than the limit")
         self._left -= 1
         value = self.value
-        values = [child if type(child) in _LEAVES else value(child) for child in node[first:]]
+        values = [child if type(child) in LEAVES else value(child) for child in node[first:]]
         self._left += 1
         return values
 

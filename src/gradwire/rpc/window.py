@@ -27,8 +27,20 @@ class Window:
         self._waiting = 0
         self._under_way: Counter[WorkerId] = Counter()
 
+    def maybe_enter(self, peer: WorkerId, size: int) -> bool:
+        """So many bytes are about to leave; False, and not counted, if they have to wait.
+
+        hot: every call
+        """
+        with self._lock:
+            under_way = self._under_way[peer]
+            if under_way and under_way + size > self._most:
+                return False
+            self._under_way[peer] = under_way + size
+        return True
+
     def enter(self, peer: WorkerId, size: int, deadline: float, what: str) -> None:
-        """So many bytes are about to leave; a call larger than the window goes by itself."""
+        """They wait for room if need be; a call larger than the window goes by itself."""
         with self._lock:
             under_way = self._under_way[peer]
             if under_way and under_way + size > self._most:
@@ -55,7 +67,7 @@ class Window:
         with self._lock:
             self._under_way[peer] += size
 
-    def leave(self, peer: WorkerId, size: int) -> None:
+    def leave(self, peer: WorkerId, size: int, _outcome: object = None) -> None:
         """Their call was answered, or given up."""
         with self._lock:
             self._under_way[peer] -= size

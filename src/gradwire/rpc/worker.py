@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar, final
 
@@ -75,6 +76,8 @@ class Worker:
         manner: Manner = NATIVE,
         refusals: Refusals | None = None,
     ) -> None:
+        home_door.move_in()
+        autograd_api.door.move_in()
         self.store = store  # held, as we may be the one who hosts it
         self.directory, self.name = directory, directory.me.name
         self.manner = manner
@@ -117,7 +120,8 @@ class Worker:
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, parcels, registry, self.serving, manner)
+        inside = partial(Scope, self)
+        Serving(agent, self.engine, self.refs, parcels, registry, inside, manner)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
@@ -243,49 +247,51 @@ class Worker:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
     def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
-        return _Serving(self, context, math.inf, None)
+        return Scope(self, context, math.inf, None)
 
     def serving(
         self, context: ContextId | None, deadline: float, errand: Source | None = None
     ) -> AbstractContextManager[None]:
         """The scope of a function that a peer has asked for."""
-        return _Serving(self, context, deadline, errand)
+        return Scope(self, context, deadline, errand)
 
 
 @final
-class _Serving:
+class Scope:
     """The scope of a served function: its worker, its context, its deadline.
+
+    It begins when it is made, and ends with `leave` or the block around which it was put.
 
     hot: around each call served, so not one `with` inside the other
     """
 
-    __slots__ = ("_context", "_deadline", "_errand", "_tokens", "_worker")
+    __slots__ = ("_context", "_deadline", "_engine", "_home", "_outer")
 
     def __init__(
         self, worker: Worker, context: ContextId | None, deadline: float, errand: Source | None
     ) -> None:
-        self._worker, self._context = worker, context
-        self._deadline, self._errand = deadline, errand
+        self._home = home_door.enter(worker)
+        self._engine = autograd_api.door.enter(worker.engine)
+        self._deadline = is_due(deadline, errand)
+        self._outer = leave_outer()
+        self._context = context
+        if context is not None:
+            enter(context, worker.engine.saving)
 
-    def __enter__(self) -> None:
-        worker = self._worker
-        self._tokens = (
-            home_door.enter(worker),
-            autograd_api.door.enter(worker.engine),
-            is_due(self._deadline, self._errand),
-            leave_outer(),
-        )
-        if self._context is not None:
-            enter(self._context, worker.engine.saving)
-
-    def __exit__(self, *_: object) -> None:
-        home, engine, deadline, context = self._tokens
+    def leave(self) -> None:
+        """As it was before."""
         if self._context is not None:
             leave(self._context)
-        back_to_outer(context)
-        was_due(deadline)
-        autograd_api.door.leave(engine)
-        home_door.leave(home)
+        back_to_outer(self._outer)
+        was_due(self._deadline)
+        autograd_api.door.leave(self._engine)
+        home_door.leave(self._home)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
 
 _RREF_TAG = 64
