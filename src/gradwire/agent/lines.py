@@ -17,6 +17,7 @@ the keeper sleeps too.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -180,7 +181,8 @@ class Lines:
                 continue
             line.is_attended = True
             try:
-                frame = line.channel.recv()
+                frame = line.channel.maybe_recv(math.inf)
+                assert frame is not None, "without a limit it waits until one comes"
                 job = self._handle(line, frame, may_run=True)
             except (PeerLost, BadMessage) as error:
                 self._end(line, error)

@@ -106,14 +106,17 @@ class Intake:
         self._start = self._end = 0
         came: list[Any] = []
         looks = until > 0 and self._spin.begin()
-        beside = 0 if self._shared is None else READ_FLAGS
         while not came:
-            flags = beside | _AT_ONCE if looks or until < math.inf else beside
+            flags = _AT_ONCE if looks or until < math.inf else 0
             try:
                 # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
                 # this list empty, leaves the channel in order.
-                came.extend(map(self._first_bytes, (flags,)))
-                self._end = came[0] if self._shared is None else self._counted(came[0])
+                if self._shared is None:
+                    came.extend(map(self._first_bytes, (flags,)))
+                    self._end = came[0]
+                else:
+                    came.extend(map(self._first_bytes, (flags | READ_FLAGS,)))
+                    self._end = self._counted(came[0]) if came[0][1] else came[0][0]
             except BlockingIOError:
                 looks = looks and self._look(done)
                 if not looks and not self._wait_for_bytes(until, done):
@@ -285,7 +288,8 @@ class Intake:
         return count
 
     def _counted(self, came: Received) -> int:
-        if not came[1]:  # no descriptors
+        """Keep the descriptors that came with the bytes."""
+        if not came[1]:
             return came[0]
         assert self._shared is not None
         return self._shared.borrower.note(came)
