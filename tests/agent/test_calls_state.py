@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -66,7 +68,7 @@ def test_a_request_that_nobody_wants_is_taken_out_once_with_the_channel_it_went_
 
 def test_what_was_made_for_an_errand_ends_with_it():
     table, errand = CallTable(), object()
-    made = table.opened(pending()._replace(errand=errand))
+    made = table.opened(replace(pending(), errand=errand))
     free = table.opened(pending())
 
     assert [n for n, *_ in table.made_for(errand)] == [made]

@@ -194,9 +194,9 @@ def test_a_reader_more_is_made_only_if_all_are_busy(desk):
     assert eventually(lambda: line.is_attended)
     for _ in range(5):
         desk.lines._attend(line)
-    assert (line.readers, line.busy) == (2, 1)
+    assert (line.readers, len(line.running)) == (2, 1)
     goes_on.set()
-    assert eventually(lambda: line.busy == 0)
+    assert eventually(lambda: not line.running)
 
 
 def test_an_idle_line_has_its_reader_back_and_the_keeper_sleeps(desk):

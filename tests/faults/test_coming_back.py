@@ -43,9 +43,9 @@ def test_one_that_has_not_noticed_hears_by_the_next_greeting_that_it_was_lost(wo
     workers[1].worker.agent.on_peer_lost(lambda worker, error: lost.append(str(error)))
     connections = workers[0].worker.agent._connections
     with connections._lock:  # given up here, and not a word of it on the wire
-        given_up = connections._channels.pop(1)
+        given_up = connections.channels.pop(1)
         connections._losses[1] += 1
-    (link,) = [c.remote for c in workers[1].worker.agent._connections._channels[0]]
+    (link,) = [c.remote for c in workers[1].worker.agent._connections.channels[0]]
 
     assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
     assert lost == [f"w0 was lost: w0 has ended its connections with us [{link}]"]

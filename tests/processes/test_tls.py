@@ -32,7 +32,7 @@ def _learn(name, rank, options):
 
 def _links():
     connections = home_door.find().agent._connections
-    channels = [channel for known in connections._channels.values() for channel in known]
+    channels = [channel for known in connections.channels.values() for channel in known]
     return {(channel.remote.partition("://")[0], channel.peer_names) for channel in channels}
 
 

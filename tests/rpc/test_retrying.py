@@ -203,7 +203,7 @@ class _Ending:
             return
         self._begun, worker = True, self._workers[1].worker
         threading.Thread(target=self._restart, daemon=True).start()
-        assert eventually(lambda: not any(worker.agent._connections._channels.values()))
+        assert eventually(lambda: not any(worker.agent._connections.channels.values()))
 
     def _restart(self) -> None:
         self._workers.restart(1)

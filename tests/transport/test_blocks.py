@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.transport import blocks as blocks_module
-from gradwire.transport.blocks import BlockPool, size_class
+from gradwire.transport.blocks import SMALL_BLOCK, BlockPool, Slab, size_class
 
 
 def address_of(view: memoryview) -> int:
@@ -29,6 +29,17 @@ def test_a_block_is_exactly_as_long_as_asked_and_aligned():
 
 def test_an_empty_block_can_be_had():
     assert len(BlockPool().take(0)) == 0
+
+
+@given(st.lists(st.integers(1, SMALL_BLOCK), max_size=40))
+def test_small_blocks_lie_beside_each_other_and_nobody_has_two(sizes):
+    slab = Slab()
+    views = [slab.take(size) for size in sizes]
+    for n, view in enumerate(views):
+        assert (view.nbytes, view.format, view.readonly) == (sizes[n], "B", False)
+        assert address_of(view) % 64 == 0
+        view[:] = bytes([n]) * sizes[n]
+    assert [bytes(view) for view in views] == [bytes([n]) * size for n, size in enumerate(sizes)]
 
 
 def test_a_block_is_used_again_only_after_the_last_tensor_on_it_died():

@@ -12,9 +12,12 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from types import FrameType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
@@ -164,8 +167,10 @@ def test_a_small_frame_costs_one_system_call_at_each_end(pair):
         far.recv()
     near.send(FRAME, soon())
     far.recv()
-    assert ours.calls == ["send", "send", "send", "sendmsg"]
-    assert theirs.calls == ["recv_into"] * 4
+    near.send(Frame(1, 0, 0, b"", [bytes(3000), bytes(3000)]), soon())
+    far.recv()
+    assert ours.calls == ["send", "send", "send", "send", "sendmsg"]
+    assert theirs.calls == ["recv_into"] * 5
 
 
 def test_frames_that_arrived_together_are_read_together(pair):
@@ -177,6 +182,78 @@ def test_frames_that_arrived_together_are_read_together(pair):
     for _ in range(100):
         assert received(channel) == (1, 0, 7, b"head", b"payload")
     assert counted.calls == ["recv_into"]
+
+
+class Parcelled(CountedSocket):
+    """A socket that gives and takes only so many bytes at a time."""
+
+    def __init__(self, sock: socket.socket, sizes: Iterator[int]) -> None:
+        super().__init__(sock)
+        self._sizes = sizes
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        return self._sock.recv_into(buffer[: next(self._sizes)], nbytes, flags)
+
+    def send(self, data: bytes, flags: int = 0) -> int:
+        return self._sock.send(data[: next(self._sizes)], flags)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@given(
+    frames=st.lists(
+        st.builds(
+            Frame,
+            st.integers(0, 0xFFFF),
+            st.integers(0, 1),
+            st.integers(0, (1 << 64) - 1),
+            st.binary(max_size=60),
+            st.lists(st.binary(max_size=700), max_size=3),
+        ),
+        max_size=5,
+    ),
+    sizes=st.lists(st.integers(20, 1500), min_size=1, max_size=5),
+)
+def test_a_frame_is_the_same_however_it_is_cut_on_its_way(frames, sizes, checksum):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        made = {"limits": Limits(), "stall": 5.0, "pool": BlockPool(), "checksum": checksum}
+        sender = SocketChannel(Parcelled(ours, cycle(sizes)), "", **made)
+        receiver = SocketChannel(Parcelled(theirs, cycle(sizes)), "", **made)
+        for frame in frames:
+            sender.send(frame, soon())
+            body = b"".join(frame.payload)
+            expected = (frame.kind, frame.flags, frame.request, frame.head, body)
+            assert received(receiver) == expected
+
+
+def test_what_the_kernel_takes_of_a_small_frame_in_parts_is_finished(pair):
+    ours, theirs = pair
+    sending = Parcelled(ours, iter([10, 1, 1000]))
+    as_channel(sending).send(FRAME, soon())
+    assert theirs.recv(1000) == BYTES
+
+
+def test_the_rest_of_a_small_frame_goes_behind_its_sender_when_its_deadline_is_over(pair):
+    ours, theirs = pair
+    channel = as_channel(Parcelled(ours, iter([10, 1, 1000])))
+    channel.send(FRAME, time.monotonic() - 1)
+    assert read_exactly(theirs, len(BYTES)) == BYTES
+    assert eventually(lambda: not finishers())
+
+
+@pytest.mark.usefixtures("_signals_raise")
+def test_an_interrupt_as_a_small_frame_leaves_ends_the_channel(pair):
+    class Interrupting(CountedSocket):
+        def send(self, data: bytes, flags: int = 0) -> int:
+            count = self._sock.send(data[:10], flags)
+            signal.raise_signal(signal.SIGUSR1)
+            return count
+
+    channel = as_channel(Interrupting(pair[0]))
+    with pytest.raises(Interrupted):
+        channel.send(FRAME, soon())
+    with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
+        channel.send(FRAME, soon())
 
 
 def test_a_part_that_is_not_bytes_is_our_bug_and_ends_the_channel(pair):
@@ -373,6 +450,20 @@ def test_a_channel_shows_its_state(pair):
 
 
 # --- promises ---
+
+
+@pytest.mark.parametrize(
+    ("limits", "story"),
+    [
+        (Limits(head=3), "a message head of 4 bytes is over the limit of 3"),
+        (Limits(payload=6), "a payload of 7 bytes is over the limit of 6"),
+    ],
+)
+def test_what_is_over_the_limits_is_refused_also_if_all_of_it_is_there(pair, limits, story):
+    ours, theirs = pair
+    theirs.sendall(BYTES)
+    with pytest.raises(BadMessage, match=story):
+        as_channel(ours, limits=limits).recv()
 
 
 def test_a_promise_over_the_limits_is_refused_before_any_of_it_arrives(pair):

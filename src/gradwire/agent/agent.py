@@ -21,7 +21,7 @@ from gradwire.agent.connections import Connections
 from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
 from gradwire.agent.errands import Source
-from gradwire.agent.failpoints import Failpoints, TakeAnswer, failpoints_by_environment
+from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
 from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
 from gradwire.agent.framing import framed
 from gradwire.agent.messages import Done, Failure
@@ -149,20 +149,26 @@ class Agent:
         """
         promise: Promise[Outcome] = Promise()
         now = self.clock.now()
-        pending = Pending(to, what, now, deadline, promise, phase, errand, tells)
+        known = self._connections.channels.get(to)
+        channel = known[0] if known else None
+        pending = Pending(to, what, now, deadline, promise, phase, errand, tells, channel)
         with self._lock:
             if self._closed is not None:
                 raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
             n = self._calls.opened(pending)
-        self.timer.need(deadline)
+        if deadline < self.timer.armed:
+            self.timer.need(deadline)
         try:
             if errand is not None and errand.cancelled:
                 raise Cancelled(f"{what} is not wanted any more: {errand.cancelled}")
-            frame = framed(message, payload, self.limits, request=n)
-            channel = self._connections.to(to, deadline)
-            with self._lock:
-                self._calls.left(n, channel)
-            self._send(to, channel, frame, deadline)
+            frame = framed(message, payload, self.limits, n)
+            if channel is None:
+                channel = self._connections.to(to, deadline)
+                with self._lock:
+                    self._calls.left(n, channel)
+            points = self.failpoints
+            send = channel.send if points is None else points.sending(to, channel)
+            send(frame, deadline)
         except BaseException as error:
             with self._lock:
                 self._calls.answered(n)
@@ -192,15 +198,13 @@ class Agent:
         """Send one way."""
         frame = framed(message, payload, self.limits)
         try:
-            self._send(to, self._connections.to(to, deadline), frame, deadline)
+            known = self._connections.channels.get(to)
+            channel = known[0] if known else self._connections.to(to, deadline)
+            points = self.failpoints
+            send = channel.send if points is None else points.sending(to, channel)
+            send(frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             raise self._named(error, to, type(message).__name__, phase) from error
-
-    def _send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
-        if self.failpoints is None:
-            channel.send(frame, deadline)
-        else:
-            self.failpoints.send(to, channel, frame, deadline)
 
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
         if isinstance(error, PeerLost) and not self.directory.has(to):
@@ -224,11 +228,11 @@ class Agent:
         """Answer a request, on the channel it came by; False if the asker is lost."""
         if source.request == 0 or source.cancelled:
             return False
-        frame = framed(message, payload, self.limits, request=source.request, flags=IS_ANSWER)
+        frame = framed(message, payload, self.limits, source.request, IS_ANSWER)
         try:
-            if self.failpoints is not None:
-                self.failpoints.before_reply(source)
-            self._send(source.worker, source.channel, frame, deadline)
+            points = self.failpoints
+            send = source.channel.send if points is None else points.replying(source)
+            send(frame, deadline)
         except PeerLost:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
@@ -279,7 +283,7 @@ class Agent:
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
         error.about("", phase="shutdown")
         for taken in open_calls:
-            _settle(taken.pending, error)
+            taken.pending.slot.settle(error)
         self._connections.close(reason)
         stuck = self.dispatch.close(timeout)
         self.timer.close()
@@ -290,10 +294,10 @@ class Agent:
     ) -> Job | None:
         points = self.failpoints
         if frame.flags & IS_ANSWER:
-            take: TakeAnswer = self._answer_came
-            if points is not None:
-                take = points.around_answer(channel, take)
-            take(worker, frame)
+            if points is None:
+                self._answer_came(worker, frame)
+            else:
+                points.around_answer(channel, self._answer_came)(worker, frame)
             return None
         source = Source(worker, channel, frame.request)
         guard = self.guarded if points is None else points.around(self.guarded, frame.kind)
@@ -306,23 +310,21 @@ class Agent:
         """
         if done():
             return
-        if not self.dispatch.user.runs_this_thread:
-            self._connections.wait(peer, done, block)
+        known, lines = self._connections.channels.get(peer), self._connections.lines
+        channel = known[0] if known else None
+        if not self.dispatch.user.mine.running:
+            lines.wait(channel, done, block)
             return
         with self.dispatch.user.waiting():
-            self._connections.wait(peer, done, block)
+            lines.wait(channel, done, block)
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
         with self._lock:
             pending = self._calls.answered(frame.request, worker)
         if pending is not None:
-            outcome: Outcome
-            if isinstance(message, Failure):
-                outcome = self._revived(message)
-            else:
-                outcome = Answer(message, payload_of(frame))
-            _settle(pending, outcome)
+            answer = Answer(message, payload_of(frame) if frame.payload else None)
+            pending.slot.settle(self._revived(message) if isinstance(message, Failure) else answer)
             return
         self.noting.came_late(worker)
         listener = self._late_listeners.get(type(message))
@@ -355,7 +357,8 @@ class Agent:
             following = self._calls.next_deadline()
         for n, pending, _ in late:
             name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, n)
-            _settle(pending, verdicts.late(name, call, pending, self.silence_of(pending.peer)))
+            silence = self.silence_of(pending.peer)
+            pending.slot.settle(verdicts.late(name, call, pending, silence))
         self._cancelling.tell(late)
         return following
 
@@ -368,7 +371,7 @@ class Agent:
         self.noting.note(worker, reason)
         for n, pending, _ in lost:
             call = CallId(self.directory.me.id, n)
-            _settle(pending, verdicts.lost(name, call, pending, reason, link, now))
+            pending.slot.settle(verdicts.lost(name, call, pending, reason, link, now))
         orphans = self.dispatch.errands.of_channel(channel)
         self._cancelling.stop(orphans, f"{name}, which asked, was lost")
         if last:
@@ -382,8 +385,3 @@ class Agent:
 
 _FAILURE_SECONDS = 10.0
 """How long an error may take to leave. The one who waits for it has a deadline of its own."""
-
-
-def _settle(pending: Pending, outcome: Outcome) -> None:
-    assert isinstance(pending.slot, Promise)
-    pending.slot.settle(outcome)

@@ -9,25 +9,29 @@ Rules of this file:
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
 
 
-class Pending(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Pending:
     """One request without an answer. `slot` is whatever the driver wants back with it."""
 
     peer: WorkerId
     what: str
     opened: float
     deadline: float
-    slot: object
+    slot: Any
     phase: str = "call"
     errand: object = None
     """what it is made for: a request of a peer's that is being served here"""
     tells: bool = False
     """whether the peer shall hear if nobody waits for the answer any more"""
+    via: object = None
+    """the channel that it goes over, once that is known: if it ends, so does the request"""
 
 
 class Taken(NamedTuple):
@@ -45,7 +49,6 @@ class CallTable:
     def __init__(self) -> None:
         self._count = 0
         self._pending: dict[int, Pending] = {}
-        self._via: dict[int, object] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -57,9 +60,10 @@ class CallTable:
         return self._count
 
     def left(self, n: int, channel: object) -> None:
-        """It goes over this channel: if that ends, so does the request."""
-        if n in self._pending:
-            self._via[n] = channel
+        """It goes over this channel, which had to be made first."""
+        pending = self._pending.get(n)
+        if pending is not None:
+            pending.via = channel
 
     def answered(self, n: int, by: WorkerId | None = None) -> Pending | None:
         """The request that this answers, or None if nobody waits for it any more.
@@ -67,10 +71,12 @@ class CallTable:
         `by` is who answers: anyone else than who was asked is refused.
         """
         pending = self._pending.get(n)
-        if pending is not None and by not in (None, pending.peer):
+        if pending is None:
+            return None
+        if by is not None and by != pending.peer:
             raise BadMessage(f"w{by} answers request {n}, which it was not asked")
-        self._via.pop(n, None)
-        return self._pending.pop(n, None)
+        del self._pending[n]
+        return pending
 
     def passed(self, now: float) -> list[Taken]:
         """The requests whose deadline is over; they are no longer in the table."""
@@ -78,7 +84,7 @@ class CallTable:
 
     def channel_lost(self, channel: object) -> list[Taken]:
         """The requests that went over this channel; they are no longer in the table."""
-        return self._taken([n for n, via in self._via.items() if via is channel])
+        return self._taken([n for n, p in self._pending.items() if p.via is channel])
 
     def withdrawn(self, slot: object) -> list[Taken]:
         """The request with this slot, if it waits; it is no longer in the table."""
@@ -97,4 +103,5 @@ class CallTable:
         return min((p.deadline for p in self._pending.values()), default=None)
 
     def _taken(self, numbers: list[int]) -> list[Taken]:
-        return [Taken(n, self._pending.pop(n), self._via.pop(n, None)) for n in numbers]
+        taken = [(n, self._pending.pop(n)) for n in numbers]
+        return [Taken(n, pending, pending.via) for n, pending in taken]

@@ -17,7 +17,6 @@ from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Cancel
-from gradwire.agent.promise import Promise
 from gradwire.errors import Cancelled, GradwireError
 from gradwire.events import Events
 from gradwire.ids import CallId
@@ -49,7 +48,6 @@ class Cancelling:
         for n, pending, _ in requests:
             name, call = self._directory.name(pending.peer), CallId(self._directory.me.id, n)
             error = Cancelled(f"{call} ({pending.what}) on {name} was called off: {why}")
-            assert isinstance(pending.slot, Promise)
             pending.slot.settle(error.about(name, phase=pending.phase))
         self.tell(requests)
 

@@ -84,7 +84,8 @@ class Connections:
         self._dialling: dict[WorkerId, threading.Lock] = {}
         self._turns: dict[WorkerId, threading.RLock] = {}
         """held while a worker's first channel, or its loss, is told: one after the other"""
-        self._channels: dict[WorkerId, list[Channel]] = {}
+        self.channels: dict[WorkerId, list[Channel]] = {}
+        """those to each worker; a list is replaced, never changed"""
         self._losses: Counter[WorkerId] = Counter()
         self._lost_us: Counter[WorkerId] = Counter()
         """how often each peer was lost in its life, and how often it has lost us, as it says"""
@@ -103,7 +104,7 @@ class Connections:
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
         """A channel to this worker, dialled if there is none."""
-        channels = self._channels.get(worker)
+        channels = self.channels.get(worker)
         if channels:
             return channels[0]
         with self._lock:
@@ -114,7 +115,7 @@ class Connections:
             raise DeadlinePassed(f"{self._directory.me.name} gave up waiting to dial {name}")
         try:
             while True:
-                channels = self._channels.get(worker)
+                channels = self.channels.get(worker)
                 if channels:
                     return channels[0]
                 try:
@@ -127,22 +128,14 @@ class Connections:
 
     def has(self, worker: WorkerId, channel: Channel | None = None) -> bool:
         """Whether the channel, or any, has not ended; that is known here before it is told."""
-        known = self._channels.get(worker, ())
+        known = self.channels.get(worker, ())
         return bool(known) if channel is None else channel in known
-
-    def wait(self, worker: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
-        """Until `done`, by what comes from this worker; see `Lines.wait`."""
-        channels = self._channels.get(worker)
-        if channels:
-            self.lines.wait(channels[0], done, block)
-        else:
-            block()
 
     def close(self, reason: str) -> None:
         """End every channel and join their threads; idempotent."""
         with self._lock:
             self._closed = True
-            channels = [channel for known in self._channels.values() for channel in known]
+            channels = [channel for known in self.channels.values() for channel in known]
             threads = self._threads - {threading.current_thread()}
         self._doorstep.close(reason)
         for channel in channels:
@@ -251,7 +244,7 @@ class Connections:
     def _dropped(self, worker: WorkerId, error: PeerLost) -> list[Channel]:
         """The channels to this worker, which are closed now."""
         with self._lock:
-            channels = self._channels.pop(worker, [])
+            channels = self.channels.pop(worker, [])
             self._losses[worker] += bool(channels)
         for channel in channels:
             channel.close(str(error))
@@ -261,7 +254,7 @@ class Connections:
         """A worker could not be reached: `tell` counts it as lost. False if it is connected."""
         with self._turn(worker):
             with self._lock:
-                if self._channels.get(worker):
+                if self.channels.get(worker):
                     return False
                 self._losses[worker] += 1
             tell()
@@ -273,10 +266,10 @@ class Connections:
         channel = self._wrap(channel)
         with self._turn(worker):
             with self._lock:
-                known = self._channels.get(worker, [])
+                known = self.channels.get(worker, [])
                 refusal = self._maybe_refused(worker, len(known), greeted)
                 if refusal is None:
-                    self._channels[worker] = [*known, channel]
+                    self.channels[worker] = [*known, channel]
             if refusal is None:
                 if not known:
                     self.on_joined(worker)
@@ -308,7 +301,7 @@ class Connections:
         self._ended(line, error)
 
     def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
-        if not self.has(worker, channel):
+        if channel not in self.channels.get(worker, ()):
             self._refusals.count("earlier life", self._directory.name(worker))
             raise PeerLost("what is late of an earlier life is not read")
         return self._on_frame(worker, channel, frame, may_run)
@@ -322,10 +315,10 @@ class Connections:
         worker, channel = line.worker, line.channel
         with self._turn(worker):
             with self._lock:
-                known = self._channels.get(worker, [])
+                known = self.channels.get(worker, [])
                 was_given_up = channel not in known
                 if not was_given_up:
-                    self._channels[worker] = []
+                    self.channels[worker] = []
                     self._losses[worker] += 1
             channel.close(str(error))
             if was_given_up:

@@ -95,39 +95,43 @@ class Dispatch:
         if served is None:
             raise BadMessage(f"a message of kind {frame.kind:#06x} that nobody serves")
         message = self._kinds.decode(frame.kind, frame.head)
-        job = partial(guard, source, partial(served.handler, message, payload_of(frame), source))
+        payload = payload_of(frame) if frame.payload else None
+        job = partial(served.handler, message, payload, source)
         if served.lane is Lane.CONTROL:
-            job()
+            guard(source, job)
             return None
         what = served.what(message)
-        measured: Job
         if served.lane is Lane.USER:
             self.errands.came(source)
-            refuse = partial(served.refuse, message)
-            pool, measured = self.user, partial(self._run_errand, source, what, job, guard, refuse)
+            pool, refuse = self.user, served.refuse
         else:
-            pool, measured = self.service, partial(self._measured, what, job)
+            pool, refuse = self.service, None
         if may_run and self._pace.is_short(what) and pool.has_room():
-            return partial(pool.run_here, measured)
+            return partial(pool.run_here, self._run, source, what, job, guard, refuse, message)
+        measured = partial(self._run, source, what, job, guard, refuse, message)
         pool.submit(self._unserved.counted(source.worker, frame, measured))
         return None
 
-    def _run_errand(
-        self, errand: Source, what: Hashable, job: Job, guard: Guard, refuse: Job
+    def _run(
+        self,
+        source: Source,
+        what: Hashable,
+        job: Job,
+        guard: Guard,
+        refuse: Callable[[Message], None] | None,
+        message: Message,
     ) -> None:
-        """Unless nobody waits for it any more."""
+        """An errand, which has a way to `refuse` it, not if nobody waits for it any more."""
         try:
-            if errand.cancelled:
-                guard(errand, refuse)
-            else:
-                self._measured(what, job)
+            if refuse is not None and source.cancelled:
+                guard(source, partial(refuse, message))
+                return
+            began = time.monotonic()
+            guard(source, job)
+            self._pace.took(what, time.monotonic() - began)
         finally:
-            self.errands.over(errand)
-
-    def _measured(self, what: Hashable, job: Job) -> None:
-        began = time.monotonic()
-        job()
-        self._pace.took(what, time.monotonic() - began)
+            if refuse is not None:
+                self.errands.over(source)
 
     @property
     def active(self) -> int:

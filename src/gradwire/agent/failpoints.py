@@ -26,6 +26,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from gradwire.agent.clock import Clock
@@ -160,20 +161,24 @@ class Failpoints:
 
     # -- what the agent calls
 
-    def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
-        """Send a frame."""
+    def sending(self, to: WorkerId, channel: Channel) -> Callable[[Frame, float], None]:
+        """What sends a frame."""
+        return partial(self._send, to, channel)
+
+    def replying(self, source: Source) -> Callable[[Frame, float], None]:
+        """What answers a request; that is about to happen."""
+        asked = self._asked.pop((source.channel, source.request), None)
+        if asked is not None:
+            self._at(BEFORE_REPLY, asked, source.worker, source.channel)
+        return self.sending(source.worker, source.channel)
+
+    def _send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
         kind = self._name(frame.kind)
         self._at(BEFORE_SEND, kind, to, channel)
         channel.send(frame, deadline)
         self._at(AFTER_SEND, kind, to, channel)
         if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
             self._mine.quiet = False
-
-    def before_reply(self, source: Source) -> None:
-        """A request is about to be answered."""
-        asked = self._asked.pop((source.channel, source.request), None)
-        if asked is not None:
-            self._at(BEFORE_REPLY, asked, source.worker, source.channel)
 
     def _handle(self, source: Source, kind: int, job: Job) -> None:
         """Handle a request."""

@@ -17,6 +17,7 @@ the keeper sleeps too.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -53,8 +54,10 @@ class Line:
         """what threads wait for that comes by this line"""
         self.reads = self.seen = self.idle_ticks = 0
         self.counting = threading.Lock()
-        self.readers = self.busy = 0
-        """threads that read it when they can, and those of them that run what they have read"""
+        self.readers = 0
+        """threads that read it when they can"""
+        self.running: list[Job] = []
+        """what they run that they have read; it grows and shrinks in one step, without a lock"""
         self.is_parked = self.has_ended = False
         self.is_attended = False
         """whether one of its readers has the role: it will see what comes"""
@@ -65,6 +68,13 @@ class Line:
         return any(not done() for done in tuple(self.waiting))
 
 
+class _Mine(threading.local):
+    """What each thread knows of itself."""
+
+    line: Line | None = None
+    """whose frame it runs"""
+
+
 @final
 class Lines:
     """The lines of one worker."""
@@ -73,7 +83,7 @@ class Lines:
         self, spawn: Callable[[str, Callable[[], None]], None], on_frame: OnFrame, on_end: OnEnd
     ) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
-        self._mine = threading.local()
+        self._mine = _Mine()
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
         self._look = threading.Event()
@@ -98,13 +108,13 @@ class Lines:
             line.wake.set()
         self._look.set()
 
-    def wait(self, channel: Channel, done: Done, block: Callable[[], object]) -> None:
+    def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""
-        line = self._lines.get(channel)
+        line = self._lines.get(channel) if channel is not None else None
         if line is None:
             block()
             return
-        own: Line | None = getattr(self._mine, "line", None)
+        own = self._mine.line
         if own is not None and own is not line:
             self._attend(own)
         line.waiting.append(done)
@@ -126,11 +136,14 @@ class Lines:
                 if frame is None:
                     break
                 has_frame = True
-                self._handle(line, frame, may_run=False)
+                line.reads += 1
+                self._on_frame(line.worker, line.channel, frame, False)
                 has_frame = False
             else:
                 attend = False
-        except Exception:
+        except Exception as error:
+            if has_frame:  # as in _handle
+                line.channel.close(str(error))
             _log.debug("its reader finds the same, and says so", exc_info=True)
         except BaseException:  # an interrupt of our thread: the frame may have been another's
             if has_frame:
@@ -140,7 +153,8 @@ class Lines:
             line.role.release()
             if attend or (len(line.waiting) > 1 and line.is_wanted()):
                 self._attend(line)
-            self._keep(line)
+            if line not in self._in_use or not self._is_looking:
+                self._keep(line)
 
     def _handle(self, line: Line, frame: Frame, *, may_run: bool) -> Job | None:
         line.reads += 1
@@ -167,7 +181,8 @@ class Lines:
                 continue
             line.is_attended = True
             try:
-                frame = line.channel.recv()
+                frame = line.channel.maybe_recv(math.inf)
+                assert frame is not None, "without a limit it waits until one comes"
                 job = self._handle(line, frame, may_run=True)
             except (PeerLost, BadMessage) as error:
                 self._end(line, error)
@@ -186,16 +201,15 @@ class Lines:
                     return
 
     def _run(self, line: Line, job: Job) -> None:
-        with line.counting:
-            line.busy += 1
+        line.running.append(job)
         self._mine.line = line
-        self._keep(line)
+        if line not in self._in_use or not self._is_looking:
+            self._keep(line)
         try:
             job()
         finally:
             self._mine.line = None
-            with line.counting:
-                line.busy -= 1
+            line.running.pop()
 
     def _park(self, line: Line) -> bool:
         """Sleep until the line needs a reader; False if another one is asleep already."""
@@ -214,7 +228,7 @@ class Lines:
             if line.is_parked:
                 line.wake.set()
                 return
-            if line.busy < line.readers or line.has_ended or self._closed:
+            if len(line.running) < line.readers or line.has_ended or self._closed:
                 return  # one of them is just about to
             line.readers += 1
         try:

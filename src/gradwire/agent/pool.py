@@ -24,6 +24,12 @@ _IDLE_KEPT = 4
 _IDLE_SECONDS = 5.0
 
 
+class _Mine(threading.local):
+    """What each thread knows of itself."""
+
+    running = False
+
+
 @final
 class ElasticPool:
     """Jobs in order of arrival, each on a thread of its own or an idle one."""
@@ -36,15 +42,17 @@ class ElasticPool:
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        self._busy = self._guests = 0
+        self._busy = 0
+        self._guests: list[Callable[..., object]] = []
+        """what runs on threads that are not ours; it grows and shrinks in one step, without lock"""
         self._closed = False
-        self._mine = threading.local()
+        self.mine = _Mine()
 
     @property
     def active(self) -> int:
         """Jobs running, waiting or queued."""
         with self._changed:
-            return len(self._threads) - self._idle + len(self._jobs) + self._guests
+            return len(self._threads) - self._idle + len(self._jobs) + len(self._guests)
 
     def submit(self, job: Job) -> bool:
         """Run it soon; False, and not run, once the pool is closed."""
@@ -62,34 +70,33 @@ class ElasticPool:
 
     def has_room(self) -> bool:
         """Whether one more may begin at once."""
-        return (
-            not self._closed
-            and not self._jobs
-            and (self._limit is None or self._busy < self._limit)
-        )
+        limit = self._limit
+        is_full = limit is not None and self._busy + len(self._guests) >= limit
+        return not (is_full or self._closed or self._jobs)
 
-    def run_here(self, job: Job) -> None:
-        """Run it on the calling thread, which counts as one of ours meanwhile."""
-        with self._lock:
-            self._busy += 1
-            self._guests += 1
-        self._mine.running = True
+    def run_here(self, job: Callable[..., object], *args: object) -> None:
+        """Run it on the calling thread, which counts as one of ours meanwhile.
+
+        hot: every short request
+        """
+        guests, mine = self._guests, self.mine
+        guests.append(job)
+        mine.running = True
         try:
-            job()
+            job(*args)
         except BaseException:  # as in _loop
             _log.exception("%s: a job failed", self._name)
         finally:
-            self._mine.running = False
-            with self._lock:
-                self._busy -= 1
-                self._guests -= 1
-                if self._jobs:
+            mine.running = False
+            guests.pop()
+            if self._jobs:  # whoever queued one before we left has left its start to us
+                with self._lock:
                     self._start_one_if_needed()
 
     @property
     def runs_this_thread(self) -> bool:
         """Whether the calling thread is one of ours, in a job."""
-        return getattr(self._mine, "running", False)
+        return self.mine.running
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside the block this thread does not count, if it is one of ours."""
@@ -125,7 +132,7 @@ class ElasticPool:
         """With the lock held: let a queued job begin, if there is room."""
         room = len(self._jobs)
         if self._limit is not None:
-            room = min(room, self._limit - self._busy)
+            room = min(room, self._limit - self._busy - len(self._guests))
         if room <= 0:
             return
         if self._idle >= room:
@@ -147,22 +154,25 @@ class ElasticPool:
                     return
                 self._idle -= 1
                 self._busy += 1
-            self._mine.running = True
+            self.mine.running = True
             try:
                 job()
             except BaseException:  # the thread and its place in the count outlive any job
                 _log.exception("%s: a job failed", self._name)
-            self._mine.running = False
+            self.mine.running = False
             del job  # or it would keep what it holds alive while this thread is idle
             with self._changed:
                 self._busy -= 1
                 self._idle += 1
                 self._start_one_if_needed()
 
+    def _may_begin(self) -> bool:
+        return self._limit is None or self._busy + len(self._guests) < self._limit
+
     def _maybe_next(self) -> Job | None:
         """With the lock held: wait for a job and room to run it; None to end the thread."""
         while True:
-            if self._jobs and (self._limit is None or self._busy < self._limit):
+            if self._jobs and self._may_begin():
                 return self._jobs.popleft()
             if self._closed and not self._jobs:
                 return None

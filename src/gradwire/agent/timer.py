@@ -31,7 +31,8 @@ class Timer:
         self._clock = clock
         self._wake = threading.Condition()
         self._watchers: list[Watcher] = []
-        self._armed = math.inf
+        self.armed = math.inf
+        """the earliest moment at which it is awake; whoever needs no earlier one need not ask"""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -41,12 +42,12 @@ class Timer:
 
     def need(self, deadline: float) -> None:
         """Be awake at this moment; cheap when an earlier one is already known."""
-        if deadline >= self._armed:
+        if deadline >= self.armed:
             return
         with self._wake:
             if self._closed:
                 return
-            self._armed = min(self._armed, deadline)
+            self.armed = min(self.armed, deadline)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
@@ -64,12 +65,12 @@ class Timer:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not self._closed and self._clock.now() < self._armed:
-                    self._clock.sleep(self._wake, None if self._armed == math.inf else self._armed)
+                while not self._closed and self._clock.now() < self.armed:
+                    self._clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
                 if self._closed:
                     return
                 # Before asking: a deadline that comes while the watchers are asked arms us anew.
-                self._armed = math.inf
+                self.armed = math.inf
             for watcher in self._watchers:
                 try:
                     deadline = watcher(self._clock.now())

@@ -30,6 +30,8 @@ from gradwire.wire.frame import ALIGNMENT
 _Memory: TypeAlias = NDArray[numpy.uint8]
 
 _SMALLEST = 4096
+SMALL_BLOCK = _SMALLEST // 4
+"""What is larger has a block of its own."""
 # What sys.getrefcount says of a block that only _came_back's own variable refers to.
 _UNSHARED = 2
 
@@ -105,6 +107,34 @@ class BlockPool:
         # Either may come too late: another thread took or freed the last block meanwhile.
         with suppress(ValueError, IndexError):
             min(stocked, key=lambda shelf: shelf.last_use).blocks.popleft()
+
+
+@final
+class Slab:
+    """Small blocks side by side in one of the smallest size, which goes with the last of them.
+
+    A block that is kept so holds no more memory than one of the pool would, and is had without a
+    lease. One thread at a time takes.
+    """
+
+    __slots__ = ("_memory", "_used")
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+        self._used = _SMALLEST
+
+    def take(self, nbytes: int) -> memoryview:
+        """Exactly `nbytes` writable bytes, aligned; at most `SMALL_BLOCK`.
+
+        hot: every small payload received
+        """
+        begin = self._used
+        end = begin + nbytes
+        if end > _SMALLEST:
+            self._memory = _aligned(_SMALLEST).data
+            begin, end = 0, nbytes
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return self._memory[begin:end]
 
 
 def size_class(nbytes: int) -> int:

@@ -10,13 +10,15 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, final
+from zlib import crc32
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here, never
-from gradwire.transport.blocks import BlockPool
+from gradwire.transport.blocks import SMALL_BLOCK, BlockPool, Slab
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.shared import ANCILLARY_ROOM, NOTE, READ_FLAGS, Received, SharedMemory
 from gradwire.transport.spinning import Spin
@@ -35,6 +37,9 @@ from gradwire.wire.frame import (
 _READ_AHEAD: Final = 1 << 16
 _LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
+_PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
+_NOT_SUMMED: Final = 4
+"""The last bytes of a prefix, which are its checksum."""
 
 
 @final
@@ -56,16 +61,25 @@ class Intake:
         """whether it waits for the rest of a frame"""
         self._sock, self._guard, self._stall = sock, guard, stall
         self._pool, self._shared = pool, shared
-        self._known_flags = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS | (IN_BLOCK if shared else 0)
+        self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
+        self._slab = Slab()
         self._spin = Spin()
+        self._poller: select.poll | None = None
+        self._first_bytes: Callable[[int], Any]
+        """reads ahead, with these flags"""
+        if shared is None:
+            self._first_bytes = partial(sock.recv_into, self._ahead, 0)
+        else:
+            self._first_bytes = partial(sock.recvmsg_into, (self._ahead,), ANCILLARY_ROOM)
 
     def next(self, until: float, done: Callable[[], bool]) -> Frame | None:
         """The next frame; None if none has begun to come by then, or soon after `done`."""
         if self._start == self._end and not self._await_frame(until, done):
             return None
-        return self._read_frame()
+        frame = self._maybe_whole()
+        return self._read_frame() if frame is None else frame
 
     def exactly(self, length: int, until: float) -> bytes | None:
         """So many bytes and none that follow them; None if they are not all there by then.
@@ -90,17 +104,21 @@ class Intake:
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
         """Read ahead the first bytes of a frame; False if the peer has none for us by then."""
         self._start = self._end = 0
-        came: list[int | Received] = []
+        came: list[Any] = []
         looks = until > 0 and self._spin.begin()
         while not came:
             flags = _AT_ONCE if looks or until < math.inf else 0
             try:
                 # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
                 # this list empty, leaves the channel in order.
-                came.extend(self._first_bytes(flags))
-                self._end = self._counted(came[0])
+                if self._shared is None:
+                    came.extend(map(self._first_bytes, (flags,)))
+                    self._end = came[0]
+                else:
+                    came.extend(map(self._first_bytes, (flags | READ_FLAGS,)))
+                    self._end = self._counted(came[0]) if came[0][1] else came[0][0]
             except BlockingIOError:
-                looks = looks and not done() and self._spin.goes_on()
+                looks = looks and self._look(done)
                 if not looks and not self._wait_for_bytes(until, done):
                     return False
             except OSError as error:
@@ -115,22 +133,70 @@ class Intake:
             self._guard.lose(CLOSED_BY_PEER)
         return True
 
-    def _first_bytes(self, flags: int) -> Iterator[int | Received]:
-        """One read, when it is asked for."""
-        if self._shared is None:
-            return map(self._sock.recv_into, (self._ahead,), (0,), (flags,))
-        flags |= READ_FLAGS
-        return map(self._sock.recvmsg_into, ((self._ahead,),), (ANCILLARY_ROOM,), (flags,))
+    def _look(self, done: Callable[[], bool]) -> bool:
+        """Again and again, as long as it pays; whether there is something to read.
+
+        By poll, as a read that finds nothing costs four times as much: its exception is made.
+        """
+        look, goes_on = self._polled().poll, self._spin.goes_on
+        while not done() and goes_on():
+            if look(0):
+                return True
+        return False
 
     def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
         left = until - time.monotonic()
         if left <= 0 or done():
             return False
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
         longest = _LONGEST_POLL if done is never else 0.0
-        poller.poll(1 + int(1000 * min(left, longest)))
+        self._polled().poll(1 + int(1000 * min(left, longest)))
         return True
+
+    def _polled(self) -> select.poll:
+        if self._poller is None:
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN)
+            self._poller = poller
+        return self._poller
+
+    def _maybe_whole(self) -> Frame | None:
+        """The next frame, if all of it was read ahead and it is in order, else None.
+
+        `_read_frame` takes the others, and says what is wrong with them. Nothing is taken before
+        the frame is made, so that an interrupt leaves it where it lies.
+
+        hot: every small message
+        """
+        ahead, start = self._ahead, self._start
+        content = start + PREFIX.size
+        if content > self._end:
+            return None
+        numbers = PREFIX.unpack_from(ahead, start)
+        kind, flags, head_length, payload_length, request, content_sum, prefix_sum = numbers
+        body = content + head_length
+        after = body + payload_length
+        if (
+            after > self._end
+            or payload_length > SMALL_BLOCK
+            or flags & ~_PLAIN_FLAGS
+            or head_length > self.limits.head
+            or payload_length > self.limits.payload
+            or crc32(ahead[start : content - _NOT_SUMMED]) != prefix_sum
+        ):
+            return None
+        head = ahead[content:body].tobytes()
+        if crc32(ahead[content:after] if flags & SUMS_PAYLOAD else head) != content_sum:
+            return None
+        payload: tuple[memoryview, ...] = ()
+        if payload_length:
+            block = self._slab.take(payload_length)
+            block[:] = ahead[body:after]
+            payload = (block,)
+        if flags & TAKES_BLOCKS and self._shared is not None:
+            self._shared.peer_takes_blocks = True
+        frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
+        self._start = after
+        return frame
 
     def _read_frame(self) -> Frame:
         try:
@@ -221,10 +287,9 @@ class Intake:
             self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
         return count
 
-    def _counted(self, came: int | Received) -> int:
-        if isinstance(came, int):
-            return came
-        if not came[1]:  # no descriptors
+    def _counted(self, came: Received) -> int:
+        """Keep the descriptors that came with the bytes."""
+        if not came[1]:
             return came[0]
         assert self._shared is not None
         return self._shared.borrower.note(came)

@@ -304,6 +304,7 @@ class SharedMemory:
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
         self.lender = Lender(limit, smallest)
+        self.smallest = smallest
         self.borrower = Borrower()
         self.peer_takes_blocks = False
 

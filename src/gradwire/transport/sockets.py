@@ -31,19 +31,20 @@ from gradwire.transport.shared import Ancillary, SharedMemory
 from gradwire.transport.stream import Stream
 from gradwire.wire.frame import (
     IN_BLOCK,
+    NOT_BYTES,
+    SMALL,
     SUMS_PAYLOAD,
     TAKES_BLOCKS,
     Buffer,
     Frame,
     encode_prefix,
+    maybe_small,
 )
 
 _MOST_PARTS: Final = 1024
-_JOINED: Final = 1 << 12
 _LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
-_NOT_BYTES: Final = "a payload part is not a view of single bytes"
 
 
 @final
@@ -77,6 +78,7 @@ class SocketChannel:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._shared = shared
+        self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
         also_close = shared.close if shared else lambda: None
         self._guard = Guard(sock, self._sending, self._receiving, also_close=also_close)
         self._intake = Intake(
@@ -128,12 +130,37 @@ class SocketChannel:
     def send(self, frame: Frame, deadline: float) -> None:
         """Give the frame to the kernel; see `Channel.send`.
 
-        hot: benchmarks of round trips and of bandwidth
+        hot: benchmarks of round trips
         """
-        if self._shared is None:
-            self._transmit(_parts_of(frame, self._flags), (), deadline)
+        small = maybe_small(frame, self._flags, self._small)
+        if small is None:
+            self._send_large(frame, deadline)
             return
-        loan = self._shared.place(frame.payload)
+        if not self._sending.acquire(False):
+            self._wait_for_turn(deadline)
+        is_finished_later = False
+        try:
+            try:
+                if self._guard.story is None:
+                    sent = self._sock.send(small, _AT_ONCE)
+                    if sent < len(small):
+                        is_finished_later = self._carry_on([memoryview(small)[sent:]], deadline)
+                    return
+            except BlockingIOError:
+                pass
+            except BaseException as error:
+                self._failed_midway(error)
+                raise
+            is_finished_later = self._send([small], (), deadline)
+        finally:
+            if not is_finished_later:
+                self._sending.release()
+                if self._guard.story is not None:
+                    self._guard.settle()
+
+    def _send_large(self, frame: Frame, deadline: float) -> None:
+        """hot: benchmarks of bandwidth"""
+        loan = self._shared.place(frame.payload) if self._shared is not None else None
         if loan is None:
             self._transmit(_parts_of(frame, self._flags), (), deadline)
             return
@@ -193,19 +220,29 @@ class SocketChannel:
                 self._wait_for_room(deadline)
                 waiting = False
                 rest = self._push(parts, _AT_ONCE, ancillary)
-            if rest:
-                rest = self._go_on(rest, deadline)
-            if rest:
-                self._finish_later(rest)
-            return bool(rest)
-        except GradwireError:
-            raise
-        except BaseException:
-            # A Ctrl-C may land between the system call and its result being noted: nobody knows how
-            # much has left, so nothing more may follow it.
+            return bool(rest) and self._carry_on(rest, deadline)
+        except BaseException as error:
             if not waiting:
-                self._guard.end(INTERRUPTED)
+                self._failed_midway(error)
             raise
+
+    def _failed_midway(self, error: BaseException) -> None:
+        """A Ctrl-C may land between the system call and its result being noted.
+
+        Nobody knows how much has left then, so nothing more may follow it.
+        """
+        if isinstance(error, GradwireError):
+            return
+        if isinstance(error, OSError):
+            raise self._lost_sending(error) from error
+        self._guard.end(INTERRUPTED)
+
+    def _carry_on(self, rest: list[Buffer], deadline: float) -> bool:
+        """It has begun; whether some of it was left at the deadline, for a thread."""
+        rest = self._go_on(rest, deadline)
+        if rest:
+            self._finish_later(rest)
+        return bool(rest)
 
     def _go_on(self, rest: list[Buffer], deadline: float) -> list[Buffer]:
         """Send until the deadline; what is left then. The peer is slow, if not stalled."""
@@ -283,18 +320,11 @@ def as_timeval(seconds: float) -> bytes:
 
 
 def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
-    """What goes to the kernel: one piece if it is small, as that is the cheaper call."""
-    prefix = encode_prefix(frame, flags)
-    head, payload = frame.head, frame.payload
-    if len(head) > _JOINED:
-        return [prefix, head, *payload]
-    if not payload:
-        return [prefix + head]
-    if len(payload) == 1 and len(payload[0]) <= _JOINED:
-        joined = b"".join((prefix, head, payload[0]))
-        assert len(joined) == len(prefix) + len(head) + len(payload[0]), _NOT_BYTES
-        return [joined]
-    return [prefix + head, *payload]
+    """What goes to the kernel; few parts, as that is the cheaper call."""
+    prefix, head = encode_prefix(frame, flags), frame.head
+    if len(head) > SMALL:
+        return [prefix, head, *frame.payload]
+    return [prefix + head, *frame.payload]
 
 
 def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
@@ -303,5 +333,5 @@ def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]
         sent -= len(part)
-    assert sent == 0, _NOT_BYTES
+    assert sent == 0, NOT_BYTES
     return []

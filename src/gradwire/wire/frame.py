@@ -30,6 +30,8 @@ from gradwire.options import Limits
 PREFIX = struct.Struct("<HHIQQII")
 _BEFORE_SUM = struct.Struct("<HHIQQI")
 _SUM = struct.Struct("<I")
+SMALL = 1 << 12
+"""Up to so many bytes of head, and of payload, a frame is small: joined, it is cheaper to send."""
 ALIGNMENT = 64
 IS_ANSWER = 1
 SUMS_PAYLOAD = 1 << 1
@@ -38,6 +40,7 @@ IN_BLOCK = 1 << 9
 
 Buffer = bytes | bytearray | memoryview
 
+NOT_BYTES = "a payload part is not a view of single bytes"
 _SUMS = "something between the workers changes bytes, or the sender is no worker"
 
 
@@ -78,6 +81,30 @@ def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
         for part in payload:
             content = crc32(part, content)
     return sealed(frame.kind, flags, len(head), length, frame.request, content)
+
+
+def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None:
+    """All of a frame in one piece, if it is small; `most` bytes of payload are.
+
+    hot: every small message
+    """
+    head, payload = frame.head, frame.payload
+    flags |= frame.flags
+    length = 0
+    for part in payload:
+        length += len(part)
+    if length > most or len(head) > SMALL:
+        return None
+    content = crc32(head)
+    if flags & SUMS_PAYLOAD:
+        for part in payload:
+            content = crc32(part, content)
+    prefix = _BEFORE_SUM.pack(frame.kind, flags, len(head), length, frame.request, content)
+    if not payload:
+        return prefix + _SUM.pack(crc32(prefix)) + head
+    whole = b"".join((prefix, _SUM.pack(crc32(prefix)), head, *payload))
+    assert len(whole) == PREFIX.size + len(head) + length, NOT_BYTES
+    return whole
 
 
 def sealed(kind: int, flags: int, head: int, payload: int, request: int, content: int = 0) -> bytes:

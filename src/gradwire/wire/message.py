@@ -11,7 +11,7 @@ This file knows nothing of what the messages mean.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, final
 
 import msgspec
@@ -35,12 +35,8 @@ def kind_of(message_type: type[Message]) -> int:
     return tag
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def encode(message: Message) -> bytes:
-    """The head of a frame."""
-    return _ENCODER.encode(message)
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
+"""The head of a frame."""
 
 
 @final
@@ -66,7 +62,8 @@ class Kinds:
         decoder = self._decoders.get(kind)
         if decoder is None:
             raise BadMessage(f"a message of unknown kind {kind:#06x}")
-        check_arrived(head, self._elements)
+        if len(head) > self._elements:
+            check_arrived(head, self._elements)
         try:
             return decoder.decode(head)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
