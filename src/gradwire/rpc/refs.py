@@ -112,20 +112,30 @@ class Refs:
 
     def value_here(self, hold: Hold, deadline: float) -> object:
         """The value of a reference of our own, once made; raises what its function raised."""
-        me, agent = self._agent.directory.me, self._agent
         if hold.fork is not None:
-            owner = agent.directory.name(hold.owner)
+            directory = self._agent.directory
+            me, owner = directory.me, directory.name(hold.owner)
             raise UsageError(
                 f"For {hold.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
                 hint="to_here() fetches a copy of the value",
             )
-        try:
-            with agent.dispatch.user.waiting():
-                content = self.content(hold.ref).wait(deadline - agent.clock.now())
-        except TimeoutError:
-            raise CallTimeout(
-                f"the value of {hold.ref} was not made on {me.name} in time"
-            ) from None
+        return self._made(self.content(hold.ref), hold.ref, deadline)
+
+    def value_for(self, peer: WorkerId, ref: RefId, deadline: float) -> object:
+        """The same, for a peer that must hold the reference."""
+        return self._made(self.content(ref, peer), ref, deadline)
+
+    def _made(self, promise: Promise[Content], ref: RefId, deadline: float) -> object:
+        agent = self._agent
+        if promise.settled:
+            content = promise.wait()
+        else:
+            try:
+                with agent.dispatch.user.waiting():
+                    content = promise.wait(deadline - agent.clock.now())
+            except TimeoutError:
+                name = agent.directory.me.name
+                raise CallTimeout(f"the value of {ref} was not made on {name} in time") from None
         if isinstance(content, Raised):
             raise agent.revive(content.failure)
         return content.value
