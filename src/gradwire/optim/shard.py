@@ -19,6 +19,7 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
+from gradwire.optim.batching import Batching
 from gradwire.optim.messages import PlainOptions
 from gradwire.optim.stepped import stepped_here
 from gradwire.optim.torch_private import cloned, take_step
@@ -77,6 +78,7 @@ class Shard:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         made = [self._made(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
+        self._batching = Batching(self._optimizer, self._stand_ins.values())
         self._here.storages.register(self._stand_ins)
 
     # -- groups
@@ -115,6 +117,7 @@ class Shard:
         except BaseException:
             self.drop_group(number)
             raise
+        self._batching = Batching(self._optimizer, self._stand_ins.values())
         self._here.storages.register(self._stand_ins)
         return self.options()
 
@@ -214,7 +217,7 @@ class Shard:
             for (_, stand_in), copied, gradient in zip(pairs, copies, gradients, strict=True):
                 stand_in.data = copied
                 stand_in.grad = gradient
-            take_step(self._optimizer)
+            self._take(gradients if options is not None else None)
         except BaseException:
             self._put_back(prepared)
             raise
@@ -222,6 +225,16 @@ class Shard:
             for _, stand_in in pairs:
                 stand_in.grad = None
         return prepared
+
+    def _take(self, gradients: list[torch.Tensor] | None) -> None:
+        """Step the stand-ins; without gradients there are options that may be anything."""
+        if gradients is None or not self._batching.begin(gradients):
+            take_step(self._optimizer)
+            return
+        try:
+            take_step(self._optimizer)
+        finally:
+            self._batching.end()
 
     def commit(self, step: tuple[int, int]) -> bool:
         """Put in place what was prepared. False if it was given up before."""
