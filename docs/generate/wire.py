@@ -237,7 +237,12 @@ def _values() -> str:
         for name, tag in vars(tags).items()
         if name.isupper() and tag < first
     ]
-    rows.append((f"{first} to {end - 1}", f"extensions; {first} is a reference"))
+    rows.append(
+        (
+            f"{first} to {end - 1}",
+            f"extensions; {first} is a reference, {first + 1} one that is lent",
+        )
+    )
     return f"{_VALUES}\n{table(('tag', 'kind'), rows)}\n"
 
 

@@ -97,7 +97,7 @@ def test_a_call_that_raises_accepts_too(workers, said):
         (box,) = boxes_on_w1(7)
         said.clear()
         with pytest.raises(ValueError, match="7"):
-            box.rpc_sync().refuse()
+            box.rpc_async().refuse().wait()
         return eventually(lambda: "Accept" in said.names() and not children(workers[0]))
 
     assert workers[0].run(program)
@@ -109,7 +109,7 @@ def test_a_call_that_was_given_up_accepts_too(workers):
     def program():
         (box,) = boxes_on_w1(7)
         with pytest.raises(CallTimeout):
-            box.rpc_sync(timeout=0.05).wait()
+            box.rpc_async(timeout=0.05).wait().wait()
         assert children(workers[0]) == 1
         GATES["box"].set()
         return eventually(lambda: not children(workers[0]))

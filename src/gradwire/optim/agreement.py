@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
+import msgspec
 import torch
 
 from gradwire.agent.agent import Outcome
@@ -29,7 +30,7 @@ _ALONE_SHARE = 0.9
 """Of the time: whoever waits for its turn in vain must say so before we have to guess."""
 
 
-class _Asked(NamedTuple):
+class _Asked(msgspec.Struct, frozen=True):
     """One step, as all of its workers are asked for it."""
 
     step: StepId
@@ -83,9 +84,10 @@ class Agreement:
         """There is nobody to agree with: one message, one answer."""
         (owner,) = self._shards
         answer = self._send(owner, self._prepare(asked, owner, alone=True), asked.deadline)
-        has_left = isinstance(answer, Promise)
         outcome = self._outcome(owner, answer)
-        if has_left and _is_silence(outcome):
+        if outcome is True:
+            return
+        if isinstance(answer, Promise) and _is_silence(outcome):
             self._check_committed(asked.step, {owner: outcome})
         self._check_prepared(asked.step, {owner: outcome})
 
@@ -110,10 +112,9 @@ class Agreement:
     def _prepare(
         self, asked: _Asked, owner: WorkerId, *, wait: bool = False, alone: bool = False
     ) -> Prepare:
-        step, context, options, deadline = asked
-        seconds = self._left(deadline) * (_ALONE_SHARE if alone else 1.0)
+        seconds = self._left(asked.deadline) * (_ALONE_SHARE if alone else 1.0)
         ref = self._shards[owner].hold.ref
-        return Prepare(ref, step, context, options, seconds, wait, alone)
+        return Prepare(ref, asked.step, asked.context, asked.options, seconds, wait, alone)
 
     def _left(self, deadline: float) -> float:
         return max(0.001, deadline - self._here.worker.agent.clock.now())

@@ -53,21 +53,28 @@ class Agreed(Message, frozen=True, tag=0x63):
     done: bool
 
 
-_SCALARS = frozenset({type(None), bool, int, float, str})
+_SCALARS = frozenset({type(None), bool, float, str})
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """what msgpack can hold"""
 
 
 def maybe_plain(options: dict[int, dict[str, object]]) -> PlainOptions | None:
-    """The same options, if all of them are data that a message holds as it is."""
+    """The same options, if all of them are data that a message holds as it is.
+
+    hot: asked before each step
+    """
     for group in options.values():
         for key, value in group.items():
-            scalars = value if type(value) is tuple else (value,)
-            if type(key) is not str or not all(map(_is_scalar, scalars)):
+            if type(key) is not str:
+                return None
+            kind = type(value)
+            if kind in _SCALARS or (kind is int and value in _INTEGERS):
+                continue
+            if kind is not tuple or not all(map(_is_scalar, value)):  # type: ignore[call-overload]
                 return None
     return options  # type: ignore[return-value]  # just checked
 
 
 def _is_scalar(value: object) -> bool:
     kind = type(value)
-    return kind in _SCALARS and (kind is not int or value in _INTEGERS)
+    return kind in _SCALARS or (kind is int and value in _INTEGERS)

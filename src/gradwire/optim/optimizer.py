@@ -31,6 +31,7 @@ from gradwire.optim.serving import make_shard
 from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.optim.stepped import stepped_here
+from gradwire.optim.torch_private import seen_by_hooks
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
 
@@ -77,6 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # -- a step
 
+    @seen_by_hooks
     def step(  # type: ignore[override]
         self,
         context_id: ContextId | None = None,

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.autograd.torch_private import is_kept_by_graphs
+from gradwire.optim.torch_private import kept_by_graphs
 
 _POLL_SECONDS = 0.0002
 _OPERATOR_SECONDS = 5.0
@@ -57,14 +57,14 @@ class _Generation:
 class _Entry:
     """A parameter that is stepped here. `before` keeps the storage that the last step has left:
 
-    an operator that saves nothing may still read it.
+    an operator that saves nothing may still read it. A generation that no graph keeps is None.
     """
 
-    __slots__ = ("before", "generation", "parameter")
+    __slots__ = ("before", "generation", "is_strided", "parameter")
 
-    def __init__(self, parameter: weakref.ref[torch.Tensor]) -> None:
-        self.parameter = parameter
-        self.generation = _Generation()
+    def __init__(self, parameter: weakref.ref[torch.Tensor], is_strided: bool) -> None:
+        self.parameter, self.is_strided = parameter, is_strided
+        self.generation: _Generation | None = None
         self.before: object = None
 
 
@@ -97,18 +97,20 @@ class Storages:
     """The parameters of one worker that optimizers step."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}
         self._spots: dict[int, _Spot] = {}
         self._under_hooks: Counter[int] = Counter()
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
         """From now on graphs keep these by their storage."""
-        with self._changed:
+        with self._lock:
             for parameter in parameters:
                 entry = self._entries.get(id(parameter))
                 if entry is None or entry.parameter() is not parameter:
-                    self._entries[id(parameter)] = _Entry(self._watch(parameter))
+                    is_strided = parameter.layout == torch.strided
+                    self._entries[id(parameter)] = _Entry(self._watch(parameter), is_strided)
 
     def _watch(self, parameter: torch.Tensor) -> weakref.ref[torch.Tensor]:
         key, entries = id(parameter), self._entries
@@ -126,13 +128,13 @@ class Storages:
             yield
             return
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._under_hooks[thread] += 1
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._spots.pop(thread, None)
                 self._under_hooks[thread] -= 1
                 self._under_hooks += Counter()  # drops the zeros
@@ -145,17 +147,18 @@ class Storages:
         One that shares its storage with something else is written in place, as others look there.
         """
         apart = []
-        with self._changed:
+        with self._lock:
             kept = self._wait_for_operators([parameter for parameter, _ in pairs])
             for parameter, stand_in in pairs:
-                own = _own_storage(parameter)
-                if own is None:
+                entry = self._entries[id(parameter)]
+                own: Any = parameter.untyped_storage() if entry.is_strided else parameter.data
+                if entry.is_strided and _is_looked_at(own, parameter):
                     parameter.copy_(stand_in)
                     apart.append((parameter, stand_in))
                     continue
-                entry = self._entries[id(parameter)]
-                entry.generation.last = parameter._version
-                entry.generation = _Generation()
+                if entry.generation is not None:
+                    entry.generation.last = parameter._version
+                    entry.generation = None
                 entry.before = own
                 parameter.data = stand_in
                 if kept and parameter in kept:
@@ -169,11 +172,13 @@ class Storages:
         """Called for every tensor a graph keeps; hot."""
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
-            with self._changed:
+            with self._lock:
                 entry = self._maybe_entry(base)
                 if entry is not None:
                     if base is tensor:  # a view has the storage it will read already
                         self._note(sys._getframe(1), id(tensor))
+                    if entry.generation is None:
+                        entry.generation = _Generation()
                     return _Saved(tensor.detach(), tensor._version, entry.generation)
         # The output of a node would hold that node, which holds us.
         kept = tensor if tensor.is_leaf else tensor.detach()
@@ -200,17 +205,20 @@ class Storages:
 
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
         """See Note [Between keeping and computing]. Those that graphs without hooks may keep."""
-        names = frozenset(map(id, parameters))
-        kept: Iterable[torch.Tensor] = parameters
+        kept = parameters
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             self._forget_those_who_went_on()
-            is_read = any(spot.parameters & names for spot in self._spots.values())
-            kept = [parameter for parameter in kept if is_kept_by_graphs(parameter)]
+            is_read = bool(self._spots) and self._are_read(parameters)
+            kept = kept_by_graphs(kept)
             look_again = kept and polled < _POLLS_OF_GRAPHS and not self._is_alone()
             if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
         return set(kept)
+
+    def _are_read(self, parameters: list[torch.Tensor]) -> bool:
+        names = {*map(id, parameters)}
+        return any(spot.parameters & names for spot in self._spots.values())
 
     def _forget_those_who_went_on(self) -> None:
         for thread, spot in list(self._spots.items()):
@@ -232,9 +240,6 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     return saved.tensor if last is None else saved.tensor.data
 
 
-def _own_storage(parameter: torch.Tensor) -> object | None:
-    """What holds its values; None if others look there too."""
-    if parameter.layout != torch.strided:
-        return parameter.data
-    storage = parameter.untyped_storage()
-    return storage if storage.nbytes() == parameter.nbytes and not storage.is_shared() else None
+def _is_looked_at(storage: torch.UntypedStorage, parameter: torch.Tensor) -> bool:
+    """Whether others than the parameter find their values in its storage."""
+    return storage.nbytes() != parameter.nbytes or storage.is_shared()

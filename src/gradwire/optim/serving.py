@@ -9,7 +9,6 @@ from gradwire.agent.errands import Source
 from gradwire.errors import BadMessage, UsageError
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare
 from gradwire.optim.shard import Made, Options, Shard
-from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -54,9 +53,7 @@ class StepServing:
         ref, step, asker = message.shard, message.step, source.worker
         if step.worker != asker:
             raise BadMessage(f"w{asker} speaks for {step}, which is another worker's")
-        self._worker.refs.content(ref, asker)
-        hold = Hold(ref, self._worker.directory.me.id, None)
-        shard = self._worker.refs.value_here(hold, deadline)
+        shard = self._worker.refs.value_for(asker, ref, deadline)
         if not isinstance(shard, Shard):
             raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")
         return shard

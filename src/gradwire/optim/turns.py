@@ -51,8 +51,10 @@ class Turns:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._turns: dict[StepId, Turn] = {}
+        self._waiting = 0
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -63,8 +65,8 @@ class Turns:
         """A turn over these; None if another step has one of them and we are not to wait."""
         turn = Turn(step, parameters, deadline)
         while True:
-            with self._changed:
-                others = [t for t in self._turns.values() if t.parameters & turn.parameters]
+            with self._lock:
+                others = [t for t in self._turns.values() if t.parameters & parameters]
                 if not others:
                     self._turns[step] = turn
                     return turn
@@ -84,17 +86,21 @@ class Turns:
                 hint="a longer Timeouts(step=…) waits longer",
             )
         seconds = max(_POLL_SECONDS, min(deadline, other.deadline) - now)
-        self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        self._waiting += 1
+        try:
+            self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        finally:
+            self._waiting -= 1
 
     def ready(self, turn: Turn, undo: Callable[[], None]) -> bool:
         """The step is prepared; False if it was given up meanwhile, and is to be undone."""
-        with self._changed:
+        with self._lock:
             turn.undo = undo
             return not turn.ending
 
     def claim(self, step: StepId) -> Turn | None:
         """The turn, for whoever is to end it: that is for the first who asks."""
-        with self._changed:
+        with self._lock:
             turn = self._turns.get(step)
             if turn is None or turn.ending:
                 return None
@@ -103,9 +109,10 @@ class Turns:
 
     def release(self, turn: Turn) -> None:
         """What was prepared has been kept or dropped: the next one may step."""
-        with self._changed:
+        with self._lock:
             self._turns.pop(turn.step, None)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def give_up(self, step: StepId) -> None:
         """Drop what a step has prepared, unless somebody else is about to end it."""
@@ -116,7 +123,7 @@ class Turns:
 
     def worker_lost(self, worker: WorkerId) -> None:
         """Nobody will end the steps that it has asked for."""
-        with self._changed:
+        with self._lock:
             lost = [step for step in self._turns if step.worker == worker]
         for step in lost:
             self.give_up(step)

@@ -5,14 +5,14 @@ Why they are said, and when, is in refs_state.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from gradwire.ids import ForkId, RefId, WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(NamedTuple):
     """One RRef object of this worker; without a fork on the owner itself.
 
     `life` is the one of the owner's in which the value was made.
@@ -21,7 +21,7 @@ class Hold:
     ref: RefId
     owner: WorkerId
     fork: ForkId | None
-    life: int = field(default=0, compare=False)
+    life: int = 0
 
 
 @dataclass(frozen=True, slots=True)

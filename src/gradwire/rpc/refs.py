@@ -12,12 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never, final
 
-from msgspec.structs import astuple
-
 from gradwire.agent.agent import Agent, Outcome
-from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
-from gradwire.agent.messages import Done
 from gradwire.agent.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
@@ -37,11 +33,12 @@ from gradwire.rpc.holds_state import (
     Verdict,
 )
 from gradwire.rpc.janitor import Janitor
-from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Reference
+from gradwire.rpc.lending import Lending
+from gradwire.rpc.messages import Reference
 from gradwire.rpc.packing import Packing, Unpacking
-from gradwire.rpc.refs_sender import CONTROL_SECONDS, RefSender, Sending
+from gradwire.rpc.refs_sender import RefSender, Sending
+from gradwire.rpc.refs_serving import RefServing
 from gradwire.rpc.refs_state import RefTable
-from gradwire.wire.message import Message
 
 _LOOK_AGAIN_SECONDS = 0.01
 
@@ -66,14 +63,12 @@ class Refs:
         self.watch = self._janitor.watch
         self._closed = False
         self.accepting = Accepting(me.id, self._table, self._lock, self._perform)
+        self.lending = Lending(agent.directory, self._table, self.content)
         self._room = rights.Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
         """whether this worker has let go of all that lives elsewhere"""
         self.make: Made
-        agent.handle(Fork, self._serve_fork, Lane.SERVICE)
-        agent.handle(Accept, self._serve_accept, Lane.SERVICE)
-        agent.handle(Drop, self._serve_drop, Lane.SERVICE)
-        agent.kinds.add(Counted)
+        RefServing(agent, self._table, self._lock, self.check_room, self._perform)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
         self._sender = RefSender(agent, self._heard, self._owed, self._floor, self._peer_lost)
@@ -112,20 +107,30 @@ class Refs:
 
     def value_here(self, hold: Hold, deadline: float) -> object:
         """The value of a reference of our own, once made; raises what its function raised."""
-        me, agent = self._agent.directory.me, self._agent
         if hold.fork is not None:
-            owner = agent.directory.name(hold.owner)
+            directory = self._agent.directory
+            me, owner = directory.me, directory.name(hold.owner)
             raise UsageError(
                 f"For {hold.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
                 hint="to_here() fetches a copy of the value",
             )
-        try:
-            with agent.dispatch.user.waiting():
-                content = self.content(hold.ref).wait(deadline - agent.clock.now())
-        except TimeoutError:
-            raise CallTimeout(
-                f"the value of {hold.ref} was not made on {me.name} in time"
-            ) from None
+        return self._made(self.content(hold.ref), hold.ref, deadline)
+
+    def value_for(self, peer: WorkerId, ref: RefId, deadline: float) -> object:
+        """The same, for a peer that must hold the reference."""
+        return self._made(self.content(ref, peer), ref, deadline)
+
+    def _made(self, promise: Promise[Content], ref: RefId, deadline: float) -> object:
+        agent = self._agent
+        if promise.settled:
+            content = promise.wait()
+        else:
+            try:
+                with agent.dispatch.user.waiting():
+                    content = promise.wait(deadline - agent.clock.now())
+            except TimeoutError:
+                name = agent.directory.me.name
+                raise CallTimeout(f"the value of {ref} was not made on {name} in time") from None
         if isinstance(content, Raised):
             raise agent.revive(content.failure)
         return content.value
@@ -201,7 +206,8 @@ class Refs:
         """Of references that came with one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                self.wait_until_counted(Hold(*astuple(came)), deadline)
+                hold = Hold(came.ref, came.owner, came.fork, came.life)
+                self.wait_until_counted(hold, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """What was packed did not leave."""
@@ -243,7 +249,9 @@ class Refs:
                 stale = came.life < self._agent.directory.life(came.owner)
                 if not stale:  # who passes it on may have better news of its owner; or asking tells
                     self._table.peer_joined(came.owner)
-                hold, more = self._table.arrived(*astuple(came), is_stale=stale)
+                hold, more = self._table.arrived(
+                    came.ref, came.owner, came.fork, came.life, is_stale=stale
+                )
                 holds.append(hold)
                 if hold.fork is None:
                     self._values.setdefault(hold.ref, Promise())
@@ -309,36 +317,7 @@ class Refs:
         self._closed = True
         self._janitor.close()
 
-    # -- what other workers say
-
-    def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
-        self.check_room(source.worker)
-        with self._lock:
-            rights.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
-            self._agent.check_asker(source)
-            self._table.owned.settled_below(source.worker, message.floor)
-            verdict = self._table.owned.fork_arrived(
-                message.ref, message.fork, source.worker, message.n
-            )
-        self._answer(source, Counted(verdict.value))
-
-    def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
-        with self._lock:
-            rights.check_end(self._table, message, source.worker)
-            actions = self._table.accept_arrived(message.fork)
-        self._answer(source, Done())
-        self._perform(actions)
-
-    def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
-        with self._lock:
-            rights.check_end(self._table, message, source.worker)
-            self._table.owned.settled_below(source.worker, message.floor)
-            actions = self._table.owned.drop_arrived(message.ref, message.fork)
-        self._answer(source, Done())
-        self._perform(actions)
-
-    def _answer(self, source: Source, message: Message) -> None:
-        self._agent.answer(source, message, deadline=self._agent.clock.now() + CONTROL_SECONDS)
+    # -- what becomes of other workers
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:

@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
+from typing import NamedTuple, final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
@@ -91,8 +91,7 @@ class _Held:
     lost: WorkerId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
+class _Child(NamedTuple):
     parent: ForkId
     to: WorkerId
 
@@ -263,6 +262,11 @@ class RefTable:
         """Whether the owner has counted a fork that we hold."""
         held = self._held.get(fork)
         return held is not None and held.stage is _Stage.COUNTED
+
+    def is_lendable(self, fork: ForkId) -> bool:
+        """Whether the owner has counted a fork, and we hold it: it keeps the value meanwhile."""
+        held = self._held.get(fork)
+        return held is not None and held.alive and held.stage is _Stage.COUNTED
 
     def is_asking(self, fork: ForkId) -> bool:
         """Whether we wait for the owner to count a fork; until then it cannot be passed on."""

@@ -127,7 +127,7 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> Any:  # noqa: ANN401
         """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
-        return Proxy(self, self._home.calls.call, timeout)
+        return Proxy(self, self._home.calls.call, timeout, waits=True)
 
     def rpc_async(self, timeout: float | None = None) -> Any:  # noqa: ANN401
         """`rref.rpc_async().method(…)` runs the method on the owner; a future of its result."""
@@ -162,23 +162,27 @@ def reference_to(value: T) -> RRef[T]:
 
 
 class Proxy:
-    """The methods of the value that a reference points to."""
+    """The methods of the value that a reference points to. One that waits only lends it."""
 
-    __slots__ = ("_call", "_rref", "_timeout")
+    __slots__ = ("_call", "_rref", "_timeout", "_waits")
 
     def __init__(
         self,
         rref: RRef[Any],
         call: Callable[[int, Target, float], Any],
         timeout: float | None,
+        *,
+        waits: bool = False,
     ) -> None:
-        self._rref, self._call, self._timeout = rref, call, timeout
+        self._rref, self._call, self._timeout, self._waits = rref, call, timeout, waits
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             rref = self._rref
-            target = Target(f".{name}", (rref, *args), kwargs)
-            return self._call(rref.hold.owner, target, rref._home.deadline(self._timeout))
+            home, hold = rref._home, rref.hold
+            lent = home.refs.lending.maybe_lent(hold) if self._waits else None
+            target = Target(f".{name}", (rref if lent is None else lent, *args), kwargs)
+            return self._call(hold.owner, target, home.deadline(self._timeout))
 
         method.__name__ = name
         return method

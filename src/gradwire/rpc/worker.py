@@ -37,6 +37,7 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.options import Options
 from gradwire.rpc.calls import Calls
 from gradwire.rpc.gathering import Gatherings
+from gradwire.rpc.lending import Lent
 from gradwire.rpc.manner import NATIVE, Manner
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.parts import Parts
@@ -131,6 +132,7 @@ class Worker:
         for codec in (data, pickles):
             if codec is not None:
                 codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
+                codec.extend(Lent, _LENT_TAG, Lent.pack, refs.lending.borrowed)
         return pickles if manner.pickle and pickles is not None else data
 
     def __repr__(self) -> str:
@@ -295,3 +297,4 @@ class Scope:
 
 
 _RREF_TAG = 64
+_LENT_TAG = 65

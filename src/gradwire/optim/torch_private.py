@@ -1,0 +1,84 @@
+"""The names of torch that are not public and that this layer stands on. Each is used only here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.optim import optimizer as _of_torch
+
+from gradwire.autograd.torch_private import is_profiled
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_all = cast(Any, _of_torch)
+
+
+def _is_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks, or a profiler, are to see its steps."""
+    own = cast(Any, optimizer)
+    return bool(
+        own._optimizer_step_pre_hooks
+        or own._optimizer_step_post_hooks
+        or _all._global_optimizer_pre_hooks
+        or _all._global_optimizer_post_hooks
+        or is_profiled()
+    )
+
+
+def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
+    """A `step` that does what torch puts around each, where somebody is there to see it.
+
+    Torch marks what it has wrapped, and wraps it once. A class below, with a step of its own that
+    calls this one, has that one wrapped.
+
+    hot: the wrapper takes as long as a message
+    """
+    wrapped = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def take(*args: P.args, **kwargs: P.kwargs) -> T:
+        self: Any = args[0]
+        if _is_followed(self) and type(self).step is take:
+            return wrapped(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    take.hooked = True  # type: ignore[attr-defined]
+    return take
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without what torch puts around it if there is nobody to see that.
+
+    hot: as `seen_by_hooks`
+    """
+    step: Any = type(optimizer).step
+    if "step" in vars(optimizer) or not hasattr(step, "hooked") or _is_followed(optimizer):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
+
+
+def kept_by_graphs(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those whose very tensor a graph holds, or an operator that runs now.
+
+    Besides its Python object one holds it who does no harm: the node that adds to its gradient.
+    """
+    return [leaf for leaf in leaves if leaf._use_count() > 2]  # type: ignore[attr-defined]
+
+
+def cloned(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A clone of each, made by one call where this torch has one for it."""
+    return _clone(tensors) if tensors else ()
+
+
+def _cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+_clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(
+    torch, "_foreach_clone", _cloned_one_by_one
+)
