@@ -100,7 +100,7 @@ def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
 def _check_types(context_id: object, roots: object) -> None:
     if not isinstance(context_id, int):
         wrong = f"context_id is a {type(context_id).__name__}"
-    elif isinstance(roots, torch.Tensor) or not isinstance(roots, Sequence):
+    elif isinstance(roots, torch.Tensor) or not isinstance(roots, list | tuple | Sequence):
         wrong = f"roots is a {type(roots).__name__}"
     else:
         odd = [type(root).__name__ for root in roots if not isinstance(root, torch.Tensor)]

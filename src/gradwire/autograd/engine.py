@@ -176,14 +176,10 @@ class Engine:
         present = [gradient for gradient in gradients if gradient is not None]
         crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
         headers, payload = encode_tensors(present, self.limits)
-        message = Gradients(
-            context,
-            running.id,
-            edge,
-            [gradient is not None for gradient in gradients],
-            headers,
-            crossings,
-        )
+        there = [True] * len(present)
+        if len(present) < len(gradients):
+            there = [gradient is not None for gradient in gradients]
+        message = Gradients(context, running.id, edge, there, headers, crossings)
         if self._agent.events.are_heard:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
         if running.is_last() and peer == running.id.worker:

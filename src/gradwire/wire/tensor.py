@@ -183,10 +183,10 @@ def _in_memory_order(
     """The same elements as a contiguous tensor, and the order of dimensions that makes it so."""
     if 0 in shape:
         return tensor, None
+    if len(shape) == 1:
+        return _compacted(tensor), None
     if 0 in tensor.stride():  # expanded, as the gradient of a sum is
         tensor = _compacted(tensor)
-        if 1 not in shape and tensor.is_contiguous():
-            return tensor, None
     order = order_of(shape, tensor.stride())
     laid = tensor if order is None else tensor.permute(order)
     if laid.is_contiguous():
