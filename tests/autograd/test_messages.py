@@ -13,6 +13,7 @@ from tests.listening import overheard
 
 HERE = sys.modules[__name__]
 WEIGHT = torch.ones(2, requires_grad=True)
+MANY = [torch.ones(2, requires_grad=True) for _ in range(20)]
 
 
 def twice(x):
@@ -21,6 +22,10 @@ def twice(x):
 
 def weighted(x):
     return WEIGHT * x
+
+
+def weighted_by_many(x):
+    return sum(MANY) * x
 
 
 def relayed(x, to):
@@ -32,7 +37,8 @@ def cluster_and_said():
     with overheard(3, expose=[HERE]) as both:
         yield both
         assert_nothing_left(both[0])
-        WEIGHT.grad = None
+        for leaf in (WEIGHT, *MANY):
+            leaf.grad = None
 
 
 @pytest.fixture
@@ -69,9 +75,17 @@ def test_over_one_call_a_backward_is_two_messages(workers, said):
 def test_a_worker_that_has_changed_a_leaf_hears_how_the_pass_ended(workers, said):
     heard, gradient = backward_of(workers, said, weighted)
 
-    assert heard == ["Start", "Gradients", "RunDone", "PassEnded"]
+    assert heard == ["Start", "Gradients", "PassEnded"]
     assert gradient.tolist() == [1, 1]
     assert WEIGHT.grad.tolist() == [1, 1]
+
+
+def test_the_gradients_of_a_run_with_many_leaves_do_not_wait_for_its_end(workers, said):
+    heard, gradient = backward_of(workers, said, weighted_by_many)
+
+    assert heard == ["Start", "Gradients", "RunDone", "PassEnded"]
+    assert gradient.tolist() == [20, 20]
+    assert all(leaf.grad.tolist() == [1, 1] for leaf in MANY)
 
 
 def test_who_gets_no_gradients_from_the_root_is_told_when_the_first_leave(workers, said):
@@ -93,24 +107,27 @@ def test_a_pass_over_a_worker_without_leaves_is_over_there_with_its_run(workers,
     assert workers[0].run(program)
 
 
+@pytest.mark.parametrize("with_leaf", [False, True])
 @pytest.mark.parametrize("into_map", [False, True])
-def test_an_error_behind_the_last_gradients_of_a_run_is_raised(workers, into_map):
+def test_an_error_behind_the_last_gradients_of_a_run_is_raised(workers, into_map, with_leaf):
     """The last gradients leave when the run is over, so that nothing of it goes unheard."""
     x = torch.ones(2, requires_grad=True)
 
     def program():
         with gw.context() as context:
-            loss = gw.rpc_sync("w1", failing_behind, args=(x,)).sum()
+            loss = gw.rpc_sync("w1", failing_behind, args=(x, with_leaf)).sum()
             with pytest.raises(RuntimeError, match="behind"):
                 gw.backward(context, [loss]) if into_map else loss.backward()
             assert not gw.get_gradients(context)
+            assert not workers[1].run(gw.get_gradients, context)
+            assert WEIGHT.grad is None
 
     workers[0].run(program)
 
 
-def failing_behind(x):
+def failing_behind(x, with_leaf):
     def fail(*_):
         raise RuntimeError("behind the Recv")
 
     x.grad_fn.register_hook(fail)
-    return 2 * x
+    return WEIGHT * x if with_leaf else 2 * x

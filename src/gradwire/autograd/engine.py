@@ -216,7 +216,7 @@ class Engine:
             return
         running.settle_with(message, payload, self.limits)
         if message.last:
-            running.worker_done(source.worker, has_changed=False)
+            running.worker_done(source.worker, has_changed=message.has_changed)
 
     def stop(self, reason: str) -> None:
         """This worker leaves: whatever waits in a backward here wakes with an error."""

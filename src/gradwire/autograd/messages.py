@@ -33,7 +33,9 @@ class Gradients(Message, frozen=True, tag=0x21):
     tensors: list[TensorHeader]
     crossings: list[Crossing]
     last: bool = False
-    """to the root: with this the sender's part of the pass is over, and has changed no leaf"""
+    """to the root: with this the sender's part of the pass is over"""
+    has_changed: bool = False
+    """the last: whether leaves were changed there; see RunDone"""
 
 
 class Start(Message, frozen=True, tag=0x20):

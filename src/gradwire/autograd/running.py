@@ -87,6 +87,7 @@ class Running:
         """made by the first who sleeps: mostly nobody does, as who waits reads the channel"""
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
+        self._leaves = 0
         self._run_over = False
 
     @property
@@ -162,16 +163,19 @@ class Running:
         changed = self._state.changed
         return sorted(changed) if changed else ()
 
-    def run_counted(self, sends: int, recvs: int) -> None:
-        """Here, a run begins that reaches no leaf, but so many Sends and Recvs.
+    def run_counted(self, sends: int, recvs: int, leaves: int) -> None:
+        """Here, a run begins that reaches so many Sends, Recvs and leaves.
 
         Without the lock, as in `is_last`: only the thread that runs counts.
         """
         self._state.run_counted(sends, recvs)
+        self._leaves = leaves
 
     def is_last(self) -> bool:
         """Here, a Recv runs: whether nothing is left to run after it."""
-        return self._state.recv_through()
+        if not self._state.recv_through() or self.ledger is None:
+            return False
+        return len(self.ledger.entries) == self._leaves
 
     def run_begins(self, ledger: Ledger) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""

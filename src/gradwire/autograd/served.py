@@ -9,6 +9,7 @@ from functools import partial
 from typing import final
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer
@@ -45,6 +46,8 @@ _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
 _IN_DOUBT_SECONDS = 30.0
 """How long a root that cannot be reached is asked how its pass ended; then it is taken for dead."""
+_FEW_LEAVES = 16
+"""Their books are closed in less time than one more message takes."""
 _REFUSALS = 3
 _ASK_AGAIN_SECONDS = 0.05
 
@@ -113,14 +116,11 @@ class Served:
         has_changed = bool(running.ledger.entries)
         if not has_changed:
             self._passes.over(running)
-        if running.held is not None:
-            last = running.held.message
-            if not has_changed:
-                last = replace(last, last=True)
-            payload = running.held.payload
-            self._agent.tell(root, last, payload, deadline=limit, phase="backward")
-            if not has_changed:
-                return
+        held = running.held
+        if held is not None:
+            last = replace(held.message, last=True, has_changed=has_changed)
+            self._agent.tell(root, last, held.payload, deadline=limit, phase="backward")
+            return
         done = RunDone(running.context.id, running.id, has_changed)
         self._agent.tell(root, done, deadline=limit, phase="backward")
 
@@ -163,11 +163,11 @@ class Served:
             ledger.run = current_run()
             self._passes.enter(running, ledger.run)
             if received is not None:
-                recvs = 0
-                for crossed in received:
-                    recvs += will_execute(crossed.node)
-                running.run_counted(len(sends), recvs)
+                recvs = sum([will_execute(crossed.node) for crossed in received])
+                leaves = sum(map(will_execute, counted))
+                running.run_counted(len(sends), recvs, leaves)
 
+        counted = () if start.destination == NOWHERE else landmarks.accumulators
         tokens = tuple([sent.token for sent in sends])
         retain, create = start.retain_graph, start.create_graph
         name = "gradwire backward %s of %s"
@@ -267,7 +267,7 @@ class Served:
 
 
 def _mine(running: Running, start: Start) -> tuple[list[Sent], list[Received] | None, Landmarks]:
-    """The Sends to run from, the Recvs that are reached, if nothing else is, and the leaves."""
+    """The Sends to run from, the Recvs to run to if they are counted, and the leaves."""
     context, root = running.context, start.pass_id.worker
     edges = bits_from_wire(start.edges)
     needed = None if start.needed is None else bits_from_wire(start.needed)
@@ -281,10 +281,22 @@ def _mine(running: Running, start: Start) -> tuple[list[Sent], list[Received] | 
                 mine.append(sent)
                 running.mine |= 1 << n
         landmarks = context.walk.landmarks()
-        if start.destination == NOWHERE or not any(landmarks):
+        if start.destination == NOWHERE or _may_be_counted(landmarks):
             received = [
                 crossed
                 for crossed in context.received
                 if needed is None or meets(crossed.lineage, root, needed)
             ]
     return mine, received, landmarks
+
+
+def _may_be_counted(landmarks: Landmarks) -> bool:
+    """Whether gradients that are the last thing of a run may wait until it is over, and say so.
+
+    Only if it is over soon then: not while the books of many leaves are closed, or while callbacks
+    run that DDP has left to the end.
+    """
+    accumulators, checkpoints, sinks = landmarks
+    if checkpoints or sinks or len(accumulators) > _FEW_LEAVES:
+        return False
+    return not accumulators or not (dist.is_available() and dist.is_initialized())

@@ -68,7 +68,7 @@ class PassState:
         self.to_collect.remove(edge)
 
     def run_counted(self, sends: int, recvs: int) -> None:
-        """The run here is through when these many Sends and Recvs are: it reaches no leaf."""
+        """The run here is through when these many Sends and Recvs are, but for its leaves."""
         self._sends, self._recvs_left = sends, recvs
 
     def recv_through(self) -> bool:
