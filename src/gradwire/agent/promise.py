@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Generic, TypeVar, final
 
 T = TypeVar("T")
@@ -19,12 +18,17 @@ class Promise(Generic[T]):
 
     Waiting has no deadline of its own: whoever makes a promise sees to it that it is settled in
     time (the agent by its timer), so that the error can say what was waited for.
+
+    Nothing here is locked, as each change is one step for the interpreter. Who takes the token
+    settles. Whoever waits or wants to be called adds itself and looks then whether the outcome is
+    there; who settles puts it there and looks then who has been added. So one of the two sees the
+    other, and a callback is called by the one that takes it out of the list.
     """
 
-    __slots__ = ("_callbacks", "_lock", "_outcome", "_waiters", "settled")
+    __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "settled")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._token = [None]
         self.settled = False
         """whether the outcome is there; for others to read"""
         self._outcome: T | None = None
@@ -33,15 +37,20 @@ class Promise(Generic[T]):
 
     def settle(self, outcome: T) -> bool:
         """Give the outcome; False if there was one already. Callbacks run here, on this thread."""
-        with self._lock:
-            if self.settled:
-                return False
-            self._outcome, self.settled = outcome, True
-            waiters, self._waiters = self._waiters, []
-            callbacks, self._callbacks = self._callbacks, []
-        for waiter in waiters:
-            waiter.release()
-        for callback in callbacks:
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        self._outcome = outcome
+        self.settled = True
+        if self._waiters:
+            for waiter in tuple(self._waiters):
+                waiter.release()
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # who added it has taken it out
+                break
             try:
                 callback(outcome)
             except Exception:  # the others must hear of it all the same
@@ -53,22 +62,21 @@ class Promise(Generic[T]):
         if not self.settled:
             waiter = threading.Lock()
             waiter.acquire()
-            with self._lock:
-                if not self.settled:
-                    self._waiters.append(waiter)
-                else:
-                    waiter.release()
+            self._waiters.append(waiter)
             limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-            if not waiter.acquire(timeout=limit):
-                with self._lock, suppress(ValueError):  # it may have been settled just now
-                    self._waiters.remove(waiter)
+            if not self.settled and not waiter.acquire(timeout=limit):
+                self._waiters.remove(waiter)
                 raise TimeoutError
         return self._outcome  # type: ignore[return-value]  # settled, so it is a T
 
     def on_settled(self, callback: Callable[[T], None]) -> None:
         """Call back with the outcome: at once if it is there, else on the thread that settles."""
-        with self._lock:
+        if not self.settled:
+            self._callbacks.append(callback)
             if not self.settled:
-                self._callbacks.append(callback)
+                return
+            try:
+                self._callbacks.remove(callback)
+            except ValueError:  # who has settled it calls it
                 return
         callback(self._outcome)  # type: ignore[arg-type]  # settled, so it is a T

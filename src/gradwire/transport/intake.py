@@ -66,9 +66,10 @@ class Intake:
         self._start = self._end = 0
         self._slab = Slab()
         self._spin = Spin()
-        self._poller: select.poll | None = None
         self._first_bytes: Callable[[int], Any]
         """reads ahead, with these flags"""
+        self._patiently = 0 if shared is None else READ_FLAGS
+        self._at_once = self._patiently | _AT_ONCE
         if shared is None:
             self._first_bytes = partial(sock.recv_into, self._ahead, 0)
         else:
@@ -106,19 +107,19 @@ class Intake:
         self._start = self._end = 0
         came: list[Any] = []
         looks = until > 0 and self._spin.begin()
+        read, at_once, patiently = self._first_bytes, (self._at_once,), (self._patiently,)
         while not came:
-            flags = _AT_ONCE if looks or until < math.inf else 0
             try:
                 # In one step for the interpreter, so that a Ctrl-C while waiting, which finds
                 # this list empty, leaves the channel in order.
+                came.extend(map(read, at_once if looks or until < math.inf else patiently))
+                first = came[0]
                 if self._shared is None:
-                    came.extend(map(self._first_bytes, (flags,)))
-                    self._end = came[0]
+                    self._end = first
                 else:
-                    came.extend(map(self._first_bytes, (flags | READ_FLAGS,)))
-                    self._end = self._counted(came[0]) if came[0][1] else came[0][0]
+                    self._end = self._counted(first) if first[1] else first[0]
             except BlockingIOError:
-                looks = looks and self._look(done)
+                looks = looks and not done() and self._spin.goes_on()
                 if not looks and not self._wait_for_bytes(until, done):
                     return False
             except OSError as error:
@@ -133,31 +134,15 @@ class Intake:
             self._guard.lose(CLOSED_BY_PEER)
         return True
 
-    def _look(self, done: Callable[[], bool]) -> bool:
-        """Again and again, as long as it pays; whether there is something to read.
-
-        By poll, as a read that finds nothing costs four times as much: its exception is made.
-        """
-        look, goes_on = self._polled().poll, self._spin.goes_on
-        while not done() and goes_on():
-            if look(0):
-                return True
-        return False
-
     def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
         left = until - time.monotonic()
         if left <= 0 or done():
             return False
         longest = _LONGEST_POLL if done is never else 0.0
-        self._polled().poll(1 + int(1000 * min(left, longest)))
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.poll(1 + int(1000 * min(left, longest)))
         return True
-
-    def _polled(self) -> select.poll:
-        if self._poller is None:
-            poller = select.poll()
-            poller.register(self._sock, select.POLLIN)
-            self._poller = poller
-        return self._poller
 
     def _maybe_whole(self) -> Frame | None:
         """The next frame, if all of it was read ahead and it is in order, else None.
