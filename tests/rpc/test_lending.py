@@ -65,6 +65,7 @@ def test_nothing_is_counted_while_it_is_lent(workers):
         assert box.rpc_sync().holders() == [(1, 0)]
         assert box.rpc_async().holders().wait() == [(1, 1)]
         assert box.rpc_sync().same(box)
+        assert box._lent() is not box
 
     workers[0].run(program)
 

@@ -15,9 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gradwire.errors import UsageError
+from gradwire.rpc.lending import Borrowed
 from gradwire.rpc.registry import expose
-from gradwire.rpc.rref import RRef, reference_to
+from gradwire.rpc.rref import RRef, home_door, reference_to
 
+Module = RRef[nn.Module] | Borrowed
 State = OrderedDict[str, Any]
 Named = list[tuple[str, RRef[Any]]]
 
@@ -43,7 +45,7 @@ def create(
 
 
 @expose
-def forward(module: RRef[nn.Module], device: str, /, *args: object, **kwargs: object) -> object:
+def forward(module: Module, device: str, /, *args: object, **kwargs: object) -> object:
     """Run the module on arguments that are first brought to its device."""
     run = module_of(module)  # first: it may not have come to its device
     args, kwargs = moved((args, kwargs), device)
@@ -51,49 +53,45 @@ def forward(module: RRef[nn.Module], device: str, /, *args: object, **kwargs: ob
 
 
 @expose
-def train(module: RRef[nn.Module], mode: bool) -> None:
+def train(module: Module, mode: bool) -> None:
     """Set the module's mode."""
     module_of(module).train(mode)
 
 
 @expose
-def require_grad(module: RRef[nn.Module], requires_grad: bool) -> None:
+def require_grad(module: Module, requires_grad: bool) -> None:
     """Say whether its parameters get gradients."""
     module_of(module).requires_grad_(requires_grad)
 
 
 @expose
-def zero_grad(module: RRef[nn.Module], set_to_none: bool) -> None:
+def zero_grad(module: Module, set_to_none: bool) -> None:
     """Clear `.grad` of its parameters."""
     module_of(module).zero_grad(set_to_none)
 
 
 @expose
-def apply(module: RRef[nn.Module], fn: Callable[[nn.Module], None]) -> None:
+def apply(module: Module, fn: Callable[[nn.Module], None]) -> None:
     """Apply a function to it and all modules in it."""
     module_of(module).apply(fn)
 
 
 @expose
-def named_parameters(
-    module: RRef[nn.Module], prefix: str, recurse: bool, remove_duplicate: bool
-) -> Named:
+def named_parameters(module: Module, prefix: str, recurse: bool, remove_duplicate: bool) -> Named:
     """References to its parameters."""
     found = module_of(module).named_parameters(prefix, recurse, remove_duplicate)
     return [(name, reference_to(parameter)) for name, parameter in found]
 
 
 @expose
-def named_buffers(
-    module: RRef[nn.Module], prefix: str, recurse: bool, remove_duplicate: bool
-) -> Named:
+def named_buffers(module: Module, prefix: str, recurse: bool, remove_duplicate: bool) -> Named:
     """References to its buffers."""
     found = module_of(module).named_buffers(prefix, recurse, remove_duplicate)
     return [(name, reference_to(buffer)) for name, buffer in found]
 
 
 @expose
-def state_dict(module: RRef[nn.Module], device: str, prefix: str, keep_vars: bool) -> State:
+def state_dict(module: Module, device: str, prefix: str, keep_vars: bool) -> State:
     """Its state."""
     state: State = OrderedDict()
     state._metadata = OrderedDict()  # type: ignore[attr-defined]
@@ -105,7 +103,7 @@ def state_dict(module: RRef[nn.Module], device: str, prefix: str, keep_vars: boo
 
 @expose
 def load_state_dict(
-    module: RRef[nn.Module], device: str, state: Mapping[str, Any], strict: bool, assign: bool
+    module: Module, device: str, state: Mapping[str, Any], strict: bool, assign: bool
 ) -> tuple[list[str], list[str]]:
     """Take over a state; the keys that were missing and those that were not expected."""
     if assign:
@@ -115,22 +113,43 @@ def load_state_dict(
     return list(missing), list(unexpected)
 
 
-def module_of(module: RRef[nn.Module]) -> nn.Module:
+def module_of(module: Module) -> nn.Module:
     """The module that a peer's reference stands for."""
-    value = module.local_value()
+    if isinstance(module, Borrowed):
+        home = home_door.find()
+        value = home.refs.value_here(module.hold, home.deadline(None))
+    else:
+        value = module.local_value()
     if not isinstance(value, nn.Module):
         raise UsageError(f"a RemoteModule was made of a reference to a {type(value).__name__}")
     return value
 
 
+_WITHOUT_TENSORS = frozenset({type(None), bool, int, float, str})
+
+
 def moved(value: Any, device: str) -> Any:  # noqa: ANN401
-    """The value, with every tensor in it and its containers on that device."""
+    """The value, with every tensor in it and its containers on that device.
+
+    hot: torch's walk over what it is takes as long as a message
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.to(device)
+    if kind in _WITHOUT_TENSORS:
+        return value
+    if kind is tuple:
+        return tuple([moved(each, device) for each in value])
+    if kind is dict:
+        return {key: moved(each, device) for key, each in value.items()}
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _at_rest(value: object, device: str) -> object:
     """What goes back to the caller, which may not have this device."""
-    return value if torch.device(device).type in ("cpu", "meta") else moved(value, "cpu")
+    if device == "cpu" or torch.device(device).type in ("cpu", "meta"):
+        return value
+    return moved(value, "cpu")
 
 
 def _name_of(make: object) -> str:

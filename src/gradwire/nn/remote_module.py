@@ -89,8 +89,8 @@ class RemoteModule(nn.Module):
         return rpc_async(there, owner.forward, (self.module_rref, self.device, *args), kwargs)
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        there = self.module_rref.owner()
-        return rpc_sync(there, func, (self.module_rref, *args), kwargs)
+        rref = self.module_rref
+        return rpc_sync(rref.owner(), func, (rref._lent(), *args), kwargs)
 
     # -- its parts
 

@@ -26,9 +26,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -68,12 +67,8 @@ class _Entry:
         self.before: object = None
 
 
-class _Saved(NamedTuple):
-    """What a graph keeps in the place of a tensor."""
-
-    tensor: torch.Tensor
-    version: int
-    generation: _Generation | None
+_Saved = tuple[torch.Tensor, int, _Generation | None]
+"""What a graph keeps in the place of a tensor: its storage, its version, its generation."""
 
 
 class _Spot(NamedTuple):
@@ -93,6 +88,30 @@ class _Spot(NamedTuple):
 
 
 @final
+class _Saving:
+    """A block under the hooks. hot: around all that is served in a context"""
+
+    __slots__ = ("_hooks", "_storages", "_thread")
+
+    def __init__(self, storages: Storages, hooks: AbstractContextManager[None]) -> None:
+        self._storages, self._hooks = storages, hooks
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._storages.entered(self._thread)
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._hooks.__exit__(None, None, None)
+        finally:
+            self._storages.left(self._thread)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@final
 class Storages:
     """The parameters of one worker that optimizers step."""
 
@@ -101,7 +120,8 @@ class Storages:
         self._changed = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}
         self._spots: dict[int, _Spot] = {}
-        self._under_hooks: Counter[int] = Counter()
+        self._under_hooks: dict[int, int] = {}
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
         """From now on graphs keep these by their storage."""
@@ -121,23 +141,22 @@ class Storages:
 
         return weakref.ref(parameter, gone)
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[None]:
         """The hooks, around code that makes graphs."""
-        if not self._entries:
-            yield
-            return
-        thread = threading.get_ident()
+        return _Saving(self, self._hooks) if self._entries else _NOTHING
+
+    def entered(self, thread: int) -> None:
+        """A thread comes under the hooks."""
         with self._lock:
-            self._under_hooks[thread] += 1
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                yield
-        finally:
-            with self._lock:
-                self._spots.pop(thread, None)
-                self._under_hooks[thread] -= 1
-                self._under_hooks += Counter()  # drops the zeros
+            self._under_hooks[thread] = self._under_hooks.get(thread, 0) + 1
+
+    def left(self, thread: int) -> None:
+        """It leaves them, once for each time it came."""
+        with self._lock:
+            self._spots.pop(thread, None)
+            left = self._under_hooks.pop(thread) - 1
+            if left:
+                self._under_hooks[thread] = left
 
     def replace(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -179,10 +198,10 @@ class Storages:
                         self._note(sys._getframe(1), id(tensor))
                     if entry.generation is None:
                         entry.generation = _Generation()
-                    return _Saved(tensor.detach(), tensor._version, entry.generation)
+                    return tensor.detach(), tensor._version, entry.generation
         # The output of a node would hold that node, which holds us.
         kept = tensor if tensor.is_leaf else tensor.detach()
-        return _Saved(kept, tensor._version, None)
+        return kept, tensor._version, None
 
     def _maybe_entry(self, leaf: torch.Tensor) -> _Entry | None:
         """The parameter that a leaf is, or stands for: what a graph gets back is not the same."""
@@ -227,17 +246,18 @@ class Storages:
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
-    now = saved.tensor._version  # first: a step on another thread says `last` before it moves this
-    last = None if saved.generation is None else saved.generation.last
+    tensor, version, generation = saved
+    now = tensor._version  # first: a step on another thread says `last` before it moves this
+    last = None if generation is None else generation.last
     now = now if last is None else last
-    if now != saved.version:
-        kind = f"{saved.tensor.type()} {list(saved.tensor.shape)}"
+    if now != version:
+        kind = f"{tensor.type()} {list(tensor.shape)}"
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{kind}] is at version {now}; expected version {saved.version} instead."
+            f"operation: [{kind}] is at version {now}; expected version {version} instead."
         )
     # What was left has no version in common with the parameter any more.
-    return saved.tensor if last is None else saved.tensor.data
+    return tensor if last is None else tensor.data
 
 
 def _is_looked_at(storage: torch.UntypedStorage, parameter: torch.Tensor) -> bool:

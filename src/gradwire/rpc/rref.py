@@ -68,6 +68,10 @@ class RRef(Generic[T]):
         """It is about to travel: its place among the references of its message."""
         return self._home.refs.pack(self.hold)
 
+    def _lent(self) -> object:
+        """What stands for it in a call to its owner, for a caller that waits with it in hand."""
+        return self._home.refs.lending.maybe_lent(self.hold) or self
+
     # -- where it is
 
     def owner(self) -> WorkerInfo:
@@ -180,8 +184,8 @@ class Proxy:
         def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             rref = self._rref
             home, hold = rref._home, rref.hold
-            lent = home.refs.lending.maybe_lent(hold) if self._waits else None
-            target = Target(f".{name}", (rref if lent is None else lent, *args), kwargs)
+            first = rref._lent() if self._waits else rref
+            target = Target(f".{name}", (first, *args), kwargs)
             return self._call(hold.owner, target, home.deadline(self._timeout))
 
         method.__name__ = name
