@@ -19,9 +19,8 @@ from gradwire.autograd.messages import Crossing
 from gradwire.autograd.torch_private import has_tangent
 from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.flat import WALK
 from gradwire.rpc.messages import Parcel, Reference
-from gradwire.rpc.payload import Codec
+from gradwire.rpc.payload import Codec, Unopened
 from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
@@ -136,8 +135,7 @@ class Parcels:
         context: ContextId | None,
     ) -> Unpacked:
         if not parcel.tensors:
-            value = self._codec.maybe_unpack(parcel.data, ())
-            return Unpacked(self._walked(parcel, (), source) if value is WALK else value)
+            return Unpacked(self._value(parcel, (), source))
         tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
         crossings: Sequence[Crossing] = parcel.crossings
         if crossings:
@@ -145,20 +143,24 @@ class Parcels:
                 raise BadMessage("a message outside of any context came with edges")
             if not self._engine.attach_recv(context, source, crossings, tensors):
                 crossings = ()
+        depth = 0
+        for crossing in crossings:
+            if crossing.depth > depth:
+                depth = crossing.depth
         cut = cut_tensors(parcel.tensors, crossings)
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        value = self._codec.maybe_unpack(parcel.data, tensors)
-        if value is WALK:
-            value = self._walked(parcel, tensors, source)
-        return Unpacked(value, deepest(crossings) if crossings else 0, len(cut))
+        return Unpacked(self._value(parcel, tensors, source), depth, len(cut))
 
-    def _walked(self, parcel: Parcel, tensors: Sequence[Tensor], source: WorkerId) -> object:
+    def _value(self, parcel: Parcel, tensors: Sequence[Tensor], source: WorkerId) -> object:
+        value = self._codec.maybe_unpack(parcel.data, tensors)
+        if type(value) is not Unopened:
+            return value
         if parcel.references:
-            return self._codec.unpack(parcel.data, tensors)
+            return self._codec.open(value, tensors)
         with self._refs.unpacking((), source):  # or it could name those of a message around it
-            return self._codec.unpack(parcel.data, tensors)
+            return self._codec.open(value, tensors)
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
@@ -166,16 +168,11 @@ def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) 
 
     hot: every message with tensors
     """
+    recorded: set[int] = set()
+    for crossing in crossings:
+        recorded.update(crossing.tensors)
     cut: list[int] = []
     for n, header in enumerate(headers):
-        if header.flags & REQUIRES_GRAD:
+        if header.flags & REQUIRES_GRAD and n not in recorded:
             cut.append(n)
-    if cut and crossings:
-        recorded = {place for crossing in crossings for place in crossing.tensors}
-        return [n for n in cut if n not in recorded]
     return cut
-
-
-def deepest(crossings: Sequence[Crossing]) -> int:
-    """The depth of the deepest of these edges."""
-    return max(crossing.depth for crossing in crossings)

@@ -22,7 +22,7 @@ from gradwire.rpc.tags import END_OF_TAGS, FIRST_EXTENSION
 from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, exactly, spoken
 from gradwire.wire.elements import check_arrived, check_leaving
 
-__all__ = ["Codec", "Names", "Packed"]
+__all__ = ["Codec", "Names", "Packed", "Unopened"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,12 @@ class Packed(NamedTuple):
 
     data: bytes
     tensors: list[Tensor]
+
+
+class Unopened(msgspec.Struct, frozen=True):
+    """What came, where the value takes a walk."""
+
+    node: Any
 
 
 class Odd(Protocol):
@@ -129,33 +135,36 @@ class Codec:
         return Packed(data, walk.tensors)
 
     def maybe_unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The same as `unpack`, or flat.WALK if that takes a walk, or is to raise.
+        """The value that was packed; Unopened, if that takes a walk. Raises as `unpack` does.
 
         hot: every argument list and result
         """
-        if len(data) > self._limits.elements or self._is_shallow:
-            return flat.WALK
+        if len(data) > self._limits.elements:
+            check_arrived(data, self._limits.elements)
         try:
             node = self._decode(data)
-        except Exception:  # `unpack` says whose fault it is
-            return flat.WALK
-        return flat.maybe_value(node, tensors)
+        except Exception as error:
+            raise _malformed(error) from error
+        value = flat.WALK if self._is_shallow else flat.maybe_value(node, tensors)
+        return Unopened(node) if value is flat.WALK else value
 
-    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed; raises BadMessage, or NotExposed for a name unknown here."""
+    def open(self, unopened: Unopened, tensors: Sequence[Tensor]) -> object:
+        """The value that `maybe_unpack` left to a walk."""
         walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
-        check_arrived(data, self._limits.elements)
         try:
-            value = walk.value(self._decode(data))
+            value = walk.value(unopened.node)
         except GradwireError:
             raise
         except Exception as error:
             # Whatever a peer's bytes lead to, in a constructor or a __hash__, is the peer's.
-            raise BadMessage(
-                f"a packed value is malformed: {type(error).__name__}: {error}"
-            ) from error
+            raise _malformed(error) from error
         walk.done()
         return value
+
+    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed; raises BadMessage, or NotExposed for a name unknown here."""
+        value = self.maybe_unpack(data, tensors)
+        return self.open(value, tensors) if type(value) is Unopened else value
 
     def _learn(self, kind: type) -> Packer:
         packer = codecs.maybe_packer(kind) or named.maybe_packer(kind)
@@ -179,6 +188,10 @@ class Codec:
         places = range(exactly(first, int), exactly(first, int) + exactly(count, int))
         tensors = [walk.tensor(place) for place in places]
         return self._odd.unpack(exactly(data, bytes), tensors)
+
+
+def _malformed(error: Exception) -> BadMessage:
+    return BadMessage(f"a packed value is malformed: {type(error).__name__}: {error}")
 
 
 def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel:

@@ -23,9 +23,8 @@ from typing import Any, TypeVar, final
 from torch import Tensor, nn
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
-from gradwire.rpc.flat import WALK
 from gradwire.rpc.names import one_main
-from gradwire.rpc.payload import Packed
+from gradwire.rpc.payload import Packed, Unopened
 
 T = TypeVar("T")
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -56,9 +55,13 @@ class PickleCodec:
     def maybe_pack(self, _value: object) -> None:
         """A pickle has no shorter way."""
 
-    def maybe_unpack(self, _data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
+    def maybe_unpack(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
         """A pickle has no shorter way."""
-        return WALK
+        return Unopened(data)
+
+    def open(self, unopened: Unopened, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed."""
+        return self.unpack(unopened.node, tensors)
 
     def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
         """The value as a pickle and its tensors; raises CannotTravel."""

@@ -106,10 +106,11 @@ class Worker:
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent; each registers what it serves."""
         agent, options, manner = self.agent, self._options, self.manner
+        inside = partial(Scope, self)
         self.engine = Engine(
             agent,
             options.timeouts,
-            self._inside_context,
+            inside,
             self.backward_deadline,
             edge_per_message=manner.edge_per_message,
         )
@@ -121,7 +122,6 @@ class Worker:
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        inside = partial(Scope, self)
         Serving(agent, self.engine, self.refs, parcels, registry, inside, manner)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
@@ -248,9 +248,6 @@ class Worker:
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
-    def _inside_context(self, context: ContextId) -> AbstractContextManager[None]:
-        return Scope(self, context, math.inf, None)
-
     def serving(
         self, context: ContextId | None, deadline: float, errand: Source | None = None
     ) -> AbstractContextManager[None]:
@@ -270,7 +267,11 @@ class Scope:
     __slots__ = ("_context", "_deadline", "_engine", "_home", "_outer")
 
     def __init__(
-        self, worker: Worker, context: ContextId | None, deadline: float, errand: Source | None
+        self,
+        worker: Worker,
+        context: ContextId | None,
+        deadline: float = math.inf,
+        errand: Source | None = None,
     ) -> None:
         self._home = home_door.enter(worker)
         self._engine = autograd_api.door.enter(worker.engine)
