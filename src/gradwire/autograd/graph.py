@@ -143,7 +143,13 @@ def _together(origins: list[Origin]) -> Origin:
     return Origin(union(o.lineage for o in origins), max(o.depth for o in origins))
 
 
-_thread = threading.local()
+@final
+class _Thread(threading.local):
+    above = 0
+    """the depth that what this thread makes stands above, as far as it has looked"""
+
+
+_thread = _Thread()
 
 
 def lift_this_thread(depth: int) -> None:
@@ -152,7 +158,7 @@ def lift_this_thread(depth: int) -> None:
     Only making a node moves a thread's count, and tells it. A thread that stays with a context
     makes one for each edge.
     """
-    if depth <= getattr(_thread, "above", 0):
+    if depth <= _thread.above:
         return
     with torch.inference_mode(False), torch.enable_grad():
         seed = torch.zeros((), requires_grad=True)

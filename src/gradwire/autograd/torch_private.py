@@ -166,14 +166,6 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
     return any(dual.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
-def is_kept_by_graphs(leaf: torch.Tensor) -> bool:
-    """Whether a graph, or an operator that runs now, holds the very tensor.
-
-    Besides its Python object one holds it who does no harm: the node that adds to its gradient.
-    """
-    return cast(Any, leaf)._use_count() > 2  # type: ignore[no-any-return]
-
-
 def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
     """A view of a leaf; while it lives, so does the leaf's accumulator.
 

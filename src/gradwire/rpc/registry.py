@@ -22,7 +22,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from gradwire import errors
 from gradwire.errors import NotExposed, UsageError
@@ -44,6 +44,7 @@ __all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_
 
 _T = TypeVar("_T", bound=Function)
 
+_MOST_METHODS = 4096
 _NOWHERE = ModuleType("nowhere")
 
 
@@ -143,6 +144,8 @@ class Registry:
     def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
         self._given: dict[str, Function] = {}
         self._known: dict[str, _Known] = {}
+        self._methods: dict[tuple[type, str], Any] = {}
+        """what stands for the names of methods that were asked for; functions, while they do"""
         for item in expose:
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
@@ -176,6 +179,16 @@ class Registry:
         class inherits it.
         """
         cls = type(value)
+        known: Any = self._methods.get((cls, name))
+        if known is None or getattr(cls, name, None) is not known:
+            known = self._method_of(value, cls, name)
+            if len(self._methods) >= _MOST_METHODS:
+                self._methods.clear()
+            self._methods[cls, name] = known
+        bound: Function = known.__get__(value, cls)
+        return bound
+
+    def _method_of(self, value: object, cls: type, name: str) -> Any:  # noqa: ANN401
         spoken = f"{label(cls)}.{_spoken(name)}"
         if _is_private(name) and name not in DUNDERS:
             raise NotExposed(f"{spoken} is private: a reference offers public methods only")
@@ -187,8 +200,7 @@ class Registry:
             raise NotExposed(f"{spoken} is not exposed on this worker", hint=hint)
         if not _is_method(vars(definer)[name], definer):
             raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
-        bound: Function = vars(definer)[name].__get__(value, cls)
-        return bound
+        return vars(definer)[name]
 
     def exception_type(self, name: str) -> type[BaseException] | None:
         """The exception of that name, if it is a builtin, one of ours, exposed or listed."""
