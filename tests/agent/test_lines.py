@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gradwire.agent.lines import Lines
+from gradwire.agent.lines import Line, Lines
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import IS_ANSWER, Frame
 from tests.leftovers import eventually
@@ -178,6 +178,28 @@ def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
     line.is_attended = True
     lines._look_at(line)
     assert line not in lines._in_use
+
+
+def test_a_line_whose_reader_goes_on_while_it_is_looked_at_is_not_forgotten():
+    class GoesOn(Line):
+        """Its reader has the role at the first look, and at the second no more."""
+
+        looks = 0
+
+        @property
+        def is_attended(self):
+            self.looks += 1
+            return self.looks == 1
+
+        @is_attended.setter
+        def is_attended(self, value):
+            pass
+
+    lines = Lines(lambda *_: None, lambda *_: None, lambda *_: None)
+    line = GoesOn(1, MemoryNetwork().pair()[0])
+    lines._in_use[line] = None
+    lines._look_at(line)
+    assert line in lines._in_use
 
 
 def test_a_reader_more_is_made_only_if_all_are_busy(desk):

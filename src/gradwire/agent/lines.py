@@ -294,6 +294,8 @@ class Lines:
             return False
         if line.is_attended:
             self._in_use.pop(line, None)
+            if not line.is_attended:  # its reader has just gone on to run something
+                self._in_use[line] = None
             return False
         came = self._take(line)
         line.seen = line.reads
