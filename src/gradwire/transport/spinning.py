@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-SPIN_SECONDS = 2.5e-3
+SPIN_SECONDS = 1e-3
 _DESCHEDULED_SECONDS = 500e-6
 _REST_SECONDS = 0.02
 _LONGEST_REST_SECONDS = 0.1
