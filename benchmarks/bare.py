@@ -10,14 +10,13 @@ import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
 from benchmarks.measure import Row, Run, row, timed
-from benchmarks.sides import SECONDS, BlockFailed, end_with_parent, pin
+from benchmarks.sides import SECONDS, apart, end_with_parent, pin
 
 BARE = "bare Python"
 _FLOATS = 16
@@ -147,8 +146,7 @@ def _callee(end: socket.socket, measure: str) -> None:
         serve(wire)
 
 
-def _caller(pipe: Connection, measure: str, rounds: int, seconds: float) -> None:
-    end_with_parent()
+def _caller(measure: str, rounds: int, seconds: float) -> list[list[float]]:
     pin(0)
     torch.set_num_threads(1)
     near, far = socket.socketpair()
@@ -157,7 +155,7 @@ def _caller(pipe: Connection, measure: str, rounds: int, seconds: float) -> None
     try:
         step = _STEPS[measure][0](Wire(near))
         timed(step, seconds)
-        pipe.send([timed(step, seconds) for _ in range(rounds)])
+        return [timed(step, seconds) for _ in range(rounds)]
     finally:
         callee.kill()
         callee.join(SECONDS)
@@ -166,28 +164,7 @@ def _caller(pipe: Connection, measure: str, rounds: int, seconds: float) -> None
 def rows(run: Run) -> Iterator[Row]:
     """As noop and hops measure them."""
     for measure in _STEPS:
-        yield row("bare", measure, {BARE: _measured(measure, run.rounds, run.seconds)})
-
-
-def _measured(measure: str, rounds: int, seconds: float) -> list[list[float]]:
-    """In processes of their own, as nothing else here is pinned to a core."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_caller, args=(theirs, measure, rounds, seconds))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(SECONDS):
-            raise BlockFailed(f"nothing for {SECONDS:.0f} s")
-        return ours.recv()
-    except EOFError:
-        raise BlockFailed("its process died") from None
-    finally:
-        process.join(10.0)
-        process.kill()
-        process.join(SECONDS)
-        process.close()
-        ours.close()
+        yield row("bare", measure, {BARE: apart(_caller, measure, run.rounds, run.seconds)})
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ import importlib.util
 import multiprocessing
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.measure import Run, Samples, timed
-from benchmarks.sides import SECONDS, BlockFailed, end_with_parent, pin
+from benchmarks.sides import SECONDS, BlockFailed, apart, end_with_parent, pin
 
 MODULES = {
     "ray": "ray",
@@ -54,51 +52,23 @@ def _samples(run: Run, size: int) -> Samples:
     found: Samples = {}
     for name in installed() if run.peers else ():
         try:
-            found[name] = _measured(name, size, run.rounds, run.seconds)
+            found[name] = apart(_caller, name, size, run.rounds, run.seconds)
         except BlockFailed as failed:
             print(f"{name} is left out: {failed}", file=sys.stderr)
     return found
 
 
-def _measured(name: str, size: int, rounds: int, seconds: float) -> list[list[float]]:
-    """In a process of its own, so that what a library starts ends with it."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_caller, args=(theirs, name, size, rounds, seconds))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(SECONDS):
-            raise BlockFailed(f"nothing for {SECONDS:.0f} s")
-        is_well, value = ours.recv()
-    except EOFError:
-        raise BlockFailed("its process died") from None
-    finally:
-        process.join(10.0)
-        process.kill()
-        process.join(SECONDS)
-        process.close()
-        ours.close()
-    if not is_well:
-        raise BlockFailed(value)
-    return value
-
-
-def _caller(pipe: Connection, name: str, size: int, rounds: int, seconds: float) -> None:
-    end_with_parent()
+def _caller(name: str, size: int, rounds: int, seconds: float) -> list[list[float]]:
     pin(0)
     import torch
 
     torch.set_num_threads(1)
-    try:
-        x = torch.ones(max(size // 4, 1))
-        call, end = _STARTS[name](None if size == 0 else x)
-        timed(call, seconds)
-        samples = [timed(call, seconds) for _ in range(rounds)]
-        end()
-        pipe.send((True, samples))
-    except Exception:
-        pipe.send((False, traceback.format_exc()))
+    x = torch.ones(max(size // 4, 1))
+    call, end = _STARTS[name](None if size == 0 else x)
+    timed(call, seconds)
+    samples = [timed(call, seconds) for _ in range(rounds)]
+    end()
+    return samples
 
 
 Started = tuple[Callable[[], object], Callable[[], object]]

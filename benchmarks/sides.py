@@ -214,6 +214,35 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own; whatever that starts ends with it."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_apart, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(SECONDS):
+            raise BlockFailed(f"nothing for {SECONDS:.0f} s")
+        is_well, value = ours.recv()
+    except EOFError:
+        raise BlockFailed("its process died") from None
+    finally:
+        process.join(10.0)
+        process.kill()
+        process.join(SECONDS)
+        process.close()
+        ours.close()
+    if not is_well:
+        raise BlockFailed(value)
+    return value
+
+
+def _apart(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    end_with_parent()
+    pipe.send(_answer(function, args))
+
+
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
     try:
         return True, function(*args)

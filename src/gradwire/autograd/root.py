@@ -168,7 +168,7 @@ class Root:
         left = running.deadline - self._agent.clock.now()
         said = _start(running, peer, left, gradients) if peer in untold else gradients
         self._agent.tell(peer, said, payload, deadline=running.deadline, phase="backward")
-        if len(untold) > (said is not gradients):
+        if untold:
             self._tell(running, [worker for worker in untold if worker != peer])
 
     def send_starts(self, running: Running) -> None:
@@ -185,8 +185,7 @@ class Root:
     def finish(self, running: Running) -> None:
         """The engine is through here: wait for the others, then let them keep what they have."""
         try:
-            if running.untold:
-                self.send_starts(running)
+            self.send_starts(running)
             for worker in running.unfinished():  # each by its own channel, which it reads itself
                 self._agent.wait(
                     worker,

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 
-import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
@@ -38,7 +37,13 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Running
-from gradwire.autograd.torch_private import current_run, is_profiled, recording, will_execute
+from gradwire.autograd.torch_private import (
+    current_run,
+    is_profiled,
+    is_recording,
+    recording,
+    will_execute,
+)
 from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 
@@ -152,7 +157,7 @@ class Served:
                 ledger.undo()
 
     def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if not is_recording():
             with recording():
                 return self._run(running, ledger, start)
         sends, received, landmarks = _mine(running, start)
