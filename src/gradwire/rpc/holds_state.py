@@ -35,6 +35,14 @@ class SendFork:
 
 
 @dataclass(frozen=True, slots=True)
+class AskMaker:
+    """Ask the maker of our fork whether the value that its owner does not know may still come."""
+
+    asked: SendFork
+    to: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class SendAccept:
     """Tell the maker of our fork that its own may go."""
 
@@ -82,7 +90,7 @@ Action = SendFork | SendAccept | SendDrop | Confirmed | Broken | Forget
 
 
 class Verdict(Enum):
-    """How an owner answers a Fork."""
+    """How an owner answers a Fork, and the maker of a fork whether its value may still come."""
 
     COUNTED = "counted"
     NOT_YET = "not yet"  # ask again; the owner should watch the fork's maker

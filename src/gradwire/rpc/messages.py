@@ -86,7 +86,7 @@ class Fork(Message, frozen=True, tag=0x43):
 
 
 class Counted(Message, frozen=True, tag=0x44):
-    """The owner's verdict on a Fork."""
+    """The verdict on a Fork, or an Expected."""
 
     verdict: str
 
@@ -113,3 +113,12 @@ class BackwardFrom(Message, frozen=True, tag=0x47):
     context: ContextId
     retain_graph: bool
     seconds: Seconds
+
+
+class Expected(Message, frozen=True, tag=0x48):
+    """The owner does not know the value of this fork that you made for me: may it still come?
+
+    Answered by Counted.
+    """
+
+    fork: ForkId

@@ -17,8 +17,8 @@ from typing import final
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.rpc.holds_state import Action, SendAccept, SendDrop, SendFork, Verdict
-from gradwire.rpc.messages import Accept, Counted, Drop, Fork
+from gradwire.rpc.holds_state import Action, AskMaker, SendAccept, SendDrop, SendFork, Verdict
+from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
 from gradwire.wire.message import Message
 
 CONTROL_SECONDS = 30.0
@@ -26,7 +26,7 @@ _ASK_AGAIN_SECONDS = 0.05
 _SEND_AGAIN_SECONDS = 1.0
 _AWAITED_SECONDS = 60.0
 
-Sending = SendFork | SendAccept | SendDrop
+Sending = SendFork | SendAccept | SendDrop | AskMaker
 Heard = Callable[[Sending, Verdict | None], None]
 """Told that something was heard, and what the owner said of a Fork."""
 
@@ -110,13 +110,27 @@ class RefSender:
             return
         said = outcome.message
         verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
-        if verdict is Verdict.NOT_YET:
-            waited = self._waited(sending)
-            if waited < _AWAITED_SECONDS:
-                self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
-                return
+        if isinstance(sending, AskMaker):
+            if verdict is Verdict.NEVER:
+                self._settle(sending.asked, verdict)
+        elif isinstance(sending, SendFork) and verdict is Verdict.NOT_YET:
+            self._await(sending)
+        else:
+            self._settle(sending, verdict)
+
+    def _await(self, asked: SendFork) -> None:
+        """The owner does not know the value; its maker knows whether it may still come."""
+        waited, maker = self._waited(asked), asked.fork.worker
+        if waited >= _AWAITED_SECONDS:
+            self._settle(asked, Verdict.NEVER)
+            return
+        self._send_later(asked, _ASK_AGAIN_SECONDS + waited / 10)
+        if waited and maker != self._agent.directory.me.id:
+            self.send_soon(AskMaker(asked, maker))
+
+    def _settle(self, sending: Sending, verdict: Verdict | None) -> None:
         self._await_no_more(sending)
-        self._heard(sending, Verdict.NEVER if verdict is Verdict.NOT_YET else verdict)
+        self._heard(sending, verdict)
 
     def _waited(self, sending: Sending) -> float:
         """How long the call that makes the value may have been on its way, if it is not lost."""
@@ -152,6 +166,8 @@ def _message(sending: Sending, floor: int) -> Message:
     match sending:
         case SendFork(ref, fork, _, n):
             return Fork(ref, fork, n, floor)
+        case AskMaker(asked, _):
+            return Expected(asked.fork)
         case SendAccept(fork, _):
             return Accept(fork)
         case SendDrop(ref, fork, _):

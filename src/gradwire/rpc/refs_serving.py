@@ -15,8 +15,8 @@ from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.ids import WorkerId
 from gradwire.rpc import rights
-from gradwire.rpc.holds_state import Action
-from gradwire.rpc.messages import Accept, Counted, Drop, Fork
+from gradwire.rpc.holds_state import Action, Verdict
+from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
 from gradwire.rpc.refs_sender import CONTROL_SECONDS
 from gradwire.rpc.refs_state import RefTable
 from gradwire.wire.message import Message
@@ -39,6 +39,7 @@ class RefServing:
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
         agent.handle(Drop, self._serve_drop, Lane.SERVICE)
+        agent.handle(Expected, self._serve_expected, Lane.SERVICE)
         agent.kinds.add(Counted)
 
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
@@ -50,6 +51,12 @@ class RefServing:
             verdict = self._table.owned.fork_arrived(
                 message.ref, message.fork, source.worker, message.n
             )
+        self._answer(source, Counted(verdict.value))
+
+    def _serve_expected(self, message: Expected, _: Payload, source: Source) -> None:
+        with self._lock:
+            is_needed = self._table.taker_of(message.fork) == source.worker
+        verdict = Verdict.NOT_YET if is_needed else Verdict.NEVER
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:

@@ -13,8 +13,9 @@ The owner's half of all this is in owned_state.py, the holder's in this file.
     SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
     SendAccept   holder -> maker    "the fork you made for me needs you no longer"
     SendDrop     holder -> owner    "I hold this fork no longer"
+    AskMaker     holder -> maker    "the owner does not know the value: may it still come?"
 
-All three may be lost, repeated, late and overtaken. The calls and answers that carry references
+All four may be lost, repeated, late and overtaken. The calls and answers that carry references
 come at most once, may be late, and are lost only together with a peer. Why nothing is forgotten
 too early or kept for ever:
 
@@ -28,8 +29,10 @@ too early or kept for ever:
 Note [A fork may come before its value]
 The creator may pass on a reference whose creating call is still on its way, so a Fork, or the
 reference itself, can reach the owner first. A Fork is then answered NOT_YET and asked again; it
-cannot be counted in advance, as it looks the same as a late copy about a value long forgotten. A
-reference comes once, so its value is awaited. Others than the creator may pass on only what is
+cannot be counted in advance, as it looks the same as a late copy about a value long forgotten. The
+creating call may also have gone with a connection, or the value with one after it: the creator then
+keeps nothing of the fork, and says so when it is asked (AskMaker). A reference comes once, so its
+value is awaited. Others than the creator may pass on only what is
 counted: then an unknown value in a fork of theirs is a forgotten one, and the answer is NEVER.
 
 Note [A creation that timed out is asked about]
