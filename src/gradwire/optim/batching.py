@@ -10,8 +10,8 @@ for what is between the operators.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any, final
+from collections.abc import Collection, Sequence
+from typing import final
 
 import torch
 from torch import optim
@@ -43,18 +43,13 @@ class Batching:
         self._optimizer = optimizer
         self._dtype = _maybe_dtype(stand_ins) if type(optimizer) in _EXACT else None
 
-    def begin(self, gradients: Iterable[torch.Tensor]) -> bool:
+    def begin(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Step those that have these gradients at once, until `end`; False if that is not to be."""
         dtype, groups = self._dtype, self._optimizer.param_groups
         if dtype is None:
             return False
-        for gradient in gradients:
-            if (
-                type(gradient) is not torch.Tensor
-                or gradient.dtype is not dtype
-                or gradient.layout is not torch.strided
-            ):
-                return False
+        if not are_plain(gradients, dtype):
+            return False
         for group in groups:
             for option in _SAID_OTHERWISE:
                 if group.get(option):
@@ -71,11 +66,29 @@ class Batching:
             group["foreach"] = None
 
 
-def _maybe_dtype(tensors: Collection[torch.Tensor]) -> Any:  # noqa: ANN401
+def _maybe_dtype(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
     """The one type of all, if they are many, small, and of a kind that may be stepped at once."""
-    dtypes = {tensor.dtype for tensor in tensors}
     size = sum(tensor.nbytes for tensor in tensors)
-    if len(tensors) < _FEWEST or len(dtypes) > 1 or not dtypes <= _TYPES or size > _MOST_BYTES:
+    return None if len(tensors) < _FEWEST or size > _MOST_BYTES else maybe_plain_type(tensors)
+
+
+def maybe_plain_type(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
+    """The one type of all, if what is computed of them in lists is known to be the same."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1 or not dtypes <= _TYPES:
         return None
     plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
     return dtypes.pop() if plain else None
+
+
+def are_plain(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether all are tensors of this type like any other. hot: a loop over many"""
+    plain, strided = torch.Tensor, torch.strided
+    for gradient in gradients:
+        if (
+            type(gradient) is not plain
+            or gradient.dtype is not dtype
+            or gradient.layout is not strided
+        ):
+            return False
+    return True

@@ -20,6 +20,7 @@ import torch
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.optim.batching import Batching
+from gradwire.optim.descent import Descent
 from gradwire.optim.messages import PlainOptions
 from gradwire.optim.stepped import stepped_here
 from gradwire.optim.torch_private import cloned, take_step
@@ -29,6 +30,8 @@ from gradwire.rpc.rref import RRef
 
 Options = dict[str, Any]
 State = dict[int, Any]
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Parameters, and what stands for each."""
 Made = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """What a group is made of: its number, those of its parameters, these, and its options."""
 
@@ -53,7 +56,7 @@ class Group(NamedTuple):
 class _Prepared(NamedTuple):
     """What abort needs to take back, and commit to put in place."""
 
-    stand_ins: list[tuple[torch.Tensor, torch.Tensor]]
+    stand_ins: _Pairs
     state: dict[torch.Tensor, Any]
 
 
@@ -75,10 +78,10 @@ class Shard:
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, _Prepared] = {}
         self._names: frozenset[int] = frozenset()
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pairs: _Pairs = []
         made = [self._made(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
-        self._batching = Batching(self._optimizer, self._stand_ins.values())
+        self._look_at_kind()
         self._here.storages.register(self._stand_ins)
 
     # -- groups
@@ -117,7 +120,7 @@ class Shard:
         except BaseException:
             self.drop_group(number)
             raise
-        self._batching = Batching(self._optimizer, self._stand_ins.values())
+        self._look_at_kind()
         self._here.storages.register(self._stand_ins)
         return self.options()
 
@@ -134,6 +137,11 @@ class Shard:
         """What each step would else find out anew."""
         self._names = frozenset(map(id, self._stand_ins))
         self._pairs = list(self._stand_ins.items())
+
+    def _look_at_kind(self) -> None:
+        """Which faster way there is to take a step."""
+        self._batching = Batching(self._optimizer, self._stand_ins.values())
+        self._descent = Descent(self._optimizer, self._stand_ins.values())
 
     def defaults(self) -> Options:
         """What a group has unless it says otherwise."""
@@ -213,28 +221,30 @@ class Shard:
         try:
             if options is not None:
                 self._set(options)
-            copies = cloned([parameter for parameter, _ in pairs])
-            for (_, stand_in), copied, gradient in zip(pairs, copies, gradients, strict=True):
-                stand_in.data = copied
-                stand_in.grad = gradient
-            self._take(gradients if options is not None else None)
+            self._step_stand_ins(pairs, gradients, options is not None)
         except BaseException:
             self._put_back(prepared)
             raise
+        return prepared
+
+    def _step_stand_ins(self, pairs: _Pairs, gradients: list[torch.Tensor], is_plain: bool) -> None:
+        """With storage of their own. Options that are not plain may be anything."""
+        parameters = [parameter for parameter, _ in pairs]
+        stepped = self._descent.maybe_stepped(parameters, gradients) if is_plain else None
+        for (_, stand_in), value in zip(pairs, stepped or cloned(parameters), strict=True):
+            stand_in.data = value
+        if stepped is not None:
+            return
+        is_batch = is_plain and self._batching.begin(gradients)
+        try:
+            for (_, stand_in), gradient in zip(pairs, gradients, strict=True):
+                stand_in.grad = gradient
+            take_step(self._optimizer)
         finally:
             for _, stand_in in pairs:
                 stand_in.grad = None
-        return prepared
-
-    def _take(self, gradients: list[torch.Tensor] | None) -> None:
-        """Step the stand-ins; without gradients there are options that may be anything."""
-        if gradients is None or not self._batching.begin(gradients):
-            take_step(self._optimizer)
-            return
-        try:
-            take_step(self._optimizer)
-        finally:
-            self._batching.end()
+            if is_batch:
+                self._batching.end()
 
     def commit(self, step: tuple[int, int]) -> bool:
         """Put in place what was prepared. False if it was given up before."""

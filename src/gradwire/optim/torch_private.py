@@ -17,7 +17,7 @@ T = TypeVar("T")
 _all = cast(Any, _of_torch)
 
 
-def _is_followed(optimizer: torch.optim.Optimizer) -> bool:
+def is_followed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks, or a profiler, are to see its steps."""
     own = cast(Any, optimizer)
     return bool(
@@ -42,7 +42,7 @@ def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
     @wraps(step)
     def take(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
-        if _is_followed(self) and type(self).step is take:
+        if is_followed(self) and type(self).step is take:
             return wrapped(*args, **kwargs)
         return step(*args, **kwargs)
 
@@ -56,7 +56,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
     hot: as `seen_by_hooks`
     """
     step: Any = type(optimizer).step
-    if "step" in vars(optimizer) or not hasattr(step, "hooked") or _is_followed(optimizer):
+    if "step" in vars(optimizer) or not hasattr(step, "hooked") or is_followed(optimizer):
         optimizer.step()
     else:
         step.__wrapped__(optimizer)
@@ -73,6 +73,18 @@ def kept_by_graphs(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def cloned(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """A clone of each, made by one call where this torch has one for it."""
     return _clone(tensors) if tensors else ()
+
+
+def listed_add(
+    tensors: list[torch.Tensor], others: list[torch.Tensor], alpha: float
+) -> list[torch.Tensor]:
+    """`tensor.add(other, alpha=alpha)` of each, by one call."""
+    return list(torch._foreach_add(tensors, others, alpha=alpha))
+
+
+def listed_negative(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`-tensor` of each, by one call."""
+    return list(torch._foreach_neg(tensors))
 
 
 def _cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
