@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import torch
 
 import gradwire
 from gradwire.testing.simulate import Faults, Stuck, play, setting_of, simulate
-from gradwire.testing.simulate.batch import run
+from gradwire.testing.simulate.batch import run, run_on_cores
 from tests.testing import own
 
 FOUND_BY_SAFETY = [
@@ -37,8 +38,9 @@ def told(failed):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("liveness", [False, True], ids=["safety", "liveness"])
 def test_a_thousand_seeds_keep_every_promise(liveness):
-    summary = run(range(1000), liveness=liveness)
+    summary = run_on_cores(range(1000), os.cpu_count() or 1, liveness=liveness)
 
+    assert summary.seeds == 1000
     assert not summary.failed, told(summary.failed)
     assert not summary.missing()
 
@@ -76,6 +78,15 @@ def test_one_seed_is_one_history_in_another_process():
     assert "seed 267: 3 workers" in first.stdout
     assert "*** " in first.stdout
     assert "1 seeds (safety), 0 with violations" in first.stdout
+
+
+@pytest.mark.slow
+def test_seeds_add_up_to_the_same_wherever_they_are_played_until_it_is_enough():
+    here = run(range(50))
+    on_cores = run_on_cores(range(75), 2, on_some=lambda summary: summary.seeds < 50)
+
+    assert on_cores.lines() == here.lines()
+    assert on_cores.counts == here.counts
 
 
 def test_another_seed_is_another_history():

@@ -65,12 +65,12 @@ def requests_on_a_lost_channel_are_taken_for_delivered(patch):
     patch.setattr(CallTable, "channel_lost", lambda self, channel: [])
 
 
-@mutant(False, 0)
+@mutant(False, 12)
 def the_root_does_not_wait_for_the_others(patch):
     patch.setattr(PassState, "unfinished", lambda self: [])
 
 
-@mutant(False, 235)
+@mutant(False, 758)
 def a_pass_goes_on_without_a_worker_that_is_lost(patch):
     patch.setattr(PassState, "concerns", lambda self, worker: False)
 
@@ -91,7 +91,7 @@ def a_reference_ends_without_a_word(patch):
     patch.setattr(RefTable, "_maybe_drop", silent)
 
 
-@mutant(False, 141)
+@mutant(False, 13)
 def a_fork_that_was_dropped_is_counted_again(patch):
     arrived = Owned.fork_arrived
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from gradwire.testing.simulate.batch import Summary, run
+from gradwire.testing.simulate.batch import Summary, run, run_on_cores
 from gradwire.testing.simulate.history import Told
 
 _MOST_SHOWN = 5
@@ -19,28 +19,46 @@ def main() -> int:
     """0 if nothing was violated."""
     options = _parser().parse_args()
     torch.set_num_threads(1)
-    began = told_at = time.monotonic()
+    progress = _Progress(options.seeds)
 
     def on_told(told: Told, summary: Summary) -> bool:
-        nonlocal told_at
-        if told.violations or options.trace or options.seeds == 1:
+        if options.trace or options.seeds == 1 or told.violations:
             _show(told, trace=options.trace or bool(told.violations))
-        now = time.monotonic()
-        if now - told_at > _TELL_SECONDS:
-            told_at = now
-            rate = summary.seeds / (now - began)
-            progress = f"{summary.seeds} of {options.seeds} seeds, {rate:.0f}/s"
-            print(f"{progress}, {len(summary.failed)} with violations", file=sys.stderr, flush=True)
-        return len(summary.failed) < _MOST_SHOWN
+        return progress.goes_on(summary)
 
     seeds = range(options.seed, options.seed + options.seeds)
-    summary = run(seeds, liveness=options.liveness, on_told=on_told)
+    if options.jobs == 1 or options.trace:
+        summary = run(seeds, liveness=options.liveness, on_told=on_told)
+    else:
+        summary = run_on_cores(
+            seeds, options.jobs, liveness=options.liveness, on_some=progress.goes_on
+        )
+        for told in summary.failed[:_MOST_SHOWN]:
+            _show(told, trace=True)
     print("\n".join(summary.lines()))
     again = " --liveness" if options.liveness else ""
     for told in summary.failed:
         seed = told.setting.seed
         print(f"again: python -m gradwire.testing.simulate --seed {seed}{again}")
     return 1 if summary.failed else 0
+
+
+class _Progress:
+    """Says now and then how far it is."""
+
+    def __init__(self, seeds: int) -> None:
+        self._seeds = seeds
+        self._began = self._told_at = time.monotonic()
+
+    def goes_on(self, summary: Summary) -> bool:
+        """Whether to play more: not once there is enough to look at."""
+        now, failed = time.monotonic(), len(summary.failed)
+        if now - self._told_at > _TELL_SECONDS:
+            self._told_at = now
+            rate = summary.seeds / (now - self._began)
+            far = f"{summary.seeds} of {self._seeds} seeds, {rate:.0f}/s"
+            print(f"{far}, {failed} with violations", file=sys.stderr, flush=True)
+        return failed < _MOST_SHOWN
 
 
 def _show(told: Told, *, trace: bool) -> None:
@@ -57,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--jobs", type=int, default=1, help="in so many processes")
     parser.add_argument("--liveness", action="store_true", help="faults never heal")
     parser.add_argument("--trace", action="store_true", help="print what happened in any case")
     return parser

@@ -1,11 +1,16 @@
-"""Many histories, one after the other, and what they add up to."""
+"""Many histories, one after the other or on several cores, and what they add up to."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
 
 from gradwire.testing.simulate.history import Told, play, setting_of
 
@@ -13,6 +18,8 @@ SAFETY_FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "he
 LIVENESS_FAULTS = ("crash", "silent crash", "cut", "stall", "slow", "repeat")
 EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
 _SET_ASIDE_EVERY = 50
+_AT_ONCE = 25
+"""How many seeds a process is given."""
 
 
 @dataclass(slots=True)
@@ -23,6 +30,12 @@ class Summary:
     seeds: int = 0
     failed: list[Told] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Summary) -> None:
+        """What another batch of the same kind adds."""
+        self.seeds += other.seeds
+        self.failed += other.failed
+        self.counts += other.counts
 
     def missing(self) -> list[str]:
         """Faults, and what they must bring about, that no history of the batch had."""
@@ -59,6 +72,34 @@ def run(
                 break
     finally:
         gc.unfreeze()
+    return summary
+
+
+def run_on_cores(
+    seeds: Sequence[int],
+    jobs: int,
+    *,
+    liveness: bool = False,
+    on_some: Callable[[Summary], bool] = lambda summary: True,
+) -> Summary:
+    """The same in so many processes: a seed is one history, wherever it is played.
+
+    `on_some` is told now and then, in the order of the seeds; what has begun is played to its end
+    when it says False.
+    """
+    summary = Summary(liveness)
+    shares = [seeds[n : n + _AT_ONCE] for n in range(0, len(seeds), _AT_ONCE)]
+    with ProcessPoolExecutor(
+        jobs,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    ) as pool:
+        for played in pool.map(partial(run, liveness=liveness), shares):
+            summary.add(played)
+            if not on_some(summary):
+                pool.shutdown(cancel_futures=True)
+                break
     return summary
 
 
