@@ -2,36 +2,29 @@
 
 A step has two halves. `prepare` computes the stepped values and the new state aside, and may fail.
 `commit` puts them in place and cannot; `abort` drops them. So whoever steps many shards does so
-when all of them can.
-
-The torch optimizer works on stand-ins, one for each parameter, that share its storage between
-steps. It never sees the parameter itself: neither its `.grad` nor its values change before commit.
+when all of them can. How it is computed is in aside.py.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast, final
 
 import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
-from gradwire.optim.batching import Batching
-from gradwire.optim.descent import Descent
+from gradwire.optim.aside import Aside, Pairs, Prepared, plainly
 from gradwire.optim.messages import PlainOptions
 from gradwire.optim.stepped import stepped_here
-from gradwire.optim.torch_private import cloned, take_step
 from gradwire.optim.turns import StepId
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
 
 Options = dict[str, Any]
 State = dict[int, Any]
-_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""Parameters, and what stands for each."""
 Made = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """What a group is made of: its number, those of its parameters, these, and its options."""
 
@@ -52,14 +45,6 @@ class Group(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-@final
-class _Prepared(NamedTuple):
-    """What abort needs to take back, and commit to put in place."""
-
-    stand_ins: _Pairs
-    state: dict[torch.Tensor, Any]
-
-
 @expose
 @final
 class Shard:
@@ -76,12 +61,12 @@ class Shard:
         self._here = stepped_here()
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
-        self._prepared: dict[StepId, _Prepared] = {}
+        self._prepared: dict[StepId, Prepared] = {}
         self._names: frozenset[int] = frozenset()
-        self._pairs: _Pairs = []
+        self._pairs: Pairs = []
         made = [self._made(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
-        self._look_at_kind()
+        self._aside = Aside(self._optimizer, self._stand_ins.values())
         self._here.storages.register(self._stand_ins)
 
     # -- groups
@@ -120,7 +105,7 @@ class Shard:
         except BaseException:
             self.drop_group(number)
             raise
-        self._look_at_kind()
+        self._aside = Aside(self._optimizer, self._stand_ins.values())
         self._here.storages.register(self._stand_ins)
         return self.options()
 
@@ -137,11 +122,6 @@ class Shard:
         """What each step would else find out anew."""
         self._names = frozenset(map(id, self._stand_ins))
         self._pairs = list(self._stand_ins.items())
-
-    def _look_at_kind(self) -> None:
-        """Which faster way there is to take a step."""
-        self._batching = Batching(self._optimizer, self._stand_ins.values())
-        self._descent = Descent(self._optimizer, self._stand_ins.values())
 
     def defaults(self) -> Options:
         """What a group has unless it says otherwise."""
@@ -209,42 +189,22 @@ class Shard:
             turns.release(turn)
         return True
 
-    def _computed(self, context: ContextId | None, options: PlainOptions | None) -> _Prepared:
+    def _computed(self, context: ContextId | None, options: PlainOptions | None) -> Prepared:
         pairs = self._pairs
         found = self._here.gradients(context, self._stand_ins)
         gradients = [gradient for gradient in found if gradient is not None]
         if len(gradients) < len(found):
             all_ = zip(pairs, found, strict=True)
             pairs = [pair for pair, gradient in all_ if gradient is not None]
-        state = self._optimizer.state
-        prepared = _Prepared(pairs, kept_apart(state, pairs) if state else {})
+        prepared = self._aside.begin(pairs)
         try:
             if options is not None:
                 self._set(options)
-            self._step_stand_ins(pairs, gradients, options is not None)
+            self._aside.step(pairs, gradients, is_plain=options is not None)
         except BaseException:
-            self._put_back(prepared)
+            self._aside.put_back(prepared)
             raise
         return prepared
-
-    def _step_stand_ins(self, pairs: _Pairs, gradients: list[torch.Tensor], is_plain: bool) -> None:
-        """With storage of their own. Options that are not plain may be anything."""
-        parameters = [parameter for parameter, _ in pairs]
-        stepped = self._descent.maybe_stepped(parameters, gradients) if is_plain else None
-        for (_, stand_in), value in zip(pairs, stepped or cloned(parameters), strict=True):
-            stand_in.data = value
-        if stepped is not None:
-            return
-        is_batch = is_plain and self._batching.begin(gradients)
-        try:
-            for (_, stand_in), gradient in zip(pairs, gradients, strict=True):
-                stand_in.grad = gradient
-            take_step(self._optimizer)
-        finally:
-            for _, stand_in in pairs:
-                stand_in.grad = None
-            if is_batch:
-                self._batching.end()
 
     def commit(self, step: tuple[int, int]) -> bool:
         """Put in place what was prepared. False if it was given up before."""
@@ -260,8 +220,8 @@ class Shard:
             self._here.turns.release(turn)
         return True
 
-    def _put_in_place(self, prepared: _Prepared) -> None:
-        for parameter, stand_in in self._here.storages.replace(prepared.stand_ins):
+    def _put_in_place(self, prepared: Prepared) -> None:
+        for parameter, stand_in in self._here.storages.replace(prepared.pairs):
             stand_in.data = parameter.data
 
     def abort(self, step: tuple[int, int]) -> None:
@@ -270,14 +230,7 @@ class Shard:
 
     def _undo(self, step: StepId) -> None:
         with plainly():
-            self._put_back(self._prepared.pop(step))
-
-    def _put_back(self, prepared: _Prepared) -> None:
-        for parameter, stand_in in prepared.stand_ins:
-            stand_in.data = parameter.data
-            self._optimizer.state.pop(stand_in, None)
-            if stand_in in prepared.state:
-                self._optimizer.state[stand_in] = prepared.state[stand_in]
+            self._aside.put_back(self._prepared.pop(step))
 
     # -- what it knows
 
@@ -370,43 +323,3 @@ def scale(gradients: Iterable[torch.Tensor | None], coefficient: torch.Tensor) -
     for gradient in gradients:
         if gradient is not None:
             gradient.mul_(coefficient.to(gradient.device))
-
-
-def kept_apart(
-    state: Mapping[torch.Tensor, Any], pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
-) -> dict[torch.Tensor, Any]:
-    """A copy of the state of these stand-ins. Mostly that of each is a dict of tensors and numbers.
-
-    hot: copy.deepcopy takes twenty times as long, and a clone of each twice
-    """
-    kept: dict[torch.Tensor, Any] = {}
-    tensors: list[torch.Tensor] = []
-    places: list[tuple[dict[str, Any], str]] = []
-    for _, stand_in in pairs:
-        if stand_in not in state:
-            continue
-        each = state[stand_in]
-        if type(each) is not dict or len({*map(id, each.values())}) < len(each):
-            kept[stand_in] = copy.deepcopy(each)
-            continue
-        copied = kept[stand_in] = each.copy()
-        for key, value in each.items():
-            if type(value) is torch.Tensor:
-                tensors.append(value)
-                places.append((copied, key))
-            else:
-                copied[key] = copy.deepcopy(value)
-    for (into, key), tensor in zip(places, cloned(tensors), strict=True):
-        into[key] = tensor
-    return kept
-
-
-def plainly() -> AbstractContextManager[object]:
-    """Neither the caller's grad mode nor its inference mode reaches the parameters."""
-    return _plainly() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
