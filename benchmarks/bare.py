@@ -2,6 +2,9 @@
 
 No names, contexts, limits, deadlines, errors or threads; each side knows what comes next. Both look
 for the next message again and again. A library in Python cannot be faster than this.
+
+Beside it, what torch alone takes for a Function there and back, in a loop and after a while of
+looking for something else: how fast a core forgets.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +24,8 @@ from benchmarks.sides import SECONDS, apart, end_with_parent, pin
 
 BARE = "bare Python"
 _FLOATS = 16
+_LOOKING = 200e-6
+"""As long as one side of a step takes."""
 
 
 class Wire:
@@ -161,10 +167,50 @@ def _caller(measure: str, rounds: int, seconds: float) -> list[list[float]]:
         callee.join(SECONDS)
 
 
+class Alone(Function):
+    """There and back without anybody else."""
+
+    @staticmethod
+    def forward(node: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Another one."""
+        return tensor.clone()
+
+    @staticmethod
+    def backward(node: Any, gradient: torch.Tensor) -> Any:
+        """As it comes."""
+        return gradient
+
+
+def _alone(looking: float, rounds: int, seconds: float) -> list[list[float]]:
+    pin(0)
+    torch.set_num_threads(1)
+    x = torch.ones(_FLOATS, requires_grad=True)
+
+    def sample() -> float:
+        until = perf_counter() + looking
+        while perf_counter() < until:
+            pass
+        begin = perf_counter()
+        Alone.apply(x).sum().backward()
+        return perf_counter() - begin
+
+    def block() -> list[float]:
+        samples, until = [sample()], perf_counter() + seconds
+        while perf_counter() < until:
+            samples.append(sample())
+        return samples
+
+    block()
+    return [block() for _ in range(rounds)]
+
+
 def rows(run: Run) -> Iterator[Row]:
-    """As noop and hops measure them."""
+    """As noop and hops measure them; then torch alone."""
     for measure in _STEPS:
         yield row("bare", measure, {BARE: apart(_caller, measure, run.rounds, run.seconds)})
+    for when, looking in (("in a loop", 0.0), ("after 200 µs", _LOOKING)):
+        samples = {BARE: apart(_alone, looking, run.rounds, run.seconds)}
+        yield row("bare", f"a Function there and back, {when}", samples)
 
 
 if __name__ == "__main__":
