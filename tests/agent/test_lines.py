@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from gradwire.agent.lines import Line, Lines
+from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
+from gradwire.transport.unix import UnixTransport
 from gradwire.wire.frame import IS_ANSWER, Frame
 from tests.leftovers import eventually
 
@@ -228,17 +231,82 @@ def test_an_idle_line_has_its_reader_back_and_the_keeper_sleeps(desk):
     assert eventually(lambda: line.role.locked())
 
 
-def test_an_interrupt_while_a_frame_is_taken_ends_the_channel_rather_than_lose_it(desk):
+# -- interrupts
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+class InterruptedOnce:
+    """A lock; a Ctrl-C comes just when it has been released for the first time."""
+
+    def __init__(self, inner) -> None:
+        self._inner, self._had_it = inner, False
+
+    def __enter__(self):
+        self._inner.acquire()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def __exit__(self, *_):
+        self._inner.release()
+        if not self._had_it:
+            self._had_it = True
+            interrupt()
+
+
+def socket_ends():
+    """Two ends of a connection, and where an interrupt comes to who has just taken a frame."""
+    with closing(UnixTransport().listen("unix://")) as listener:
+        here = UnixTransport().connect(listener.address, time.monotonic() + 10)
+        there = listener.accept()
+    return here, there, (here, "_receiving")
+
+
+def memory_ends():
+    here, there = MemoryNetwork().pair()
+    return here, there, (here._incoming, "_room")
+
+
+def read_by_this_thread(desk):
+    """The line, whose role is ours."""
     (line,) = desk.lines._lines.values()
     after_an_answer(desk)
     while not line.role.acquire(blocking=False):
         after_an_answer(desk)
+    return line
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
 
+def test_an_interrupt_while_a_frame_is_handled_ends_the_channel_rather_than_lose_it(desk):
+    line = read_by_this_thread(desk)
     desk.lines._on_frame = interrupt
     desk.send(1)
     with pytest.raises(KeyboardInterrupt):
         desk.lines._read_for(line, lambda: False)
     assert eventually(lambda: desk.ended)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 16], ids=["read ahead", "read in parts"])
+@pytest.mark.parametrize("ends", [socket_ends, memory_ends])
+def test_an_interrupt_before_a_taken_frame_has_a_name_ends_the_channel(ends, size):
+    here, there, (holder, lock) = ends()
+    lines = Lines(lambda *_: None, lambda *_: None, lambda *_: None)
+    lines.open(1, here, "peer")  # its reader does not get to read
+    there.send(Frame(1, 0, 1, bytes(size), ()), time.monotonic() + 10)
+    setattr(holder, lock, InterruptedOnce(getattr(holder, lock)))
+    with pytest.raises(KeyboardInterrupt):
+        lines.wait(here, lambda: False, lambda: None)
+    with pytest.raises(PeerLost, match="interrupted while a message was taken"):
+        here.maybe_recv(0.0)
+    there.close()
+
+
+def test_an_interrupt_while_nothing_comes_leaves_the_channel_in_order(desk):
+    line = read_by_this_thread(desk)
+    with pytest.raises(KeyboardInterrupt):
+        desk.lines._read_for(line, interrupt)
+    desk.send(1)
+    assert eventually(lambda: desk.has(1))
+    assert not desk.ended

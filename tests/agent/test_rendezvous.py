@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,7 @@ from gradwire.agent.secret import fresh_secret
 from gradwire.agent.signed_store import SignedStore
 from gradwire.errors import JoinTimeout, UsageError
 from gradwire.options import Options, Timeouts
+from gradwire.testing.background import Background
 
 SECRET = fresh_secret()
 
@@ -97,3 +99,29 @@ def test_other_names_are_fine(name):
 def test_a_meeting_place_that_is_none_is_refused():
     with pytest.raises(UsageError, match="no rendezvous at ftp://x"):
         open_store(Options(init_method="ftp://x"), 0, 1)
+
+
+@pytest.fixture
+def taken():
+    """A port where somebody else still listens, and the url of the meeting place there."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", 0))
+        other.listen()
+        yield other, f"tcp://127.0.0.1:{other.getsockname()[1]}"
+
+
+def test_who_meets_again_waits_for_the_port_that_another_host_still_has(taken):
+    other, url = taken
+    options = Options(init_method=url, timeouts=Timeouts(join=8))
+    opening = Background(lambda: open_store(options, 0, 1, is_again=True))
+    assert opening.is_blocked()
+    other.close()
+    assert opening.result().add("here", 1) == 1
+
+
+@pytest.mark.parametrize(("is_again", "seconds"), [(False, 60), (True, 0.05)])
+def test_a_port_that_stays_taken_is_an_error(taken, is_again, seconds):
+    options = Options(init_method=taken[1], timeouts=Timeouts(join=seconds))
+    opening = Background(lambda: open_store(options, 0, 1, is_again=is_again))
+    assert "address already in use" in str(opening.error(JoinTimeout))

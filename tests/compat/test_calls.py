@@ -13,8 +13,10 @@ from gradwire.compat.rpc import api as rpc
 from gradwire.compat.rpc.functions import async_execution
 from gradwire.compat.rpc.internal import PythonUDF, _InternalRPCPickler
 from gradwire.compat.rpc.manner import TORCH
-from gradwire.errors import CallTimeout, GraphCutWarning
+from gradwire.errors import CallTimeout, GraphCutWarning, UsageError
+from gradwire.rpc.pickled import dumps, loads
 from gradwire.testing import cluster
+from tests.leftovers import eventually
 
 
 @pytest.fixture
@@ -137,6 +139,57 @@ def test_a_pickler_of_the_programs_own_packs_the_call(workers):
     with rpc._use_rpc_pickler(Noting()):
         assert workers[0].run(rpc.rpc_sync, "w1", torch.nn.Linear, (2, 2)).in_features == 2
     assert noted == [PythonUDF, "deserialize"]
+
+
+class ByHand:
+    """A pickler of the program's own that has nothing of ours."""
+
+    def serialize(self, obj):
+        func, (reference, *rest), _ = obj
+        return dumps((func, reference._serialize(), rest)), []
+
+    def deserialize(self, binary_data, tensor_table):
+        func, reference, rest = loads(binary_data)
+        return PythonUDF(func, (rpc.PyRRef._deserialize(reference), *rest), {})
+
+
+def fetched(reference, *more):
+    assert all(one.owner() == reference.owner() for one in more)
+    return reference.to_here()
+
+
+@pytest.mark.parametrize("pickler", [_InternalRPCPickler, ByHand])
+def test_references_travel_beside_what_a_pickler_of_the_programs_own_packs(workers, pickler):
+    def program():
+        mine, theirs = rpc.RRef(Counter(1)), rpc.remote("w1", Counter, args=(2,))
+        with rpc._use_rpc_pickler(pickler()):
+            assert rpc.rpc_sync("w1", fetched, args=(mine,)) == Counter(1)
+            assert rpc.rpc_async("w2", fetched, args=(theirs,)).wait() == Counter(2)
+            assert rpc.remote("w2", fetched, args=(theirs,)).to_here() == Counter(2)
+            assert theirs.rpc_sync().add(3) == 5
+
+    workers[0].run(program)
+    for one in workers:
+        assert eventually(lambda one=one: not one.worker.refs.leaks())
+
+
+def test_the_same_reference_twice_is_packed_by_a_pickler_of_the_programs_own(workers):
+    def program():
+        theirs = rpc.remote("w1", Counter, args=(2,))
+        with rpc._use_rpc_pickler(_InternalRPCPickler()):
+            assert rpc.rpc_sync("w2", fetched, args=(theirs, theirs)) == Counter(2)
+
+    workers[0].run(program)
+
+
+def test_a_reference_is_packed_only_for_a_call(workers):
+    def program():
+        with pytest.raises(UsageError, match="Can not pickle rref in python pickler"):
+            _InternalRPCPickler().serialize(rpc.RRef(1))
+        with pytest.raises(UsageError, match="can not be unpickled outside of a call"):
+            rpc.PyRRef._deserialize((0,))
+
+    workers[0].run(program)
 
 
 def test_a_worker_of_another_manner_runs_no_sent_function():

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from gradwire.compat.futures import collect_all, wait_all
 from gradwire.compat.rpc import api as rpc
+from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.manner import TORCH
+from gradwire.errors import DeadlinePassed
 from gradwire.testing import cluster
+from gradwire.testing.background import Background
+
+GATE = threading.Event()
 
 
 def fail():
@@ -46,6 +53,30 @@ def test_all_values_come_in_order():
 def test_the_first_failure_is_raised_without_waiting_for_the_others(wait):
     with pytest.raises(ValueError, match="on purpose"):
         wait([never(), failed()])
+
+
+def test_a_future_that_nobody_completes_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(constants, "A_LONG_TIME_SECONDS", 0.01)
+    waiting = Background(lambda: wait_all([done(1), never()]))
+    assert str(waiting.error(DeadlinePassed)).startswith(
+        "1 of 2 futures were not completed in 0.01 s"
+    )
+
+
+def wait_at_gate():
+    assert GATE.wait(20)
+    return "went on"
+
+
+def test_a_call_is_waited_for_until_its_own_deadline(monkeypatch):
+    monkeypatch.setattr(constants, "A_LONG_TIME_SECONDS", 0.001)
+    GATE.clear()
+    with cluster(2, manner=TORCH) as workers:
+        call = workers[0].run(rpc.rpc_async, "w1", wait_at_gate)
+        waiting = Background(lambda: wait_all([call, done(2)]))
+        assert waiting.is_blocked()
+        GATE.set()
+        assert waiting.result() == ["went on", 2]
 
 
 def collected_call():

@@ -9,6 +9,8 @@ import torch
 
 import gradwire
 from gradwire import NotExposed, RemoteError
+from gradwire.rpc.rref import home_door
+from tests.leftovers import eventually
 from tests.processes import far
 
 EIGHT_MIB = 1 << 20  # elements of 8 bytes
@@ -54,6 +56,15 @@ def test_what_a_function_raises_is_raised_here_as_its_own_type(linked):
     assert "in refuse" in caught.value.remote_traceback
     with pytest.raises(KeyError, match="KeyError on w2: nowhere"):
         gradwire.rpc_async("w2", far.fail_with_key, args=("nowhere",)).wait()
+
+
+def test_every_frame_that_a_line_was_given_is_counted_by_its_channel(linked):
+    """So that an interrupt, which ends a channel that counts one more, ends no other."""
+    assert gradwire.rpc_sync("w1", far.add, args=(2,), kwargs={"b": 3}) == 5
+    lines = [line for line in home_door.find().agent._connections.lines.all() if line.reads]
+
+    assert lines
+    assert eventually(lambda: not any(line.has_lost_a_frame() for line in lines))
 
 
 def test_what_is_not_exposed_is_refused_by_name(workers):

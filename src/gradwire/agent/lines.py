@@ -54,7 +54,8 @@ class Line:
         self.role = threading.Lock()
         self.waiting: list[Done] = []
         """what threads wait for that comes by this line"""
-        self.reads = self.seen = self.idle_ticks = 0
+        self.reads = self.seen = channel.taken
+        self.idle_ticks = 0
         self.counting = threading.Lock()
         self.readers = 0
         """threads that read it when they can"""
@@ -68,6 +69,13 @@ class Line:
     def is_wanted(self) -> bool:
         """Whether somebody still waits for something."""
         return any(not done() for done in tuple(self.waiting))
+
+    def has_lost_a_frame(self) -> bool:
+        """Whether one was taken and not handled; for who has the role, when it was disturbed.
+
+        The channel counts: an interrupt may come before what it returns has a name here.
+        """
+        return self.channel.taken != self.reads
 
 
 class _Mine(threading.local):
@@ -131,24 +139,22 @@ class Lines:
     def _read_for(self, line: Line, done: Done) -> None:
         """With the role held."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
-        attend, has_frame = True, False
+        attend = True
         try:
             while not done():
                 frame = line.channel.maybe_recv(until, done)
                 if frame is None:
                     break
-                has_frame = True
-                line.reads += 1
                 self._on_frame(line.worker, line.channel, frame, False)
-                has_frame = False
+                line.reads += 1  # at last: what was taken and is not counted here is lost
             else:
                 attend = False
         except Exception as error:
-            if has_frame:  # as in _handle
+            if line.has_lost_a_frame():  # as in _handle
                 line.channel.close(str(error))
             _log.debug("its reader finds the same, and says so", exc_info=True)
         except BaseException:  # an interrupt of our thread: the frame may have been another's
-            if has_frame:
+            if line.has_lost_a_frame():
                 line.channel.close("interrupted while a message was taken")
             raise
         finally:

@@ -7,6 +7,9 @@ register.py.
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +33,9 @@ MIXED = (
 )
 _ROUNDS = "gradwire/rounds"
 _ROSTER = "gradwire/roster"
+_LOOK_AGAIN_SECONDS = 0.02
+_LONGEST_LOOK_AGAIN_SECONDS = 1.0
+_PORT_IS_TAKEN = os.strerror(errno.EADDRINUSE).lower()
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
 
 
@@ -51,20 +57,30 @@ class Meeting:
     store: Store
 
 
-def open_store(options: Options, rank: int | None, world_size: int | None) -> Store:
-    """The store that `init_method` names; without a world size, for any number of workers."""
-    seconds = timedelta(seconds=options.timeouts.join)
+def open_store(
+    options: Options, rank: int | None, world_size: int | None, *, is_again: bool = False
+) -> Store:
+    """The store that `init_method` names; without a world size, for any number of workers.
+
+    If we meet again, another of us may still host the last one at this port, until it joins too.
+    """
     url = options.init_method
     if urlparse(url).scheme not in ("env", "tcp", "file"):
         raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
-    try:
-        found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
-        store, _, _ = next(iter(found))
-    except ValueError as error:
-        raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
-    except RuntimeError as error:
-        raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
-    return store  # type: ignore[no-any-return]
+    limit, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
+    while True:
+        seconds = timedelta(seconds=max(0.001, limit - time.monotonic()))
+        try:
+            found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
+            store, _, _ = next(iter(found))
+            return store  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
+        except RuntimeError as error:
+            if not (is_again and _PORT_IS_TAKEN in str(error).lower()) or time.monotonic() >= limit:
+                raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
+        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
 
 
 def _numbered(url: str, rank: int | None, world_size: int | None) -> str:

@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 
+from gradwire.compat.rpc import constants
+from gradwire.errors import DeadlinePassed
+from gradwire.rpc import futures as ours
+
 Futures = list[torch.futures.Future[Any]]
 
 
 def wait_all(futures: Futures) -> list[Any]:
     """The values of all, or the first exception, without waiting for the others."""
     settled = _Settled(futures)
-    settled.wait()
+    settled.wait(futures)
     if settled.failed is not None:
         settled.failed.wait()
     return [future.wait() for future in futures]
@@ -53,9 +57,21 @@ class _Settled:
         if not futures:
             self._end()
 
-    def wait(self) -> None:
-        """Each future has a deadline of its own."""
-        self._over.wait()
+    def wait(self, futures: Futures) -> None:
+        """A future of ours has a deadline of its own; one of the program's is given a long time.
+
+        The futures are not kept here: they hold this, through C++, and would never be freed.
+        """
+        seconds = constants.A_LONG_TIME_SECONDS
+        while not self._over.wait(seconds):
+            theirs = [future for future in futures if not isinstance(future, ours.Future)]
+            late = [future for future in theirs if not future.done()]
+            if late:
+                raise DeadlinePassed(
+                    f"{len(late)} of {len(futures)} futures were not completed in {seconds:g} s",
+                    hint="whoever makes a torch.futures.Future() completes it, by set_result or "
+                    "set_exception",
+                )
 
     def then(self, told: Any) -> None:  # noqa: ANN401
         """Be told, once."""

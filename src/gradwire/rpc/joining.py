@@ -84,11 +84,13 @@ def meeting_place(options: Options, rank: int | None, world_size: int | None) ->
     """The store that `options.init_method` names.
 
     Note [The last meeting place]: others may be on their way to meet us again where we met last, so
-    that the process which hosted it keeps it until it has opened the next.
+    that the process which hosted it keeps it until it has opened the next, or joins one that
+    another hosts. That one waits for the port until then.
     """
+    is_again = _last_place.maybe_default() is not None
     if rank != 0:
         _last_place.set_default(None)  # whoever hosts the next may want its port
-    return open_store(options, rank, world_size)
+    return open_store(options, rank, world_size, is_again=is_again)
 
 
 def forget_meeting_place() -> None:

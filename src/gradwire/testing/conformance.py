@@ -33,17 +33,19 @@ _TOO_MUCH = [_MEGABYTE] * (HELD_AT_MOST // len(_MEGABYTE) + 1)
 
 
 def frames_keep_their_order(make_pair: MakePair) -> None:
-    """Hundreds of frames of all sizes arrive whole, as they were sent."""
+    """Hundreds of frames of all sizes arrive whole, as they were sent, and are counted."""
     sizes = [0, 1, 23, 100, 4096, 30_000, 65_511, 65_512, 65_513, 65_536, 65_537, 200_000]
     sent = [
         _frame(number, head=_pattern(sizes[number % 12]), payload=[_pattern(sizes[number % 7])])
         for number in range(120)
     ]
     with _connected(make_pair) as (here, there):
+        before = there.taken
         sender = Background(lambda: _send_all(here, sent))
         for expected in sent:
             _expect_same(there.recv(), expected)
         sender.result()
+        expect(there.taken - before == len(sent), f"{there.taken - before} frames were counted")
 
 
 def kind_flags_and_request_arrive(make_pair: MakePair) -> None:

@@ -76,6 +76,14 @@ class Channel(Protocol):
         return False
 
     @property
+    def taken(self) -> int:
+        """How often something was taken from it, also if an interrupt came before it was returned.
+
+        It grows by one with each frame. It may be one too many after an interrupt, never too few.
+        """
+        return 0
+
+    @property
     def remote(self) -> str:
         """The address of the other end, as it is written in errors."""
 

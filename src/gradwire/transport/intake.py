@@ -59,6 +59,8 @@ class Intake:
         self.limits = limits
         self.is_midway = False
         """whether it waits for the rest of a frame"""
+        self.taken = 0
+        """frames; counted before one is gone from here"""
         self._sock, self._guard, self._stall = sock, guard, stall
         self._pool, self._shared = pool, shared
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
@@ -180,6 +182,7 @@ class Intake:
         if flags & TAKES_BLOCKS and self._shared is not None:
             self._shared.peer_takes_blocks = True
         frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
+        self.taken += 1
         self._start = after
         return frame
 
@@ -195,7 +198,9 @@ class Intake:
             has_payload = payload_length or flags & IN_BLOCK
             payload = self._payload_of(flags, payload_length) if has_payload else ()
             check_content(prefix, head, payload)
-            return Frame(prefix.kind, flags & IS_ANSWER, prefix.request, head, payload)
+            frame = Frame(prefix.kind, flags & IS_ANSWER, prefix.request, head, payload)
+            self.taken += 1
+            return frame
         except PeerLost:
             raise
         except BadMessage as refusal:

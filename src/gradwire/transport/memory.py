@@ -56,6 +56,7 @@ class _Pipe:
         self._held = 0
         self._waiting = 0
         self._ended = False
+        self._put_in = 0
         self._room = threading.Condition(threading.Lock())
 
     def put(self, parcel: _Parcel, deadline: float) -> bool:
@@ -68,6 +69,7 @@ class _Pipe:
             if self._ended:
                 return False
             self._held += parcel.size
+            self._put_in += 1
             self._parcels.put(parcel)
         return True
 
@@ -104,11 +106,17 @@ class _Pipe:
                 if left <= longest or done():
                     raise
 
+    def taken(self) -> int:
+        """How many parcels are no longer in it."""
+        with self._room:
+            return self._put_in - self._parcels.qsize()
+
     def end(self) -> None:
         """Nothing more goes in; what is in can still be had."""
         with self._room:
             if not self._ended:
                 self._ended = True
+                self._put_in += 1
                 self._parcels.put(None)
                 self._room.notify_all()
 
@@ -145,6 +153,11 @@ class MemoryChannel:
 
     def __repr__(self) -> str:
         return f"<MemoryChannel to {self.remote}: {self._ended or 'open'}>"
+
+    @property
+    def taken(self) -> int:
+        """See `Channel.taken`."""
+        return self._incoming.taken()
 
     def say(self, words: bytes, deadline: float) -> None:
         """Queue the bytes; see `Channel.say`."""

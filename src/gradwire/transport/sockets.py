@@ -102,6 +102,11 @@ class SocketChannel:
         """See `Channel.watches_itself`."""
         return self._intake.is_midway
 
+    @property
+    def taken(self) -> int:
+        """See `Channel.taken`."""
+        return self._intake.taken
+
     def __repr__(self) -> str:
         return f"<SocketChannel to {self.remote}: {self._guard.story or 'open'}>"
 

@@ -25,7 +25,7 @@ from gradwire.compat.rpc.internal import (
     run_function,
     run_serialized,
 )
-from gradwire.compat.rpc.references import PyRRef, RRef
+from gradwire.compat.rpc.references import PyRRef, RRef, beside
 from gradwire.compat.rpc.world import (
     RpcAgent,
     TensorPipeAgent,
@@ -187,7 +187,10 @@ def _target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Targ
     name = getattr(func, "__qualname__", type(func).__qualname__)
     udf = PythonUDF(func, tuple(args), kwargs)
     if _default_pickler is not _internal_rpc_pickler:
-        return Target(f"!{name}", (run_serialized, *_default_pickler.serialize(udf)), {})
+        references: list[PyRRef[Any]] = []
+        with beside(references):
+            data, tensors = _default_pickler.serialize(udf)
+        return Target(f"!{name}", (run_serialized, data, tensors, references), {})
     return Target(f"!{name}", (run_function, udf), {})
 
 

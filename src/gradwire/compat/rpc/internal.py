@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.compat.rpc.references import PyRRef, beside
 from gradwire.rpc.asynchronous import result_of
-from gradwire.rpc.pickled import PickleCodec
+from gradwire.rpc.pickled import PickleCodec, Reducers
 from gradwire.rpc.rref import home_door
+
+_REFERENCE = 0
 
 
 class RPCExecMode(Enum):
@@ -50,11 +53,17 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
         """The value as bytes and tensors."""
-        return PickleCodec(self._class_reducer_dict).pack(obj)
+        return _codec(self._class_reducer_dict).pack(obj)
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
         """The value that was serialized."""
-        return PickleCodec().unpack(binary_data, tensor_table)
+        return _codec({}).unpack(binary_data, tensor_table)
+
+
+def _codec(reducers: Reducers) -> PickleCodec:
+    codec = PickleCodec(reducers)
+    codec.extend(PyRRef, _REFERENCE, PyRRef._serialize, PyRRef._deserialize)
+    return codec
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
@@ -86,11 +95,14 @@ def run_builtin(operator: str, args: tuple[object, ...], kwargs: dict[str, objec
     return getattr(getattr(torch.ops, space), name)(*args, **kwargs)
 
 
-def run_serialized(binary_data: bytes, tensor_table: list[torch.Tensor]) -> object:
+def run_serialized(
+    binary_data: bytes, tensor_table: list[torch.Tensor], references: list[PyRRef[Any]]
+) -> object:
     """Run a function that a pickler of the program's own has packed."""
     from gradwire.compat.rpc import api  # the pickler in use is looked up when it is used
 
-    udf = api._default_pickler.deserialize(binary_data, tensor_table)
+    with beside(references):
+        udf = api._default_pickler.deserialize(binary_data, tensor_table)
     assert isinstance(udf, PythonUDF)
     return run_function(udf)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -12,13 +14,28 @@ from gradwire.agent.promise import Promise
 from gradwire.compat.rpc.agent import _is_current_rpc_agent_set, patience
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_fetch, timed_out
-from gradwire.errors import CallTimeout
+from gradwire.errors import CallTimeout, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc import rref as native
 from gradwire.rpc.calls import Created
 from gradwire.rpc.rref import Home
 
 T = TypeVar("T")
+
+_beside: ContextVar[list[PyRRef[Any]] | None] = ContextVar("gradwire beside", default=None)
+
+
+@contextmanager
+def beside(references: list[PyRRef[Any]]) -> Iterator[None]:
+    """Where the references go of what a pickler of the program's own packs or unpacks in the block.
+
+    The pickle has their places in this list, which is an argument of its own: so each is counted.
+    """
+    token = _beside.set(references)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
 
 
 class PyRRef(native.RRef[T]):
@@ -127,8 +144,22 @@ class PyRRef(native.RRef[T]):
         self._check_usable("fork an UserRRef")
         return super()._pack()
 
-    def _serialize(self) -> NoReturn:
-        self.__reduce__()
+    def _serialize(self) -> tuple[int]:
+        references = _beside.get()
+        if references is None:
+            self.__reduce__()
+        references.append(self)
+        return (len(references) - 1,)
+
+    @staticmethod
+    def _deserialize(said: tuple[int]) -> PyRRef[Any]:
+        references = _beside.get()
+        if references is None:
+            raise UsageError(
+                "a reference can not be unpickled outside of a call",
+                hint="pass it to rpc_sync, rpc_async or remote: each such copy is counted",
+            )
+        return references[said[0]]
 
     def __reduce__(self) -> NoReturn:
         self._check_usable("fork an UserRRef")

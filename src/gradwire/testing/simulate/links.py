@@ -49,6 +49,7 @@ class SimulatedChannel:
         self.peer_names: tuple[str, ...] | None = None
         self.binding = b""
         self.watches_itself = False
+        self.taken = 0
         self._number = network.scheduler.number()
         self._said = b""
         self._network, self.process = network, process
@@ -109,6 +110,7 @@ class SimulatedChannel:
         data = self._maybe_get(until, done)
         if data is None:
             return None
+        self.taken += 1
         try:
             if self._said:
                 raise BadMessage("words without a frame, after the handshake")

@@ -93,6 +93,11 @@ class FaultyChannel:
         """The address of the other end."""
         return self._inner.remote
 
+    @property
+    def taken(self) -> int:
+        """How many frames came."""
+        return self._inner.taken
+
     def say(self, words: bytes, deadline: float) -> None:
         """Say it: there is no handshake to disturb."""
         self._inner.say(words, deadline)
