@@ -373,7 +373,7 @@ def test_defect_08_an_async_call_takes_a_snapshot_of_its_arguments(workers, gate
 @pytest.mark.parametrize("threads", [1, 4])
 def test_defect_09_recursion_does_not_use_up_the_threads(threads):
     """The original dead-locks at depth 8 with 4 threads, beyond every timeout."""
-    # Each nested call ends a tenth before the one around it: at this depth 3 % of the time is left.
+    # Each nested call ends a little before the one around it, a tenth of its time if that is short.
     options = Options(timeouts=Timeouts(call=60.0), threads=threads)
     with cluster(2, expose=[HERE], options=options) as few:
         assert few[0].run(gw.rpc_sync, "w1", ping, args=(32, "w0")) == 32

@@ -84,10 +84,16 @@ def test_what_is_more_than_descent_is_left_to_torch(make):
     assert descended(optim.SGD(parameters, lr=1), parameters, [torch.ones(3)]) is not None
 
 
+class Own(torch.Tensor):
+    """May compute what it likes."""
+
+
 STRANGE = {
     "half precision": (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
-    "sparse": (torch.ones(3), torch.ones(3).to_sparse()),
-    "a kind of its own": (torch.ones(3), torch.nn.Parameter(torch.ones(3))),
+    "a class of its own": (torch.ones(3).as_subclass(Own), torch.ones(3)),
+    "a sparse gradient": (torch.ones(3), torch.ones(3).to_sparse()),
+    "a gradient with a class of its own": (torch.ones(3), torch.nn.Parameter(torch.ones(3))),
+    "a gradient of another shape": (torch.ones(3), torch.ones(1, 3)),
 }
 
 
@@ -96,3 +102,12 @@ def test_tensors_out_of_the_ordinary_are_left_to_torch(value, gradient):
     parameters = parameters_of([value])
 
     assert descended(optim.SGD(parameters, lr=1), parameters, [gradient]) is None
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"maximize": True}], ids=str)
+def test_what_would_need_room_for_large_gradients_once_more_is_left_to_torch(options):
+    parameters = parameters_of([torch.ones(1 << 19)])
+    gradients = [torch.ones(1 << 19)]
+
+    assert descended(optim.SGD(parameters, lr=1, **options), parameters, gradients) is None
+    assert descended(optim.SGD(parameters, lr=1), parameters, gradients) is not None

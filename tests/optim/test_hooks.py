@@ -109,7 +109,7 @@ def test_a_profiler_sees_it():
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_state_is_kept_whole_and_apart(monkeypatch, one_by_one):
     if one_by_one:
-        monkeypatch.setattr(torch_private, "_clone", torch_private._cloned_one_by_one)
+        monkeypatch.setattr(torch_private, "_clone", torch_private.cloned_one_by_one)
     a, b, c, d = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
     twin = torch.ones(2)
     state = {

@@ -84,6 +84,34 @@ def test_any_class_of_torch_steps_as_it_does_locally(cls):
         assert torch.equal(found, expected)
 
 
+class Rounded(torch.Tensor):
+    """Whole numbers, however it is stepped."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.add_:
+            with torch._C.DisableTorchFunctionSubclass():
+                args[0].round_()
+        return found
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_parameter_with_a_class_of_its_own_is_stepped_as_that_has_it(n):
+    first = torch.tensor([1.0, 2.0, 3.0]).as_subclass(Rounded)
+    here, elsewhere = [[nn.Parameter(first.clone()) for _ in range(n)] for _ in range(2)]
+    optimizer = DistributedOptimizer(torch.optim.SGD, [*map(gradwire.RRef, elsewhere)], lr=0.3)
+    for parameter in [*here, *elsewhere]:
+        parameter.grad = torch.ones(3)
+
+    torch.optim.SGD(here, lr=0.3).step()
+    optimizer.step()
+
+    assert here[0].tolist() == [1.0, 2.0, 3.0]
+    assert [p.tolist() for p in elsewhere] == [p.tolist() for p in here]
+    assert type(elsewhere[0]) is Rounded
+
+
 def test_a_step_leaves_alone_what_has_no_gradient_and_grad_itself():
     used, unused = made = parts("w1", "w2")
     optimizer = DistributedOptimizer(torch.optim.SGD, refs_of(made), lr=0.1)
@@ -309,6 +337,22 @@ def test_a_saved_state_goes_on_where_it_was(sharded):
             "w1": [0, 1, 2],
             "w2": [3, 4, 5],
         }
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_state_that_an_older_torch_has_saved_lacks_some_options(n):
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(n)]
+    optimizer = DistributedOptimizer(torch.optim.SGD, [*map(gradwire.RRef, parameters)], lr=0.5)
+    saved = optimizer.state_dict()
+    for option in ("foreach", "differentiable", "fused"):
+        del saved["param_groups"][0][option]
+
+    optimizer.load_state_dict(saved)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+
+    assert all(parameter.tolist() == [0.5, 0.5] for parameter in parameters)
 
 
 def test_a_gathered_state_is_torch_s_own():

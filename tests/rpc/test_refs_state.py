@@ -15,6 +15,7 @@ from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId
 from gradwire.rpc.holds_state import (
     Action,
+    AskMaker,
     Broken,
     Confirmed,
     Forget,
@@ -337,7 +338,7 @@ def test_a_reference_to_a_lost_owner_breaks_and_owes_nothing():
     assert a.peer_lost(B) == []
     assert not a.is_confirmed(fork_of(hold))
     assert not a.pending()
-    with pytest.raises(PeerLost, match=r"r0\.0 cannot be passed on: w1 was lost"):
+    with pytest.raises(PeerLost, match=r"r0\.0 cannot be passed on: w1, or the way to it, was"):
         a.pack(hold, C)
     assert a.hold_ended(hold) == []
     assert a.statistics() == EMPTY
@@ -554,9 +555,36 @@ def test_a_fork_that_comes_before_its_value_is_asked_again():
 
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NOT_YET
     assert b.statistics() == EMPTY
-    assert c.fork_answered(fork, Verdict.NOT_YET) == []
+    assert c.fork_answered(fork, Verdict.NOT_YET) == [AskMaker(fork, A)]
+    assert c.maker_answered(fork, a.may_come(fork, C)) == []
     b.owned.creation_arrived(ref, fork_of(hold))
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
+
+
+def test_a_fork_whose_creating_call_went_with_its_connection_never_comes():
+    a, b, c = RefTable(A), RefTable(B), RefTable(C)
+    hold = a.create(B)
+    theirs, _ = passed(a, hold, c, C)
+    fork = fork_of(theirs)
+    a.creation_lost(fork_of(hold))
+
+    assert b.owned.fork_arrived(hold.ref, fork, C) is Verdict.NOT_YET
+    assert a.may_come(fork, C) is Verdict.NEVER
+    assert c.maker_answered(fork, Verdict.NEVER) == [
+        Broken(hold.ref, fork, B),
+        SendAccept(fork, A),
+    ]
+    assert c.maker_answered(fork, Verdict.NEVER) == []
+    with pytest.raises(PeerLost, match="w1, or the way to it, was lost"):
+        c.pack(theirs, D)
+
+
+def test_a_maker_answers_only_who_has_its_fork():
+    a, c = RefTable(A), RefTable(C)
+    theirs, _ = passed(a, a.create(B), c, C)
+
+    assert a.may_come(fork_of(theirs), C) is Verdict.NOT_YET
+    assert a.may_come(fork_of(theirs), D) is Verdict.NEVER
 
 
 def test_a_fork_whose_value_was_lost_on_the_way_never_comes():
@@ -816,6 +844,13 @@ class Cluster:
         actions = table.fork_answered(got.fork, got.verdict)
         return actions + table.fork_unwanted(asked, got.verdict)
 
+    def serve_expected(self, table: RefTable, got: Message) -> None:
+        verdict = table.may_come(got.fork, got.src)
+        self.send(Message("maker_verdict", got.dst, got.src, fork=got.fork, verdict=verdict))
+
+    def serve_maker_verdict(self, table: RefTable, got: Message) -> list[Action]:
+        return table.maker_answered(got.fork, got.verdict)
+
     def serve_accept(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("accept_ack", got.dst, got.src, fork=got.fork))
         return table.accept_arrived(got.fork)
@@ -840,6 +875,8 @@ class Cluster:
                 case SendDrop(ref, fork, to):
                     floor = self.tables[worker].floor(to)
                     self.send(Message("drop", worker, to, ref, fork, floor=floor))
+                case AskMaker(fork, to):
+                    self.send(Message("expected", worker, to, fork=fork))
                 case SendAccept(fork, to):
                     self.send(Message("accept", worker, to, fork=fork))
                 case Broken(ref, fork, lost):

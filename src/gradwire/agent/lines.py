@@ -9,9 +9,9 @@ The right to read a line is its *role*. While a function runs on the thread that
 two calls, the role is free: nobody reads. The keeper sees to that. It looks every 2 ms at the lines
 that were in use lately, takes what has come, and gives the line a reader. A line on which much was
 read since is left alone, and as long as that is so of all, it looks less and less often: a look
-takes the interpreter from whoever makes the calls. So what nobody waits for is read at most 8 ms
-late, and mostly 2, however long a function runs. A line that is quiet for two looks has a reader
-that sleeps, and when all have one the keeper sleeps too.
+takes the interpreter from whoever makes the calls. So what nobody waits for is read at the second
+look, mostly after 2 ms and at most after 16, however long a function runs. A line that is quiet for
+two looks has a reader that sleeps, and when all have one the keeper sleeps too.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ _ROSTER = "gradwire/roster"
 _LOOK_AGAIN_SECONDS = 0.02
 _LONGEST_LOOK_AGAIN_SECONDS = 1.0
 _PORT_IS_TAKEN = os.strerror(errno.EADDRINUSE).lower()
+_ANOTHER = "end that program, or choose another port: MASTER_PORT, or that of init_method"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
 
 
@@ -77,8 +78,12 @@ def open_store(
         except ValueError as error:
             raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
         except RuntimeError as error:
-            if not (is_again and _PORT_IS_TAKEN in str(error).lower()) or time.monotonic() >= limit:
+            if _PORT_IS_TAKEN not in str(error).lower():
                 raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
+            if not is_again or time.monotonic() >= limit:
+                raise UsageError(
+                    f"no rendezvous at {url}: something else listens at its port", hint=_ANOTHER
+                ) from error
         time.sleep(min(pause, max(0.0, limit - time.monotonic())))
         pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
 

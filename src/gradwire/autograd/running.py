@@ -140,8 +140,10 @@ class Running:
         """Block until it has come."""
         with self._lock:
             self._awaited.add(edge)
-            self._sleep_until(lambda: self.has_come(edge))
-            self._awaited.discard(edge)
+            try:
+                self._sleep_until(lambda: self.has_come(edge))
+            finally:
+                self._awaited.discard(edge)
 
     def collect(self, edge: EdgeId) -> Settlement:
         """The gradients of an edge that has come, or raise what ended the pass."""

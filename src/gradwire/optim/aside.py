@@ -8,15 +8,15 @@ place. What a step has changed of the optimizer's state can be taken back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.optim.batching import Batching
+from gradwire.optim.batching import Batching, are_of_torch
 from gradwire.optim.descent import Descent
-from gradwire.optim.torch_private import cloned, take_step
+from gradwire.optim.torch_private import cloned, cloned_one_by_one, take_step
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, and what stands for each."""
@@ -34,11 +34,12 @@ class Aside:
     """For the stand-ins of one optimizer."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, stand_ins: Collection[torch.Tensor]
+        self, optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
         self._optimizer = optimizer
-        self._batching = Batching(optimizer, stand_ins)
-        self._descent = Descent(optimizer, stand_ins)
+        self._batching = Batching(optimizer, stand_ins.values())
+        self._descent = Descent(optimizer, stand_ins.keys())
+        self._cloned = cloned if are_of_torch(stand_ins) else cloned_one_by_one
 
     def begin(self, pairs: Pairs) -> Prepared:
         """A step of these; what is needed to take it back."""
@@ -49,7 +50,7 @@ class Aside:
         """Step the stand-ins. The options of an optimizer that are not plain may be anything."""
         parameters = [parameter for parameter, _ in pairs]
         stepped = self._descent.maybe_stepped(parameters, gradients) if is_plain else None
-        for (_, stand_in), value in zip(pairs, stepped or cloned(parameters), strict=True):
+        for (_, stand_in), value in zip(pairs, stepped or self._cloned(parameters), strict=True):
             stand_in.data = value
         if stepped is not None:
             return

@@ -10,7 +10,7 @@ for what is between the operators.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 import torch
@@ -28,6 +28,8 @@ _EXACT = frozenset(
     }
 )
 _TYPES = frozenset({torch.float32, torch.float64})
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+"""A class of its own may compute what it likes, and not know lists."""
 _FEWEST = 6
 _MOST_BYTES = 1 << 20
 _SAID_OTHERWISE = ("foreach", "fused", "nesterov", "differentiable", "capturable")
@@ -68,14 +70,25 @@ class Batching:
 
 def _maybe_dtype(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
     """The one type of all, if they are many, small, and of a kind that may be stepped at once."""
-    size = sum(tensor.nbytes for tensor in tensors)
-    return None if len(tensors) < _FEWEST or size > _MOST_BYTES else maybe_plain_type(tensors)
+    if len(tensors) < _FEWEST or not are_small(tensors):
+        return None
+    return maybe_plain_type(tensors)
+
+
+def are_small(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one more of each is no matter."""
+    return sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+
+
+def are_of_torch(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none has a class of its own."""
+    return all(type(tensor) in _KINDS for tensor in tensors)
 
 
 def maybe_plain_type(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
     """The one type of all, if what is computed of them in lists is known to be the same."""
     dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) != 1 or not dtypes <= _TYPES:
+    if len(dtypes) != 1 or not dtypes <= _TYPES or not are_of_torch(tensors):
         return None
     plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
     return dtypes.pop() if plain else None

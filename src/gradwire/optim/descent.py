@@ -13,41 +13,45 @@ from typing import final
 import torch
 from torch import optim
 
-from gradwire.optim.batching import are_plain, maybe_plain_type
+from gradwire.optim.batching import are_plain, are_small, maybe_plain_type
 from gradwire.optim.torch_private import is_followed, listed_add, listed_negative
 
 _NUMBERS = (int, float)
+_is_same_size = torch.Tensor.is_same_size
 _OTHERWISE = ("momentum", "nesterov", "differentiable", "fused", "foreach")
 
 
 @final
 class Descent:
-    """For the stand-ins of one optimizer."""
+    """For the parameters that one optimizer steps."""
 
-    __slots__ = ("_dtype", "_optimizer")
+    __slots__ = ("_are_small", "_dtype", "_optimizer")
 
-    def __init__(self, optimizer: optim.Optimizer, stand_ins: Collection[torch.Tensor]) -> None:
+    def __init__(self, optimizer: optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
         self._optimizer = optimizer
         is_plain = type(optimizer) is optim.SGD and len(optimizer.param_groups) == 1
-        self._dtype = maybe_plain_type(stand_ins) if is_plain else None
+        self._dtype = maybe_plain_type(parameters) if is_plain else None
+        self._are_small = are_small(parameters)
 
     def maybe_stepped(
         self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> Sequence[torch.Tensor] | None:
         """What a step makes of some of the parameters; None if torch is to take it."""
-        optimizer = self._optimizer
-        if self._dtype is None or not parameters or "step" in vars(optimizer):
+        optimizer, dtype = self._optimizer, self._dtype
+        if dtype is None or not parameters or "step" in vars(optimizer):
             return None
         group = optimizer.param_groups[0]
-        if any(group[option] for option in _OTHERWISE) or is_followed(optimizer):
+        if any(group.get(option) for option in _OTHERWISE) or is_followed(optimizer):
             return None
-        rate, decay = group["lr"], group["weight_decay"]
+        rate, decay, is_ascent = group["lr"], group["weight_decay"], group["maximize"]
         if type(rate) not in _NUMBERS or type(decay) not in _NUMBERS:
             return None
-        if not are_plain(gradients, self._dtype):
+        if (decay or is_ascent) and not self._are_small:  # one more list of gradients
             return None
-        if group["maximize"]:
+        if not are_plain(gradients, dtype) or not all(map(_is_same_size, gradients, parameters)):
+            return None
+        if is_ascent:
             gradients = listed_negative(gradients)
-        if decay != 0:
+        if decay:
             gradients = listed_add(gradients, parameters, decay)
         return listed_add(parameters, gradients, -rate)

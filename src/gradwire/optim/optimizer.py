@@ -207,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, options, strict=True):
             refs = group["params"]
             group.clear()
-            group.update(saved, params=refs)
+            group.update({**self.defaults, **saved}, params=refs)  # one saved long ago lacks some
         by_number = self._options()
 
         def share(owner: WorkerId) -> tuple[State, dict[int, Options]]:

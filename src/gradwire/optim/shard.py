@@ -66,7 +66,7 @@ class Shard:
         self._pairs: Pairs = []
         made = [self._made(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
-        self._aside = Aside(self._optimizer, self._stand_ins.values())
+        self._aside = Aside(self._optimizer, self._stand_ins)
         self._here.storages.register(self._stand_ins)
 
     # -- groups
@@ -105,7 +105,7 @@ class Shard:
         except BaseException:
             self.drop_group(number)
             raise
-        self._aside = Aside(self._optimizer, self._stand_ins.values())
+        self._aside = Aside(self._optimizer, self._stand_ins)
         self._here.storages.register(self._stand_ins)
         return self.options()
 

@@ -87,10 +87,11 @@ def listed_negative(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_neg(tensors))
 
 
-def _cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A clone of each, as its class has it."""
     return [tensor.clone() for tensor in tensors]
 
 
 _clone: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = getattr(
-    torch, "_foreach_clone", _cloned_one_by_one
+    torch, "_foreach_clone", cloned_one_by_one
 )

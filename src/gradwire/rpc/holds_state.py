@@ -38,7 +38,7 @@ class SendFork:
 class AskMaker:
     """Ask the maker of our fork whether the value that its owner does not know may still come."""
 
-    asked: SendFork
+    fork: ForkId
     to: WorkerId
 
 
@@ -86,7 +86,7 @@ class Forget:
     ref: RefId
 
 
-Action = SendFork | SendAccept | SendDrop | Confirmed | Broken | Forget
+Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Broken | Forget
 
 
 class Verdict(Enum):

@@ -22,6 +22,7 @@ from gradwire.rpc.accepting import Accepting, but_accepts
 from gradwire.rpc.contents import Content, Raised
 from gradwire.rpc.holds_state import (
     Action,
+    AskMaker,
     Broken,
     Confirmed,
     Forget,
@@ -334,7 +335,7 @@ class Refs:
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendFork() | SendAccept() | SendDrop():
+                case SendFork() | AskMaker() | SendAccept() | SendDrop():
                     self._sender.send_soon(action)
                 case Forget(ref):
                     with self._lock:
@@ -365,6 +366,8 @@ class Refs:
                 case SendFork() if verdict is not None:
                     actions = self._table.fork_answered(sending.fork, verdict)
                     actions += self._table.fork_unwanted(sending, verdict)
+                case AskMaker() if verdict is not None:
+                    actions = self._table.maker_answered(sending.fork, verdict)
                 case SendAccept():
                     self._table.accept_acknowledged(sending.fork)
                 case SendDrop():

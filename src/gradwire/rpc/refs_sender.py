@@ -28,7 +28,7 @@ _AWAITED_SECONDS = 60.0
 
 Sending = SendFork | SendAccept | SendDrop | AskMaker
 Heard = Callable[[Sending, Verdict | None], None]
-"""Told that something was heard, and what the owner said of a Fork."""
+"""Told that something was heard, and the verdict, if that was the answer."""
 
 
 @final
@@ -110,25 +110,14 @@ class RefSender:
             return
         said = outcome.message
         verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
-        if isinstance(sending, AskMaker):
-            if verdict is Verdict.NEVER:
-                self._settle(sending.asked, verdict)
-        elif isinstance(sending, SendFork) and verdict is Verdict.NOT_YET:
-            self._await(sending)
-        else:
-            self._settle(sending, verdict)
-
-    def _await(self, asked: SendFork) -> None:
-        """The owner does not know the value; its maker knows whether it may still come."""
-        waited, maker = self._waited(asked), asked.fork.worker
-        if waited >= _AWAITED_SECONDS:
-            self._settle(asked, Verdict.NEVER)
-            return
-        self._send_later(asked, _ASK_AGAIN_SECONDS + waited / 10)
-        if waited and maker != self._agent.directory.me.id:
-            self.send_soon(AskMaker(asked, maker))
-
-    def _settle(self, sending: Sending, verdict: Verdict | None) -> None:
+        if isinstance(sending, SendFork) and verdict is Verdict.NOT_YET:
+            waited = self._waited(sending)
+            if waited < _AWAITED_SECONDS:
+                self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
+                if waited:  # mostly the value is there when it is asked for again
+                    self._heard(sending, verdict)
+                return
+            verdict = Verdict.NEVER
         self._await_no_more(sending)
         self._heard(sending, verdict)
 
@@ -139,6 +128,8 @@ class RefSender:
             return now - self._awaited.setdefault(sending, now)
 
     def _send_later(self, sending: Sending, seconds: float) -> None:
+        if isinstance(sending, AskMaker):  # who asks the owner again asks the maker again
+            return
         when = self._agent.clock.now() + seconds
         with self._lock:
             self._later.append((when, sending))
@@ -166,8 +157,8 @@ def _message(sending: Sending, floor: int) -> Message:
     match sending:
         case SendFork(ref, fork, _, n):
             return Fork(ref, fork, n, floor)
-        case AskMaker(asked, _):
-            return Expected(asked.fork)
+        case AskMaker(fork, _):
+            return Expected(fork)
         case SendAccept(fork, _):
             return Accept(fork)
         case SendDrop(ref, fork, _):

@@ -15,7 +15,7 @@ from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.ids import WorkerId
 from gradwire.rpc import rights
-from gradwire.rpc.holds_state import Action, Verdict
+from gradwire.rpc.holds_state import Action
 from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
 from gradwire.rpc.refs_sender import CONTROL_SECONDS
 from gradwire.rpc.refs_state import RefTable
@@ -55,8 +55,7 @@ class RefServing:
 
     def _serve_expected(self, message: Expected, _: Payload, source: Source) -> None:
         with self._lock:
-            is_needed = self._table.taker_of(message.fork) == source.worker
-        verdict = Verdict.NOT_YET if is_needed else Verdict.NEVER
+            verdict = self._table.may_come(message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:

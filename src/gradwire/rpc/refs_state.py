@@ -57,6 +57,7 @@ from gradwire.ids import ForkId, RefId, WorkerId
 from gradwire.rpc.asks_state import Asking
 from gradwire.rpc.holds_state import (
     Action,
+    AskMaker,
     Broken,
     Confirmed,
     Hold,
@@ -212,9 +213,18 @@ class RefTable:
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The owner answered our Fork."""
         held = self._held.get(fork)
-        if held is None or held.stage is not _Stage.ASKING or verdict is Verdict.NOT_YET:
+        if held is None or held.stage is not _Stage.ASKING:
             return []
+        if verdict is Verdict.NOT_YET:
+            return [] if fork.worker == self._me else [AskMaker(fork, fork.worker)]
         return self._counted(held) if verdict is Verdict.COUNTED else self._broke(held, fork.worker)
+
+    def maker_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
+        """The maker of our fork answered whether its value may still come."""
+        held = self._held.get(fork)
+        if held is None or held.stage is not _Stage.ASKING or verdict is not Verdict.NEVER:
+            return []
+        return self._broke(held, held.owner)
 
     def fork_unwanted(self, asked: SendFork, verdict: Verdict) -> list[Action]:
         """The owner answered; what it has counted, and we gave up meanwhile, is dropped."""
@@ -295,6 +305,10 @@ class RefTable:
         ]
         return [*forks, *self._accepts.values(), *self._drops.values()]
 
+    def may_come(self, fork: ForkId, asker: WorkerId) -> Verdict:
+        """Whether the value of a fork may still come: NOT_YET, while we keep it for who asks."""
+        return Verdict.NOT_YET if self.taker_of(fork) == asker else Verdict.NEVER
+
     def taker_of(self, fork: ForkId) -> WorkerId | None:
         """For whom we made a fork of another's value that is not accepted yet."""
         made = self._children.get(fork)
@@ -337,7 +351,7 @@ class RefTable:
                 hint="pass references on before shutdown()",
             )
         if held.lost is not None:
-            raise PeerLost(f"{ref} cannot be passed on: w{held.lost} was lost")
+            raise PeerLost(f"{ref} cannot be passed on: w{held.lost}, or the way to it, was lost")
         if held.stage is _Stage.ASKING:
             raise UsageError(
                 f"{ref} cannot be passed on before w{held.owner} has counted {fork}",
