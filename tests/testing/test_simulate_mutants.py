@@ -75,7 +75,7 @@ def a_pass_goes_on_without_a_worker_that_is_lost(patch):
     patch.setattr(PassState, "concerns", lambda self, worker: False)
 
 
-@mutant(False, 178)
+@mutant(False, 193)
 def a_failed_pass_keeps_its_gradients(patch):
     patch.setattr(Ledger, "undo", Ledger.keep)
 
@@ -91,7 +91,7 @@ def a_reference_ends_without_a_word(patch):
     patch.setattr(RefTable, "_maybe_drop", silent)
 
 
-@mutant(False, 13)
+@mutant(False, 31)
 def a_fork_that_was_dropped_is_counted_again(patch):
     arrived = Owned.fork_arrived
 
