@@ -97,6 +97,10 @@ def read_exactly(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
+HEARD = threading.Event()
+"""whether a signal has raised"""
+
+
 def in_background(function: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
@@ -118,19 +122,28 @@ def interrupt_this_thread_once_it_is_in(function: str) -> threading.Thread:
     def watch() -> None:
         while not is_inside():
             os.sched_yield()
-        # In the function, but maybe not yet in the kernel; either is an interrupt of a wait.
+        # In the function, but maybe not yet in the kernel; either is an interrupt of a wait. One
+        # that comes in between wakes nobody, so it is repeated until it was heard.
         signal.pthread_kill(main, signal.SIGUSR1)
+        while not HEARD.wait(0.1):
+            signal.pthread_kill(main, signal.SIGUSR1)
 
     return in_background(watch)
 
 
 @pytest.fixture
 def _signals_raise() -> Iterator[None]:
+    """The first one does."""
+    HEARD.clear()
+
     def handler(*_: object) -> None:
-        raise Interrupted
+        if not HEARD.is_set():
+            HEARD.set()
+            raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handler)
     yield
+    HEARD.set()
     signal.signal(signal.SIGUSR1, before)
 
 
