@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -53,12 +54,19 @@ def question(member, to, fork):
     return answer.wait(LONG).message.verdict
 
 
-def test_who_waits_for_a_value_that_went_with_a_connection_hears_of_it(workers, monkeypatch):
+@contextmanager
+def fetching_before_it_is_there(workers, monkeypatch):
+    """A reference that w0 made on w1, and what w2 fetches by it: w1 does not know it meanwhile."""
     reference = workers[0].run(gw.remote, "w1", same, args=(1,))
     with monkeypatch.context() as patch:
         patch.setattr(refs(workers[1])._table.owned, "fork_arrived", lambda *_: Verdict.NOT_YET)
         answer = workers[0].run(gw.rpc_async, "w2", fetched, args=(reference,), timeout=LONG)
         assert eventually(lambda: refs(workers[2]).statistics().pending_users == 1)
+        yield reference, answer
+
+
+def test_who_waits_for_a_value_that_went_with_a_connection_hears_of_it(workers, monkeypatch):
+    with fetching_before_it_is_there(workers, monkeypatch) as (reference, answer):
         cut(workers[0], workers[1])
     assert eventually(answer.done)
 
@@ -67,11 +75,7 @@ def test_who_waits_for_a_value_that_went_with_a_connection_hears_of_it(workers, 
 
 
 def test_a_maker_that_still_expects_the_value_says_so_to_nobody_but_its_taker(workers, monkeypatch):
-    reference = workers[0].run(gw.remote, "w1", same, args=(1,))
-    with monkeypatch.context() as patch:
-        patch.setattr(refs(workers[1])._table.owned, "fork_arrived", lambda *_: Verdict.NOT_YET)
-        answer = workers[0].run(gw.rpc_async, "w2", fetched, args=(reference,), timeout=LONG)
-        assert eventually(lambda: refs(workers[2]).statistics().pending_users == 1)
+    with fetching_before_it_is_there(workers, monkeypatch) as (_, answer):
         (fork,) = refs(workers[0])._table._children
         said = [question(workers[n], 0, fork) for n in (1, 2)]
         assert not answer.done()

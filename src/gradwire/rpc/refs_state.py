@@ -32,8 +32,8 @@ reference itself, can reach the owner first. A Fork is then answered NOT_YET and
 cannot be counted in advance, as it looks the same as a late copy about a value long forgotten. The
 creating call may also have gone with a connection, or the value with one after it: the creator then
 keeps nothing of the fork, and says so when it is asked (AskMaker). A reference comes once, so its
-value is awaited. Others than the creator may pass on only what is
-counted: then an unknown value in a fork of theirs is a forgotten one, and the answer is NEVER.
+value is awaited. Others than the creator may pass on only what is counted: then an unknown value in
+a fork of theirs is a forgotten one, and the answer is NEVER.
 
 Note [A creation that timed out is asked about]
 Its call may still be on the way. A Drop at once would be ignored by an owner that knows no such
