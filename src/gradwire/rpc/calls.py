@@ -21,7 +21,7 @@ from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
@@ -116,7 +116,7 @@ class Calls:
             lift_this_thread(came.depth)
         if came.cut and torch.is_grad_enabled():
             what = target.what or spoken(target.name)
-            warn_of_cut(came.cut, f"the result of {what} on {self._agent.directory.name(to)}")
+            warn_of_cut(came.cut, f"the result of {what} on {self._name(to)}")
         return came.value
 
     def _outcome(
@@ -142,9 +142,12 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+        what = f"{target.what or spoken(target.name)} on {self._name(to)}"
         landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
+
+    def _name(self, worker: WorkerId) -> str:
+        return self._agent.directory.name(worker)
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -196,7 +199,7 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        on = f"{what} on {self._agent.directory.name(hold.owner)}"
+        on = f"{what} on {self._name(hold.owner)}"
         landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
         return self._wait_for(hold.owner, landing)
 
@@ -255,8 +258,11 @@ class Calls:
         keep: Kept | None = None,
     ) -> _Sent:
         """When its answer has come, it has to leave the window."""
-        value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
+        value, at = (target.args, target.kwargs), ("args", "kwargs")
+        try:
+            packed = self._parcels.pack(value, to=to, context=context, place=at, deadline=deadline)
+        except CannotTravel as refusal:
+            raise self._parcels.placed(refusal, value, at) from refusal.__cause__
         parcel, size, counted = packed.parcel, packed.size, False
         what = target.what or spoken(target.name)
         try:
@@ -264,8 +270,7 @@ class Calls:
             if grad and parcel.tensors:
                 cut = cut_tensors(parcel.tensors, parcel.crossings)
                 if cut:
-                    on = self._agent.directory.name(to)
-                    warn_of_cut(len(cut), f"the arguments of {what} on {on}")
+                    warn_of_cut(len(cut), f"the arguments of {what} on {self._name(to)}")
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
