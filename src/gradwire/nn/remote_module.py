@@ -18,6 +18,7 @@ from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import owner
 from gradwire.nn.place import parse_place
 from gradwire.rpc.api import get_worker_info, remote, rpc_async, rpc_sync
+from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -57,13 +58,14 @@ class RemoteModule(nn.Module):
         self,
         remote_device: str,
         module_cls: Maker,
-        args: tuple[object, ...] | None = None,
+        args: tuple[object, ...] | list[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         place = parse_place(remote_device)
         self.on, self.device = get_worker_info(place.worker).name, place.device
-        made = (module_cls, tuple(args or ()), dict(kwargs or {}), place.device)
+        args = () if args is None else positional(args)
+        made = (module_cls, args, keywords(kwargs), place.device)
         self.module_rref = remote(self.on, owner.create, made)
 
     @classmethod

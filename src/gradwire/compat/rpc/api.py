@@ -49,6 +49,7 @@ from gradwire.compat.rpc.world import (
     shutdown,
 )
 from gradwire.errors import DeadlinePassed, PeerError
+from gradwire.rpc.arguments import keywords, of_sequence
 from gradwire.rpc.calls import Target
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -177,15 +178,15 @@ def _prepared(
 ) -> tuple[Worker, WorkerInfo, Target]:
     if not callable(func):
         raise TypeError("function should be callable.")
-    return _here(), _to_worker_info(to), _target(func, args or (), kwargs or {})
+    return _here(), _to_worker_info(to), _target(func, of_sequence(args), keywords(kwargs))
 
 
-def _target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Target:  # noqa: ANN401
+def _target(func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Target:
     operator = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
     if operator is not None:
-        return Target(f"!{operator}", (run_builtin, operator, tuple(args), kwargs), {})
+        return Target(f"!{operator}", (run_builtin, operator, args, kwargs), {})
     name = getattr(func, "__qualname__", type(func).__qualname__)
-    udf = PythonUDF(func, tuple(args), kwargs)
+    udf = PythonUDF(func, args, kwargs)
     if _default_pickler is not _internal_rpc_pickler:
         references: list[PyRRef[Any]] = []
         with beside(references):
