@@ -167,12 +167,15 @@ class Engine:
         peer: WorkerId,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Called by a Recv: settle its edge. See Note [Gradients are never shared].
+        """Called by a Recv: settle its edge, unless the pass ends at that Recv.
 
-        The last gradients of a run, if for the root, leave when it has returned, and say so.
+        See Note [Gradients are never shared]. The last gradients of a run, if for the root, leave
+        when it has returned, and say so.
         Under create_graph a gradient that wants one itself crosses as values do.
         """
         running = self._running(context, edge)
+        if edge in running.stops:
+            return
         present = [gradient for gradient in gradients if gradient is not None]
         crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
         headers, payload = encode_tensors(present, self.limits)

@@ -47,6 +47,9 @@ class Plan(msgspec.Struct, frozen=True):
     """the workers that are told"""
 
 
+NO_STOPS: frozenset[EdgeId] = frozenset()
+
+
 class Held(msgspec.Struct, frozen=True):
     """Gradients that leave when the run is over, as they are the last thing it does."""
 
@@ -77,6 +80,8 @@ class Running:
         """the edges of this worker that others settle in the pass, as a bitset"""
         self.ledger: Ledger | None = None
         self.run, self.plan = run, plan
+        self.stops = NO_STOPS
+        """at the root: the edges of the Recvs behind which the pass has nothing to run"""
         self.held: Held | None = None
         self.error: Exception | None = None
         """what ended the pass, if something did"""
