@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
@@ -59,6 +60,14 @@ T = TypeVar("T")
 Exposed = Iterable[ModuleType | Any]
 
 
+class Own(NamedTuple):
+    """A generator that one of several workers in a process has to itself."""
+
+    generator: torch.Generator
+    drawing: Callable[[], AbstractContextManager[object]]
+    """what to enter around the code of the worker, so that random operators draw from it"""
+
+
 @final
 class Worker:
     """See the top of this file."""
@@ -76,6 +85,7 @@ class Worker:
         store: Store | None = None,
         manner: Manner = NATIVE,
         refusals: Refusals | None = None,
+        own: Own | None = None,
     ) -> None:
         home_door.move_in()
         autograd_api.door.move_in()
@@ -83,6 +93,8 @@ class Worker:
         self.directory, self.name = directory, directory.me.name
         self.manner = manner
         self._options = options
+        self.own = own
+        """the generator that this worker has to itself; that of the process if there is none"""
         self._parts: Parts[Worker] = Parts()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
@@ -106,7 +118,7 @@ class Worker:
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent; each registers what it serves."""
         agent, options, manner = self.agent, self._options, self.manner
-        inside = partial(Scope, self)
+        inside = partial(Scope, self) if self.own is None else self.serving
         self.engine = Engine(
             agent,
             options.timeouts,
@@ -163,7 +175,11 @@ class Worker:
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""
         with home_door.opened(self), autograd_api.door.opened(self.engine):
-            yield
+            if self.own is None:
+                yield
+                return
+            with self.own.drawing():
+                yield
 
     def shutdown(self, *, graceful: bool, timeout: float | None = None) -> list[str]:
         """Leave, with the others if graceful; the workers that were given up on."""
@@ -249,10 +265,15 @@ class Worker:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
     def serving(
-        self, context: ContextId | None, deadline: float, errand: Source | None = None
-    ) -> AbstractContextManager[None]:
+        self,
+        context: ContextId | None,
+        deadline: float = math.inf,
+        errand: Source | None = None,
+    ) -> Scope | _DrawingScope:
         """The scope of a function that a peer has asked for."""
-        return Scope(self, context, deadline, errand)
+        if self.own is None:
+            return Scope(self, context, deadline, errand)
+        return _DrawingScope(self.own.drawing(), partial(Scope, self, context, deadline, errand))
 
 
 @final
@@ -289,6 +310,27 @@ class Scope:
         was_due(self._deadline)
         autograd_api.door.leave(self._engine)
         home_door.leave(self._home)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+@final
+class _DrawingScope:
+    """The scope of a served function on a worker that has a generator of its own."""
+
+    def __init__(self, drawing: AbstractContextManager[object], scope: Callable[[], Scope]) -> None:
+        self._drawing = drawing
+        drawing.__enter__()
+        self._scope = scope()
+
+    def leave(self) -> None:
+        """As it was before."""
+        self._scope.leave()
+        self._drawing.__exit__(None, None, None)
 
     def __enter__(self) -> None:
         pass
