@@ -250,6 +250,23 @@ def rendezvous_host(init_method: str) -> str:
     return urlparse(init_method).hostname or ""
 
 
+def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | None:
+    """Host and port of the store that another process serves; None for a file or a store of ours.
+
+    Under torchrun its own agent may serve the store; otherwise rank 0 does.
+    """
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank = _maybe_int("RANK") if rank is None else rank
+    if rank == 0 and not by_agent:
+        return None
+    if init_method.startswith("env"):
+        host, port = os.environ.get("MASTER_ADDR", ""), _maybe_int("MASTER_PORT")
+    else:
+        url = urlparse(init_method)
+        host, port = url.hostname or "", url.port
+    return (host, port) if host and port else None
+
+
 def put_first_on_python_path(directory: str) -> None:
     """Where the Python processes that this one starts look for modules first."""
     already = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
