@@ -277,7 +277,10 @@ def test_what_a_done_callback_raises_is_logged_with_its_traceback(workers, caplo
     assert eventually(lambda: logged(caplog))
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert record.getMessage() == f"w0: a callback of the future of {HERE.__name__}.double raised"
+    assert (
+        record.getMessage()
+        == f"w0: a callback of the future of {HERE.__name__}.double on w1 raised"
+    )
     assert record.exc_info[1] is error
     assert "in unlucky_callback" in caplog.text
 
@@ -294,7 +297,8 @@ def test_what_a_callback_of_then_raises_is_logged_if_nobody_asks(workers, caplog
     del future
     assert eventually(lambda: gc.collect() or logged(caplog))
     (text,) = logged(caplog)
-    said = f"w0: a callback of the future of {HERE.__name__}.double raised, and nobody has asked"
+    double_on_w1 = f"{HERE.__name__}.double on w1"
+    said = f"w0: a callback of the future of {double_on_w1} raised, and nobody has asked"
     assert text.startswith(said)
     assert "in unlucky_callback" in text
     assert text.endswith("ZeroDivisionError: callback of 2")

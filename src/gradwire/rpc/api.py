@@ -164,6 +164,25 @@ def remote(
     return cast(RRef[T], worker.refs.make(created.hold))
 
 
+def call_as(
+    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> T:
+    """`rpc_sync` for a function of gradwire's own, which errors and warnings call `what`."""
+    worker = _here()
+    target = Target(name_of(func), args, kwargs, what)
+    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(None))
+    return result
+
+
+def call_async_as(
+    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Future[T]:
+    """`rpc_async`, likewise."""
+    worker = _here()
+    target = Target(name_of(func), args, kwargs, what)
+    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(None))
+
+
 def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
     if not callable(func):
         raise WrongType(

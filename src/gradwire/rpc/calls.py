@@ -42,6 +42,8 @@ class Target(msgspec.Struct, frozen=True):
     name: str
     args: tuple[object, ...]
     kwargs: dict[str, object]
+    what: str = ""
+    """how errors and warnings call it, where its own name says little"""
 
 
 @lru_cache(1 << 10)
@@ -113,7 +115,8 @@ class Calls:
         if came.depth:
             lift_this_thread(came.depth)
         if came.cut and torch.is_grad_enabled():
-            warn_of_cut(came.cut, f"the result of {spoken(target.name)}")
+            what = target.what or spoken(target.name)
+            warn_of_cut(came.cut, f"the result of {what} on {self._agent.directory.name(to)}")
         return came.value
 
     def _outcome(
@@ -139,7 +142,8 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        landing = self._landing(promise, to, context, spoken(target.name), self._manner.of_call)
+        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+        landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
@@ -192,7 +196,8 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        landing = self._landing(promise, hold.owner, context, what, self._manner.of_fetch)
+        on = f"{what} on {self._agent.directory.name(hold.owner)}"
+        landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
         return self._wait_for(hold.owner, landing)
 
     def _ask(
@@ -252,13 +257,15 @@ class Calls:
         """When its answer has come, it has to leave the window."""
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
-        parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
+        parcel, size, counted = packed.parcel, packed.size, False
+        what = target.what or spoken(target.name)
         try:
             grad = torch.is_grad_enabled()
             if grad and parcel.tensors:
                 cut = cut_tensors(parcel.tensors, parcel.crossings)
                 if cut:
-                    warn_of_cut(len(cut), f"the arguments of {what}")
+                    on = self._agent.directory.name(to)
+                    warn_of_cut(len(cut), f"the arguments of {what} on {on}")
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
