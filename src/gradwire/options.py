@@ -31,9 +31,11 @@ class Timeouts:
     call: float = 60.0
     """until a call is answered, unless the call says otherwise"""
     backward: float = 300.0
-    """until a whole backward pass is over"""
+    """until a whole backward pass is over; one that another worker began gets no more time here"""
     step: float = 60.0
-    """until every owner of an optimizer's parameters has taken one step"""
+    """until every owner of an optimizer's parameters has taken one step; a step that another worker
+    asks for gets no more time here
+    """
     shutdown: float = 60.0
     """until the others have finished too"""
     stall: float = 15.0
@@ -90,6 +92,8 @@ class Limits:
     """of one peer, over all contexts that are open here, and the depth of a graph"""
     passes: int = 1 << 16
     """over one context, begun by others, that this worker has heard of"""
+    runs: int = 1 << 8
+    """of backward passes that one peer began, under way here: each has a thread while it waits"""
     references: int = 1 << 18
     """to values of this worker, in the hands of one peer"""
 

@@ -23,6 +23,7 @@ from gradwire.agent.errands import Source
 from gradwire.agent.pool import Job
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing
+from gradwire.autograd.admission import Admission
 from gradwire.autograd.checking import check_crossing, check_gradients
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
@@ -79,7 +80,9 @@ class Engine:
         self.passes = Passes(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
-        self._served = Served(agent, self.contexts, self.passes, locks, inside)
+        admission = Admission(agent, seconds)
+        self.deadline_for_peer = admission.deadline
+        self._served = Served(agent, self.contexts, self.passes, locks, inside, admission)
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)

@@ -94,6 +94,7 @@ class Running:
         self._awaited: set[EdgeId] = set()
         self._leaves = 0
         self._run_over = False
+        self._parked: Callable[[], object] | None = None
 
     @property
     def asked(self) -> frozenset[WorkerId]:
@@ -125,6 +126,28 @@ class Running:
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
 
+    def park(self, begin: Callable[[], object]) -> bool:
+        """Call this when the first gradients have come, or the pass has failed; False if it is so.
+
+        Then it is not called.
+        """
+        with self._lock:
+            if self.error is not None or self._state.settled:
+                return False
+            if self._parked is not None:
+                raise BadMessage(f"{self.id} was begun twice")
+            self._parked = begin
+            return True
+
+    def _unpark(self) -> None:
+        """Without the lock: it takes the thread that settles or fails the pass."""
+        if self._parked is None:
+            return
+        with self._lock:
+            begin, self._parked = self._parked, None
+        if begin is not None:
+            begin()
+
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
         with self._lock:
@@ -136,6 +159,7 @@ class Running:
                 self._inbox[edge] = settlement
             if self._changed is not None:
                 self._changed.notify_all()
+        self._unpark()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -239,6 +263,7 @@ class Running:
             self._fail(error)
             if self._changed is not None:
                 self._changed.notify_all()
+        self._unpark()
 
     def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """With the lock held: wait until it is so, as seen after each change."""

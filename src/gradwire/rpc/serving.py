@@ -271,7 +271,7 @@ class Serving:
         content.on_settled(partial(self._guard, source, answer))
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
-        deadline = self._agent.clock.now() + message.seconds
+        deadline = self._engine.deadline_for_peer(message.seconds)
         hold = Hold(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
