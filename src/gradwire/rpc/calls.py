@@ -24,7 +24,7 @@ from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
-from gradwire.rpc.graph_cut import warn_of_cut
+from gradwire.rpc.graph_cut import warn_of_copies, warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
@@ -112,9 +112,15 @@ class Calls:
         came = self._opened(outcome, to, context)
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut and torch.is_grad_enabled():
-            warn_of_cut(came.cut, f"the result of {spoken(target.name)}")
+        if (came.cut or came.copies) and torch.is_grad_enabled():
+            self._warn(came, f"the result of {spoken(target.name)}")
         return came.value
+
+    def _warn(self, came: Unpacked, what: str) -> None:
+        if came.cut:
+            warn_of_cut(came.cut, what)
+        if came.copies:
+            warn_of_copies(came.copies, what)
 
     def _outcome(
         self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
@@ -259,6 +265,8 @@ class Calls:
                 cut = cut_tensors(parcel.tensors, parcel.crossings)
                 if cut:
                     warn_of_cut(len(cut), f"the arguments of {what}")
+            if grad and packed.copies:
+                warn_of_copies(packed.copies, f"the arguments of {what}")
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
@@ -316,7 +324,9 @@ class Calls:
         if isinstance(outcome, Exception):
             return translated(outcome, self._agent.directory)
         came = self._opened(outcome, source, context)
-        return replace(came, cut=0) if came.cut and not differentiable else came
+        if (came.cut or came.copies) and not differentiable:
+            return replace(came, cut=0, copies=0)
+        return came
 
     def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
         result = answer.message
@@ -324,7 +334,8 @@ class Calls:
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.accepting.heard(result.accepted, peer)
-        return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
+        came = self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
+        return replace(came, copies=result.copies) if result.copies > 0 else came
 
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
         promise = landing.promise

@@ -23,6 +23,19 @@ def warn_of_cut(count: int, what: str) -> None:
     )
 
 
+def warn_of_copies(count: int, what: str) -> None:
+    """Say that `count` tensors that require grad crossed as copies, inside objects."""
+    tensors = "a tensor that requires grad" if count == 1 else f"{count} tensors that require grad"
+    warnings.warn(
+        f"{tensors} crossed in {what} as a copy, inside a module or another object: no gradient "
+        "will come back to the original\n"
+        "hint: pass the tensors themselves as arguments, in lists, dicts or dataclasses; keep the "
+        "object where it is and call it through an RRef or a RemoteModule; or use no_grad",
+        GraphCutWarning,
+        stacklevel=_user_level(),
+    )
+
+
 def _user_level() -> int:
     """How many frames up the user's code is, seen from warn_of_cut."""
     frame, level = sys._getframe(1), 1

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from gradwire.agent.unserved import EACH
@@ -34,6 +35,8 @@ class Packed(msgspec.Struct, frozen=True):
     parcel: Parcel
     payload: Sequence[Buffer]
     context: ContextId | None
+    copies: int = 0
+    """tensors cut off from the graph of the context, as they are copied with an object"""
 
     @property
     def size(self) -> int:
@@ -45,12 +48,14 @@ class Packed(msgspec.Struct, frozen=True):
 class Unpacked(msgspec.Struct, frozen=True):
     """A value that arrived.
 
-    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph.
+    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph, and
+    `copies` how many more did so inside an object, though a context was open.
     """
 
     value: Any
     depth: int = 0
     cut: int = 0
+    copies: int = 0
 
 
 @final
@@ -80,7 +85,10 @@ class Parcels:
                 return Packed(Parcel(data, [], [], []), (), context)
             return self._sealed(data, tensors, [], to, context)
         with self._refs.packing(to, deadline) as references:
-            return self._sealed(*self._codec.pack(value, place), references, to, context)
+            data, tensors, copies = self._codec.pack(value, place)
+            packed = self._sealed(data, tensors, references, to, context)
+        # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
+        return replace(packed, copies=copies) if copies and context is not None else packed
 
     def _sealed(
         self,

@@ -127,7 +127,10 @@ class Worker:
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
         refs, options, manner = self.refs, self._options, self.manner
-        pickles = PickleCodec(manner.reducers) if manner.pickle or options.pickle else None
+        pickles = None
+        if manner.pickle or options.pickle:
+            restores = manner.leaves_outside_contexts
+            pickles = PickleCodec(manner.reducers, restores_parameters=restores)
         data = Codec(registry, options.limits, pickles)
         for codec in (data, pickles):
             if codec is not None:
