@@ -24,7 +24,7 @@ from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
-from gradwire.rpc.graph_cut import warn_of_copies, warn_of_cut
+from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
@@ -81,6 +81,7 @@ class Calls:
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
+        self._carries_modes = manner.carries_modes
         self._window = Window(in_flight, agent.clock)
         self._around = Surroundings(agent, self._depth_of, manner.of_callback)
         agent.kinds.add(Result)
@@ -109,18 +110,13 @@ class Calls:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
-        came = self._opened(outcome, to, context)
+        recorded = self._carries_modes or torch.is_grad_enabled()
+        came = self._opened(outcome, to, context, recorded)
         if came.depth:
             lift_this_thread(came.depth)
         if (came.cut or came.copies) and torch.is_grad_enabled():
-            self._warn(came, f"the result of {spoken(target.name)}")
+            warn_of_cut(came.cut, f"the result of {spoken(target.name)}", came.copies)
         return came.value
-
-    def _warn(self, came: Unpacked, what: str) -> None:
-        if came.cut:
-            warn_of_cut(came.cut, what)
-        if came.copies:
-            warn_of_copies(came.copies, what)
 
     def _outcome(
         self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
@@ -261,15 +257,15 @@ class Calls:
         parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
         try:
             grad = torch.is_grad_enabled()
-            if grad and parcel.tensors:
+            if grad and (parcel.tensors or packed.copies):
                 cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut:
-                    warn_of_cut(len(cut), f"the arguments of {what}")
-            if grad and packed.copies:
-                warn_of_copies(packed.copies, f"the arguments of {what}")
+                if cut or packed.copies:
+                    warn_of_cut(len(cut), f"the arguments of {what}", packed.copies)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
+            if not self._carries_modes:
+                grad, inference = True, False
             call, promise = self._agent.request(
                 to,
                 Call(target.name, parcel, context, grad, inference, seconds, keep),
@@ -323,18 +319,22 @@ class Calls:
     ) -> Opened:
         if isinstance(outcome, Exception):
             return translated(outcome, self._agent.directory)
-        came = self._opened(outcome, source, context)
+        came = self._opened(outcome, source, context, self._carries_modes or differentiable)
         if (came.cut or came.copies) and not differentiable:
             return replace(came, cut=0, copies=0)
         return came
 
-    def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
+    def _opened(
+        self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
+    ) -> Unpacked:
         result = answer.message
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.accepting.heard(result.accepted, peer)
-        came = self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
+        came = self._parcels.unpack(
+            result.parcel, answer.payload, source=peer, context=context, is_recorded=recorded
+        )
         return replace(came, copies=result.copies) if result.copies > 0 else came
 
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401

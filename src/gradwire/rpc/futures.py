@@ -25,7 +25,7 @@ from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.scope import current_context, inside
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
-from gradwire.rpc.graph_cut import warn_of_copies, warn_of_cut
+from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
 
 INTERRUPTED = "the thread that waited for it was interrupted"
@@ -101,12 +101,9 @@ class Landing(Generic[T]):
             raise fresh(came)  # type: ignore[arg-type]
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut:
-            self._came = replace(came, cut=0)
-            warn_of_cut(came.cut, f"the result of {self._what}")
-        if came.copies:
+        if came.cut or came.copies:
             self._came = replace(came, cut=0, copies=0)
-            warn_of_copies(came.copies, f"the result of {self._what}")
+            warn_of_cut(came.cut, f"the result of {self._what}", came.copies)
         return came.value  # type: ignore[no-any-return]
 
 

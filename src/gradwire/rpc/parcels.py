@@ -25,7 +25,7 @@ from gradwire.rpc.payload import Codec, Unopened
 from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
-from gradwire.wire.header import REQUIRES_GRAD, TensorHeader
+from gradwire.wire.header import REQUIRES_GRAD, TensorHeader, without_inference
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 
@@ -63,10 +63,16 @@ class Parcels:
     """Packs and unpacks for one worker."""
 
     def __init__(
-        self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, *, leaves: bool = False
+        self,
+        codec: Codec | PickleCodec,
+        engine: Engine,
+        refs: Refs,
+        *,
+        leaves: bool = False,
+        carries_modes: bool = True,
     ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
-        self._leaves = leaves
+        self._leaves, self._carries_modes = leaves, carries_modes
 
     def pack(
         self,
@@ -106,6 +112,8 @@ class Parcels:
                 hint="differentiate in reverse, or leave dual_level() before the call",
             )
         headers, payload = encode_tensors(tensors, self._engine.limits)
+        if not self._carries_modes:  # autograd refuses what was made in inference mode
+            headers = [without_inference(header) for header in headers]
         crossings: list[Crossing] = []
         if context is not None:
             crossings = self._engine.attach_send(context, to, tensors)
@@ -125,15 +133,16 @@ class Parcels:
         source: WorkerId,
         context: ContextId | None,
         is_answered: bool = False,
+        is_recorded: bool = True,
     ) -> Unpacked:
-        """The value, its references held and its graph attached.
+        """The value, its references held and, if that is recorded, its graph attached.
 
         For `is_answered` see Note [An answer accepts], accepting.py.
         """
         if not parcel.references:
-            return self._opened(parcel, payload, source, context)
+            return self._opened(parcel, payload, source, context, is_recorded)
         with self._refs.unpacking(parcel.references, source, is_answered=is_answered):
-            return self._opened(parcel, payload, source, context)
+            return self._opened(parcel, payload, source, context, is_recorded)
 
     def _opened(
         self,
@@ -141,6 +150,7 @@ class Parcels:
         payload: memoryview | None,
         source: WorkerId,
         context: ContextId | None,
+        is_recorded: bool,
     ) -> Unpacked:
         if not parcel.tensors:
             return Unpacked(self._value(parcel, (), source))
@@ -149,7 +159,7 @@ class Parcels:
         if crossings:
             if context is None:
                 raise BadMessage("a message outside of any context came with edges")
-            if not self._engine.attach_recv(context, source, crossings, tensors):
+            if not is_recorded or not self._engine.attach_recv(context, source, crossings, tensors):
                 crossings = ()
         depth = 0
         for crossing in crossings:

@@ -119,7 +119,8 @@ class Worker:
         self.refs.make = lambda hold: reference._of(self, hold)
         codec = self._codec(registry, reference)
         leaves = manner.leaves_outside_contexts
-        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
+        modes = manner.carries_modes
+        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
         Serving(agent, self.engine, self.refs, parcels, registry, inside, manner)

@@ -13,7 +13,7 @@ import torch
 from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc.references import PyRRef, beside
 from gradwire.rpc.asynchronous import result_of
-from gradwire.rpc.graph_cut import warn_of_copies
+from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.pickled import PickleCodec, Reducers
 from gradwire.rpc.rref import home_door
 
@@ -57,7 +57,7 @@ class _InternalRPCPickler:
         """The value as bytes and tensors."""
         data, tensors, copies = _codec(self._class_reducer_dict).pack(obj)
         if copies and torch.is_grad_enabled() and current_context() is not None:
-            warn_of_copies(copies, "what was serialized")
+            warn_of_cut(0, "what was serialized", copies)
         return data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
