@@ -83,6 +83,7 @@ class Calls:
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
+        self._carries_modes = manner.carries_modes
         self._window = Window(in_flight, agent.clock)
         self._around = Surroundings(agent, self._depth_of, refs.on_death, manner.of_callback)
         agent.kinds.add(Result)
@@ -111,12 +112,13 @@ class Calls:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
-        came = self._opened(outcome, to, context)
+        recorded = self._carries_modes or torch.is_grad_enabled()
+        came = self._opened(outcome, to, context, recorded)
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut and torch.is_grad_enabled():
-            what = target.what or spoken(target.name)
-            warn_of_cut(came.cut, f"the result of {what} on {self._agent.directory.name(to)}")
+        if (came.cut or came.copies) and torch.is_grad_enabled():
+            what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+            warn_of_cut(came.cut, f"the result of {what}", came.copies)
         return came.value
 
     def _outcome(
@@ -261,14 +263,16 @@ class Calls:
         what = target.what or spoken(target.name)
         try:
             grad = torch.is_grad_enabled()
-            if grad and parcel.tensors:
+            if grad and (parcel.tensors or packed.copies):
                 cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut:
+                if cut or packed.copies:
                     on = self._agent.directory.name(to)
-                    warn_of_cut(len(cut), f"the arguments of {what} on {on}")
+                    warn_of_cut(len(cut), f"the arguments of {what} on {on}", packed.copies)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
+            if not self._carries_modes:
+                grad, inference = True, False
             call, promise = self._agent.request(
                 to,
                 Call(target.name, parcel, context, grad, inference, seconds, keep),
@@ -322,16 +326,23 @@ class Calls:
     ) -> Opened:
         if isinstance(outcome, Exception):
             return translated(outcome, self._agent.directory)
-        came = self._opened(outcome, source, context)
-        return replace(came, cut=0) if came.cut and not differentiable else came
+        came = self._opened(outcome, source, context, self._carries_modes or differentiable)
+        if (came.cut or came.copies) and not differentiable:
+            return replace(came, cut=0, copies=0)
+        return came
 
-    def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
+    def _opened(
+        self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
+    ) -> Unpacked:
         result = answer.message
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.accepting.heard(result.accepted, peer)
-        return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
+        came = self._parcels.unpack(
+            result.parcel, answer.payload, source=peer, context=context, is_recorded=recorded
+        )
+        return replace(came, copies=result.copies) if result.copies > 0 else came
 
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
         promise = landing.promise

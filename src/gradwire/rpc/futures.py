@@ -134,9 +134,9 @@ class Landing(Generic[T]):
             raise fresh(came)  # type: ignore[arg-type]
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut:
-            self._came = replace(came, cut=0)
-            warn_of_cut(came.cut, f"the result of {self.what}")
+        if came.cut or came.copies:
+            self._came = replace(came, cut=0, copies=0)
+            warn_of_cut(came.cut, f"the result of {self.what}", came.copies)
         return came.value  # type: ignore[no-any-return]
 
 

@@ -59,11 +59,13 @@ class Result(Message, frozen=True, tag=0x41):
     """What the function returned.
 
     `accepted` are forks that came with the call and need those of the caller no longer: an Accept
-    for each, at no cost.
+    for each, at no cost. `copies` are tensors that require grad but travel inside an object, as
+    copies without their graph: the caller is warned of them.
     """
 
     parcel: Parcel
     accepted: Sequence[ForkId] = ()
+    copies: int = 0
 
 
 class Fetch(Message, frozen=True, tag=0x42):

@@ -254,7 +254,7 @@ class Serving:
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
         try:
-            result = Result(packed.parcel, accepted)
+            result = Result(packed.parcel, accepted, packed.copies)
             left = self._agent.answer(source, result, packed.payload, deadline=deadline)
         finally:
             if not left:

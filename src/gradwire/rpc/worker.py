@@ -131,7 +131,8 @@ class Worker:
         self.refs.make = lambda hold: reference._of(self, hold)
         codec = self._codec(registry, reference)
         leaves = manner.leaves_outside_contexts
-        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
+        modes = manner.carries_modes
+        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
         Serving(agent, self.engine, self.refs, parcels, registry, inside, manner)
@@ -139,7 +140,10 @@ class Worker:
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
         refs, options, manner = self.refs, self._options, self.manner
-        pickles = PickleCodec(manner.reducers) if manner.pickle or options.pickle else None
+        pickles = None
+        if manner.pickle or options.pickle:
+            restores = manner.leaves_outside_contexts
+            pickles = PickleCodec(manner.reducers, restores_parameters=restores)
         data = Codec(registry, options.limits, pickles)
         for codec in (data, pickles):
             if codec is not None:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc.references import PyRRef, beside
 from gradwire.rpc.asynchronous import result_of
+from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.pickled import PickleCodec, Reducers
 from gradwire.rpc.rref import home_door
 
@@ -53,7 +55,10 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
         """The value as bytes and tensors."""
-        return _codec(self._class_reducer_dict).pack(obj)
+        data, tensors, copies = _codec(self._class_reducer_dict).pack(obj)
+        if copies and torch.is_grad_enabled() and current_context() is not None:
+            warn_of_cut(0, "what was serialized", copies)
+        return data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
         """The value that was serialized."""
@@ -61,7 +66,7 @@ class _InternalRPCPickler:
 
 
 def _codec(reducers: Reducers) -> PickleCodec:
-    codec = PickleCodec(reducers)
+    codec = PickleCodec(reducers, restores_parameters=True)
     codec.extend(PyRRef, _REFERENCE, PyRRef._serialize, PyRRef._deserialize)
     return codec
 
