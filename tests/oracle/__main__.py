@@ -16,12 +16,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from gradwire import Options, Timeouts
 from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
+from gradwire.testing.processes import process_cluster
 from tests.oracle.check import SECONDS, Checker, exposed
 from tests.oracle.programs import DRAWN, KINDS, features_of
 
@@ -35,6 +38,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
     parser.add_argument("--together", action="store_true", help="one edge for each message")
+    parser.add_argument("--processes", action="store_true", help="workers in processes")
     parser.add_argument("--kinds", default=",".join(DRAWN), help="all, or of: " + ", ".join(KINDS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="a program may take")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
@@ -46,21 +50,34 @@ def parsed() -> argparse.Namespace:
     return asked
 
 
+@contextmanager
+def running(asked: argparse.Namespace) -> Iterator[Checker]:
+    """A cluster in this process or of processes, and what checks programs on it."""
+    with ExitStack() as stack:
+        if asked.processes:
+            stack.enter_context(process_cluster(5, expose=exposed(), options=OPTIONS))
+            on_w0 = _just_run
+        else:
+            manner = Manner(edge_per_message=asked.together)
+            made = cluster(5, expose=exposed(), manner=manner, options=OPTIONS)
+            on_w0 = stack.enter_context(made)[0].run
+        yield Checker(on_w0, together=asked.together, kinds=asked.kinds, seconds=asked.seconds)
+
+
+def _just_run(function: Callable, *args: object) -> object:
+    return function(*args)
+
+
 def run_share(asked: argparse.Namespace) -> None:
     """Run some programs here, and print a line of JSON for each."""
     torch.set_num_threads(1)
-    manner = Manner(edge_per_message=asked.together)
-    with cluster(5, expose=exposed(), manner=manner, options=OPTIONS) as workers:
-        checker = Checker(
-            workers[0].run, together=asked.together, kinds=asked.kinds, seconds=asked.seconds
-        )
+    with running(asked) as checker:
         for seed in range(asked.first, asked.first + asked.programs):
             # Also if the process cannot even say so: a lock held while the collector runs.
             faulthandler.dump_traceback_later(2 * asked.seconds, exit=True)
-            failure, before = checker.failure(seed), checker.features
+            failure, used = checker.failure(seed), checker.features
             checker.features = Counter()
-            line = {"seed": seed, "failure": failure, "features": before}
-            print(json.dumps(line), flush=True)
+            print(json.dumps({"seed": seed, "failure": failure, "features": used}), flush=True)
             if checker.hung:
                 os._exit(3)
         faulthandler.cancel_dump_traceback_later()
@@ -102,6 +119,7 @@ class Long:
         command += ["--first", str(seeds.start), "--programs", str(len(seeds))]
         command += ["--kinds", ",".join(self._asked.kinds), "--seconds", str(self._asked.seconds)]
         command += ["--together"] if self._asked.together else []
+        command += ["--processes"] if self._asked.processes else []
         next_seed = seeds.start
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import gradwire
-from tests.oracle import dice, finalizers, interpreter
+from tests.oracle import dice, finalizers, interpreter, unusual
 from tests.oracle.interpreter import STATES, as_local, call, crossing_together, is_local, name
 from tests.oracle.programs import FAILING, INTO_MAP, Program
 from tests.oracle.state import State
@@ -229,6 +229,8 @@ def _failing(
     program: Program, context: int | None, x: torch.Tensor, loss: torch.Tensor
 ) -> list[Gradient]:
     """A pass, one that fails and leaves nothing, and one more."""
+    # A loss that never left this worker is torch's own, which leaves how far it came.
+    loss = loss + call(1, unusual.times_parameter, x)().sum()
 
     def differentiate(retain_graph: bool) -> None:
         if context is None:
@@ -243,7 +245,9 @@ def _failing(
     differentiate(True)
     tell(True)
     failed = False
-    leaves = [x, *(STATES[name(n)].parameter for n in range(program.workers))] if is_local() else []
+    # What a failed pass has added is put back on all workers but its root, which is as torch is.
+    owners = range(program.workers if is_local() else 1)
+    leaves = [x, *(STATES[name(n)].parameter for n in owners)]
     before = [leaf.grad if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     try:
         differentiate(True)
@@ -252,7 +256,7 @@ def _failing(
             raise
         failed = True
         for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient  # one process leaves how far it came; a cluster does not
+            leaf.grad = gradient
     tell(False)
     differentiate(False)
     return [torch.tensor(float(failed))]
