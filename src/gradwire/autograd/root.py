@@ -32,6 +32,7 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
+from gradwire.autograd.ordering import runs_through
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Plan, Running
@@ -87,7 +88,7 @@ class Root:
             reached = [
                 received
                 for received in context.received
-                if received.edge == met or _runs_through(received)
+                if received.edge == met or runs_through(received)
             ]
             plain = any(will_execute(_accumulator(received)) for received in reached)
             needed = None if plain else _sends_executed(context)
@@ -315,20 +316,6 @@ def _check_whole(context: Context) -> None:
             f"{context} cannot be differentiated any more: {context.broken}",
             hint="close the context and begin again",
         )
-
-
-def _runs_through(received: Received) -> bool:
-    """Whether the current run executes this Recv.
-
-    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
-    that is executed has a next one that is.
-    """
-    if not will_execute(received.node):
-        return False
-    for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
-        if node is not None and will_execute(node):
-            return True
-    return False
 
 
 def _accumulator(received: Received) -> Node:
