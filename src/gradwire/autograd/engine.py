@@ -22,7 +22,7 @@ from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.pool import Job
 from gradwire.agent.quota import Quota
-from gradwire.autograd import crossing
+from gradwire.autograd import crossing, ordering
 from gradwire.autograd.admission import Admission
 from gradwire.autograd.checking import check_crossing, check_gradients
 from gradwire.autograd.context import Context
@@ -153,6 +153,7 @@ class Engine:
         running = self._running(context, edge)
         self.root.send_starts(running)
         if not running.has_come(edge):
+            ordering.check(running.context, edge, running.shipped)
             self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
         settlement = running.collect(edge)
         gradients = settlement.gradients
@@ -177,6 +178,7 @@ class Engine:
         Under create_graph a gradient that wants one itself crosses as values do.
         """
         running = self._running(context, edge)
+        running.shipped.add(edge)
         if edge in running.stops:
             return
         present = [gradient for gradient in gradients if gradient is not None]
@@ -197,6 +199,7 @@ class Engine:
         """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
         running = self.passes.of_run(current_run())
         if running is None:
+            ordering.meets_crossing()
             running = self.root.begin_native(self.contexts.find(id), edge)
         if running.context.id != id:
             self.contexts.find(id)  # says so if it is closed

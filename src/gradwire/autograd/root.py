@@ -32,6 +32,7 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
+from gradwire.autograd.ordering import leads_on, runs_through
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
 from gradwire.autograd.running import NO_STOPS, Plan, Running
@@ -87,7 +88,7 @@ class Root:
             reached = [
                 received
                 for received in context.received
-                if received.edge == met or _runs_through(received)
+                if received.edge == met or runs_through(received)
             ]
             plain = any(will_execute(_accumulator(received)) for received in reached)
             needed, stops = None, NO_STOPS
@@ -323,23 +324,6 @@ def _check_whole(context: Context) -> None:
         )
 
 
-def _runs_through(received: Received) -> bool:
-    """Whether the current run executes this Recv.
-
-    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
-    that is executed has a next one that is.
-    """
-    return will_execute(received.node) and _leads_on(received)
-
-
-def _leads_on(received: Received) -> bool:
-    """Whether the current run executes something behind this Recv."""
-    for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
-        if node is not None and will_execute(node):
-            return True
-    return False
-
-
 def _stops(context: Context, met: EdgeId) -> frozenset[EdgeId]:
     """The Recvs at which the current run ends, which has inputs.
 
@@ -347,7 +331,7 @@ def _stops(context: Context, met: EdgeId) -> frozenset[EdgeId]:
     and nothing behind it: nobody waits for that gradient elsewhere.
     """
     executed = [r for r in context.received if r.edge == met or will_execute(r.node)]
-    return frozenset([r.edge for r in executed if not _leads_on(r)])
+    return frozenset([r.edge for r in executed if not leads_on(r)])
 
 
 def _accumulator(received: Received) -> Node:

@@ -82,6 +82,8 @@ class Running:
         self.run, self.plan = run, plan
         self.stops = NO_STOPS
         """at the root: the edges of the Recvs behind which the pass has nothing to run"""
+        self.shipped: set[EdgeId] = set()
+        """the edges whose gradients have left, or are about to; see ordering.py"""
         self.held: Held | None = None
         self.error: Exception | None = None
         """what ended the pass, if something did"""
@@ -301,8 +303,6 @@ class Running:
         error = BackwardTimeout(
             f"{self.id} of {self.context} was given up on {directory.me.name} "
             f"after {seconds:.3g} s{waited}{unfinished}",
-            hint="a longer Timeouts(backward=…) waits longer; a loss made by a thread that "
-            "received none of the tensors it uses may wait in the wrong order: make it in the "
-            "thread that received them, or call backward(context_id, [loss])",
+            hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))
