@@ -27,11 +27,12 @@ from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundi
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
 from gradwire.rpc.parcels import Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import current_errand
+from gradwire.rpc.sessions import Asked, current_session, waiting
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
@@ -56,6 +57,8 @@ class _Sent(msgspec.Struct, frozen=True):
     call: CallId
     promise: Promise[Outcome]
     size: int
+    asked: Asked | None
+    """if it is made for a checkpoint"""
 
 
 class Created(NamedTuple):
@@ -84,6 +87,7 @@ class Calls:
         self._window = Window(in_flight, agent.clock)
         self._around = Surroundings(agent, self._depth_of, manner.of_callback)
         agent.kinds.add(Result)
+        agent.kinds.add(Made)
         agent.on_late(Result, self._late)
 
     # -- the worker that calls
@@ -104,7 +108,11 @@ class Calls:
         try:
             if context is not None or self._agent.events.are_heard:
                 self._left(sent, to, context)
-            outcome = self._outcome(sent.promise, to, context)
+            if sent.asked is None:
+                outcome = self._outcome(sent.promise, to, context)
+            else:
+                with sent.asked.session.waiting():
+                    outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
@@ -250,21 +258,21 @@ class Calls:
         keep: Kept | None = None,
     ) -> _Sent:
         """When its answer has come, it has to leave the window."""
+        asked = None if (now := current_session()) is None else now.calling((to, target.name))
+        draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
         parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
         try:
             grad = torch.is_grad_enabled()
-            if grad and parcel.tensors:
-                cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut:
-                    warn_of_cut(len(cut), f"the arguments of {what}")
+            if grad and parcel.tensors and (cut := cut_tensors(parcel.tensors, parcel.crossings)):
+                warn_of_cut(len(cut), f"the arguments of {what}")
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -276,8 +284,10 @@ class Calls:
             if counted:
                 self._window.leave(to, size)
             self._parcels.undo(packed)
+            if asked is not None:
+                asked.place.failed()
             raise
-        return _Sent(call, promise, size)
+        return _Sent(call, promise, size, None if asked is None else asked.sent(promise))
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
@@ -329,8 +339,9 @@ class Calls:
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
         promise = landing.promise
         try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            promise.wait()
+            with waiting():
+                self._agent.wait(peer, lambda: promise.settled, promise.wait)
+                promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)
