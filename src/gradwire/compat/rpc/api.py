@@ -206,7 +206,14 @@ def _recorded(target: Target) -> Iterator[None]:
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:  # noqa: ANN401
-    return rref._get_type(blocking=blocking)
+    """Its type, or where that has no name by which it could travel, the nearest base that has one.
+
+    torch.fx makes a class for each module.
+    """
+    kind = rref._get_type(blocking=blocking)
+    if not isinstance(kind, type):
+        return kind
+    return next(base for base in kind.__mro__ if "<locals>" not in base.__qualname__)
 
 
 def _rref_typeof_on_user(
