@@ -49,6 +49,7 @@ from gradwire.compat.rpc.world import (
     shutdown,
 )
 from gradwire.errors import DeadlinePassed, PeerError
+from gradwire.rpc.asynchronous import LATER
 from gradwire.rpc.calls import Target
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -184,7 +185,7 @@ def _target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Targ
     operator = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
     if operator is not None:
         return Target(f"!{operator}", (run_builtin, operator, tuple(args), kwargs), {})
-    name = getattr(func, "__qualname__", type(func).__qualname__)
+    name = _spoken(func)
     udf = PythonUDF(func, tuple(args), kwargs)
     if _default_pickler is not _internal_rpc_pickler:
         references: list[PyRRef[Any]] = []
@@ -192,6 +193,14 @@ def _target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Targ
             data, tensors = _default_pickler.serialize(udf)
         return Target(f"!{name}", (run_serialized, data, tensors, references), {})
     return Target(f"!{name}", (run_function, udf), {})
+
+
+def _spoken(func: Callable[..., Any]) -> str:
+    """The name of a function in errors and profiles."""
+    scripted = getattr(func, LATER, func)
+    if isinstance(scripted, torch._C.ScriptFunction):
+        return str(scripted.qualified_name).removeprefix("__torch__.")
+    return str(getattr(func, "__qualname__", type(func).__qualname__))
 
 
 @contextlib.contextmanager
