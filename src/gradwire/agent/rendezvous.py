@@ -3,6 +3,9 @@
 Each writes its own entry and reads the others', signed (signed_store.py). The store is needed only
 to join; its host keeps it open until it leaves. Open worlds keep a roster in the store: see
 register.py.
+
+A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
+them wait: it asks whether something is there, and sleeps in Python.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -28,7 +32,7 @@ from gradwire.agent.members_state import Member
 from gradwire.agent.roster_state import Roster
 from gradwire.agent.signed_store import SignedStore
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
-from gradwire.options import Options
+from gradwire.options import Options, rendezvous_server
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,6 +45,8 @@ _ROUNDS = "gradwire/rounds"
 _ROSTER = "gradwire/roster"
 _LOOK_AGAIN_SECONDS = 0.02
 _LONGEST_LOOK_AGAIN_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 0.1
 _PORT_IS_TAKEN = os.strerror(errno.EADDRINUSE).lower()
 _ANOTHER = (
     "if that is rank 0 of this job, give this process another rank; else end that program, or "
@@ -81,6 +87,7 @@ def open_store(
     if urlparse(url).scheme not in ("env", "tcp", "file"):
         raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
     limit, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
+    _await_server(url, rank, limit)
     while True:
         seconds = timedelta(seconds=max(0.001, limit - time.monotonic()))
         try:
@@ -100,9 +107,35 @@ def open_store(
         pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
 
 
+def _await_server(url: str, rank: int | None, limit: float) -> None:
+    """Until the process that serves the store listens; torch's client would wait in C++."""
+    server = rendezvous_server(url, rank)
+    pause = _LOOK_AGAIN_SECONDS
+    while server is not None:
+        left = limit - time.monotonic()
+        try:
+            socket.create_connection(
+                server, timeout=min(max(left, 0.001), _CONNECT_SECONDS)
+            ).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                host, port = server
+                raise JoinTimeout(
+                    f"no rendezvous at {url}: nobody answers at {host}:{port}: {error}",
+                    hint="start rank 0, which serves it; a longer Timeouts(join=…) waits longer",
+                ) from error
+        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
 def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
-    """The url as torch's handlers want it: a world size of -1 is one that nobody knows."""
+    """The url as torch's handlers want it: a world size of -1 is one that nobody knows.
+
+    A TCP store is never told the size: it would wait for all its clients in C++. `meet` waits.
+    """
     asked = urlparse(url)
+    world_size = world_size if asked.scheme == "file" else None
     given = [asked.query] if asked.query else []
     given += [] if rank is None else [f"rank={rank}"]
     given += [f"world_size={-1 if world_size is None else world_size}"]
@@ -169,11 +202,11 @@ def meet(
         if rank != 0:  # whose entry is the first, and says how many are to come
             arrived.wait(keys[:1])
             arrived.check_sizes(keys[:1], job, world_size)
-        arrived.wait(keys)
+        check = functools.partial(arrived.check_sizes, keys, job, world_size)
+        arrived.wait(keys, look=check if rank == 0 else None)
     except JoinTimeout:
         if rank == 0:
             arrived.give_up(round)
-        arrived.check_sizes(keys, job, world_size)
         arrived.check_rounds(round, rank)
         raise
     arrived.check_sizes(keys, job, world_size)
@@ -226,6 +259,8 @@ class _Arrivals:
 
     def __init__(self, store: SignedStore, name: str, limit: float, clock: Clock) -> None:
         self._store, self._name, self._limit, self._clock = store, name, limit, clock
+        self._checked: set[str] = set()
+        """entries whose world size is ours"""
 
     def open_round(self) -> str:
         """Begin a new one, under a new job id."""
@@ -236,7 +271,7 @@ class _Arrivals:
     def check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
         """Refuse a world in which another was told another size, by the entries that are there."""
         for key in keys:
-            text = self._store.maybe_get(key, job)
+            text = None if key in self._checked else self._store.maybe_get(key, job)
             other = None if text is None else msgspec.json.decode(text, type=Entry)
             if other is not None and other.world_size not in (0, world_size):
                 raise UsageError(
@@ -244,6 +279,8 @@ class _Arrivals:
                     f"{other.world_size}",
                     hint="give every worker the same world_size, or the same WORLD_SIZE",
                 )
+            if other is not None:
+                self._checked.add(key)
 
     def check_rounds(self, round: str, rank: int) -> None:
         """Say it if another rank 0 has begun a meeting of its own here, beside ours."""
@@ -296,15 +333,27 @@ class _Arrivals:
         """Nobody is to join a round that rank 0 has left."""
         self._store.set(f"{round}/given up", "")
 
-    def wait(self, keys: list[str], missing: str | None = None) -> None:
-        """Until all of these are set; the error names the ranks that those unset end with."""
-        seconds = max(0.001, self._limit - self._clock.now())
-        try:
-            self._store.wait(keys, seconds)
-        except RuntimeError:
-            unset = [key for key in keys if not self._store.has([key])]
-            ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
-            raise JoinTimeout(
-                f"{self._name} waited in vain for rank {ranks} to join",
-                hint="start every rank, or a longer Timeouts(join=…) waits longer",
-            ) from None
+    def wait(
+        self,
+        keys: list[str],
+        missing: str | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Until all of these are set; the error names the ranks that those unset end with.
+
+        `look` is called each time that some are not: what it raises ends the wait.
+        """
+        pause = _LOOK_AGAIN_SECONDS
+        while not self._store.has(keys):
+            if look is not None:
+                look()
+            left = self._limit - self._clock.now()
+            if left <= 0:
+                unset = [key for key in keys if not self._store.has([key])]
+                ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
+                raise JoinTimeout(
+                    f"{self._name} waited in vain for rank {ranks} to join",
+                    hint="start every rank, or a longer Timeouts(join=…) waits longer",
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

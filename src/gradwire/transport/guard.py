@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final, NoReturn, final
 
 from gradwire.errors import PeerLost
-from gradwire.transport.base import CLOSED_BY_PEER, RESET_BY_PEER, closed_here
+from gradwire.transport.base import CLOSED_BY_PEER, closed_here
 from gradwire.transport.stream import Stream
 
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
@@ -81,8 +81,6 @@ def reason_of(error: OSError) -> str:
 
 def story_of(error: OSError) -> str:
     """The story of a connection that ended with an error of the operating system."""
-    if isinstance(error, ConnectionResetError):
-        return RESET_BY_PEER
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return CLOSED_BY_PEER
     return reason_of(error)
