@@ -37,6 +37,10 @@ from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
 
+_PLACE = ("args", "kwargs")
+"""how errors call the two parts of what a call sends"""
+
+
 class Target(msgspec.Struct, frozen=True):
     """What to run and its arguments. See Note [How a call names its function], messages.py."""
 
@@ -267,8 +271,9 @@ class Calls:
         """When its answer has come, it has to leave the window."""
         asked = None if (now := current_session()) is None else now.calling((to, target.name))
         draws = None if asked is None else asked.draws
-        value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
+        packed = self._parcels.pack(
+            (target.args, target.kwargs), to=to, context=context, place=_PLACE, deadline=deadline
+        )
         parcel, size, counted = packed.parcel, packed.size, False
         what = target.what or spoken(target.name)
         try:
@@ -293,11 +298,15 @@ class Calls:
         except BaseException:
             if counted:
                 self._window.leave(to, size)
-            self._parcels.undo(packed)
-            if asked is not None:
-                asked.place.failed()
+            self._undo(packed, asked)
             raise
         return _Sent(call, promise, size, None if asked is None else asked.sent(promise))
+
+    def _undo(self, packed: Packed, asked: Asked | None) -> None:
+        """The call did not leave."""
+        self._parcels.undo(packed)
+        if asked is not None:
+            asked.place.failed()
 
     def _warn_of_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
