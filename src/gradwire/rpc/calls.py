@@ -36,7 +36,6 @@ from gradwire.rpc.sessions import Asked, current_session, waiting
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
-
 _PLACE = ("args", "kwargs")
 """how errors call the two parts of what a call sends"""
 
