@@ -323,6 +323,9 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
     """Leave. Gracefully: with all others and when nothing is in flight; alone in an open world."""
     api = late_api()
     agent = api._get_current_rpc_agent()
+    if isinstance(agent, TensorPipeAgent) and agent.worker.is_forked:
+        api._reset_current_rpc_agent()
+        return
     try:
         if graceful:
             if not isinstance(agent, TensorPipeAgent) or agent.is_static_group:
