@@ -225,7 +225,7 @@ def test_the_threads_of_the_engine_are_as_before_when_a_context_is_left(workers)
     def program():
         before = torch._C._is_multithreading_enabled()
         new = dist_autograd._new_context()
-        assert not torch._C._is_multithreading_enabled()
+        assert torch._C._is_multithreading_enabled() == before
         dist_autograd._release_context(new._context_id())
         assert torch._C._is_multithreading_enabled() == before
         with torch.autograd.set_multithreading_enabled(False):

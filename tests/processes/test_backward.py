@@ -107,6 +107,20 @@ def test_grad_leaves_the_parameters_elsewhere_alone(workers):
     assert layer.rpc_sync().gradient() is None
 
 
+def test_a_received_tensor_may_be_the_input_of_a_backward(workers):
+    x = _x(4)
+    first, second = (gradwire.remote(w, far.Layer, args=(3.0,)) for w in ("w1", "w2"))
+
+    with gradwire.context():
+        y = first.rpc_sync().forward(x)
+        z = second.rpc_sync().forward(y)
+        (z * y).sum().backward(inputs=[y])
+
+    assert y.grad == 2 * 3 * 12
+    assert x.grad is None
+    assert _gradients_of(first, second) == [None, None]
+
+
 def test_a_failure_in_one_worker_s_backward_is_raised_here(workers):
     x = _x(1)
 

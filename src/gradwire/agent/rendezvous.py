@@ -3,12 +3,16 @@
 Each writes its own entry and reads the others', signed (signed_store.py). The store is needed only
 to join; its host keeps it open until it leaves. Open worlds keep a roster in the store: see
 register.py.
+
+A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
+them wait: it asks whether something is there, and sleeps in Python.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -25,7 +29,7 @@ from gradwire.agent.members_state import Member
 from gradwire.agent.roster_state import Roster
 from gradwire.agent.signed_store import SignedStore
 from gradwire.errors import JoinTimeout, UsageError
-from gradwire.options import Options
+from gradwire.options import Options, rendezvous_server
 
 MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not supported. "
@@ -35,6 +39,8 @@ _ROUNDS = "gradwire/rounds"
 _ROSTER = "gradwire/roster"
 _LOOK_AGAIN_SECONDS = 0.02
 _LONGEST_LOOK_AGAIN_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 0.1
 _PORT_IS_TAKEN = os.strerror(errno.EADDRINUSE).lower()
 _ANOTHER = "end that program, or choose another port: MASTER_PORT, or that of init_method"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
@@ -69,6 +75,7 @@ def open_store(
     if urlparse(url).scheme not in ("env", "tcp", "file"):
         raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
     limit, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
+    _await_server(url, rank, limit)
     while True:
         seconds = timedelta(seconds=max(0.001, limit - time.monotonic()))
         try:
@@ -88,9 +95,35 @@ def open_store(
         pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
 
 
+def _await_server(url: str, rank: int | None, limit: float) -> None:
+    """Until the process that serves the store listens; torch's client would wait in C++."""
+    server = rendezvous_server(url, rank)
+    pause = _LOOK_AGAIN_SECONDS
+    while server is not None:
+        left = limit - time.monotonic()
+        try:
+            socket.create_connection(
+                server, timeout=min(max(left, 0.001), _CONNECT_SECONDS)
+            ).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                host, port = server
+                raise JoinTimeout(
+                    f"no rendezvous at {url}: nobody answers at {host}:{port}: {error}",
+                    hint="start rank 0, which serves it; a longer Timeouts(join=…) waits longer",
+                ) from error
+        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
 def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
-    """The url as torch's handlers want it: a world size of -1 is one that nobody knows."""
+    """The url as torch's handlers want it: a world size of -1 is one that nobody knows.
+
+    A TCP store is never told the size: it would wait for all its clients in C++. `meet` waits.
+    """
     asked = urlparse(url)
+    world_size = world_size if asked.scheme == "file" else None
     given = [asked.query] if asked.query else []
     given += [] if rank is None else [f"rank={rank}"]
     given += [f"world_size={-1 if world_size is None else world_size}"]
@@ -223,13 +256,15 @@ class _Arrivals:
 
     def wait(self, keys: list[str], missing: str | None = None) -> None:
         """Until all of these are set; the error names the ranks that those unset end with."""
-        seconds = max(0.001, self._limit - self._clock.now())
-        try:
-            self._store.wait(keys, seconds)
-        except RuntimeError:
-            unset = [key for key in keys if not self._store.has([key])]
-            ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
-            raise JoinTimeout(
-                f"{self._name} waited in vain for rank {ranks} to join",
-                hint="start every rank, or a longer Timeouts(join=…) waits longer",
-            ) from None
+        pause = _LOOK_AGAIN_SECONDS
+        while not self._store.has(keys):
+            left = self._limit - self._clock.now()
+            if left <= 0:
+                unset = [key for key in keys if not self._store.has([key])]
+                ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
+                raise JoinTimeout(
+                    f"{self._name} waited in vain for rank {ranks} to join",
+                    hint="start every rank, or a longer Timeouts(join=…) waits longer",
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

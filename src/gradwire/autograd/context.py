@@ -52,7 +52,7 @@ class Join:
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Context:
     """Its edges, in the order they were made, and the gradients of `backward(context, roots)`.
 

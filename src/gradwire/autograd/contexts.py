@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple, final
 
 from gradwire.agent.quota import Quota
+from gradwire.autograd import ordering
 from gradwire.autograd.context import Context
 from gradwire.autograd.graph import Walk
 from gradwire.autograd.nodes import RECV, origin_of_recv
@@ -129,8 +130,10 @@ class Contexts:
             if len(self._closed) > _CLOSED_REMEMBERED:
                 del self._closed[next(iter(self._closed))]
             context = self._open.pop(id, None)
-        if context is not None and context.source is not None:
-            self._quota.give_back(context.source)
+        if context is not None:
+            ordering.closed(context)
+            if context.source is not None:
+                self._quota.give_back(context.source)
         return context
 
     def lost_with(self, id: ContextId) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire.autograd import ordering
 from gradwire.autograd.context import Context, Join, Received, Sent
 from gradwire.autograd.graph import Origin, lift_this_thread
 from gradwire.autograd.lineage import from_wire, plus, to_wire
@@ -84,6 +85,8 @@ def arrive(
         node = _node_of(alive[0])
         was_below = lift(node, depth)
         context.walk.note(node, origin)
+        if not context.received:
+            ordering.receives(context)
         context.received.append(Received(crossing.edge, origin.lineage, node, wanting))
     for place, tensor in zip(places, alive, strict=True):
         tensors[place] = tensor

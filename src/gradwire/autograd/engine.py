@@ -22,7 +22,8 @@ from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.pool import Job
 from gradwire.agent.quota import Quota
-from gradwire.autograd import crossing
+from gradwire.autograd import crossing, ordering
+from gradwire.autograd.admission import Admission
 from gradwire.autograd.checking import check_crossing, check_gradients
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
@@ -79,7 +80,9 @@ class Engine:
         self.passes = Passes(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
-        self._served = Served(agent, self.contexts, self.passes, locks, inside)
+        admission = Admission(agent, seconds)
+        self.deadline_for_peer = admission.deadline
+        self._served = Served(agent, self.contexts, self.passes, locks, inside, admission)
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
@@ -150,6 +153,7 @@ class Engine:
         running = self._running(context, edge)
         self.root.send_starts(running)
         if not running.has_come(edge):
+            ordering.check(running.context, edge, running.shipped)
             self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
         settlement = running.collect(edge)
         gradients = settlement.gradients
@@ -167,12 +171,16 @@ class Engine:
         peer: WorkerId,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Called by a Recv: settle its edge. See Note [Gradients are never shared].
+        """Called by a Recv: settle its edge, unless the pass ends at that Recv.
 
-        The last gradients of a run, if for the root, leave when it has returned, and say so.
+        See Note [Gradients are never shared]. The last gradients of a run, if for the root, leave
+        when it has returned, and say so.
         Under create_graph a gradient that wants one itself crosses as values do.
         """
         running = self._running(context, edge)
+        running.shipped.add(edge)
+        if edge in running.stops:
+            return
         present = [gradient for gradient in gradients if gradient is not None]
         crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
         headers, payload = encode_tensors(present, self.limits)
@@ -191,6 +199,7 @@ class Engine:
         """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
         running = self.passes.of_run(current_run())
         if running is None:
+            ordering.meets_crossing()
             running = self.root.begin_native(self.contexts.find(id), edge)
         if running.context.id != id:
             self.contexts.find(id)  # says so if it is closed

@@ -2,22 +2,45 @@
 
 Note [The order of waiting]
 
-A Send waits in its backward, so its place in the engine's queue matters. The engine takes the ready
-node with the highest sequence number. An edge has a depth, one more than the deepest edge it
-depends on. A Send is numbered by its depth, and every other node is lifted above the depth it
-depends on. Then nothing that could run stands behind a wait, and of the Sends the deepest waits
-first. No dead-lock: take, over all workers, the waiting Send of greatest depth; what it waits for
-is deeper still, hence not waiting, hence running.
+A Send waits in its backward, on the thread that executes the engine run, so its place in the
+engine's queue matters. An edge has a depth, one more than the deepest edge it depends on. The depth
+of a node is that of the deepest edge it depends on, and never changes. The number of a Send is its
+depth; the number of every other node of a run that crosses is greater than its depth. Then workers
+do not dead-lock:
 
-Of edges that do not depend on each other, a later one is deeper than those its worker sent before,
-as long as there is room: so the workers of a pipeline take its micro-batches in one order, the last
-first, as one process would, and none waits for one that comes late while another has come.
+ 1. A run executes on one thread, from one queue, which gives the ready node with the greatest
+    number (std::priority_queue in torch's ReadyQueue; the nodes of a run inside another come
+    first). So when a Send of depth k waits, no node of depth k or more is ready in its run: such a
+    node would have a greater number, and so would a Send of an edge that depends on this one.
+ 2. Suppose that waiting Sends wait for ever. Take the deepest, over all workers, of depth k. Its
+    gradients are missing because a node that depends on its edge has not run. Of these nodes take
+    one that depends on no other of them being run first: it is ready, its depth is at least k, and
+    if it is a Send its depth is greater than k. Its run does not execute it, so it waits in a Send;
+    by (1) in one deeper than k. But k is the deepest. A run that has not begun begins when its
+    Start arrives, and one that executes a node of the user's goes on when that returns.
+ 3. Passes do not wait for each other: each has a run of its own on every worker, and a run inside
+    another waits for what belongs to its own pass.
 
-Ordinary numbers are per thread and start at 0, so a thread that enters a context makes room for the
-depths of most programs, and one that receives moves its count above the depth it received. What is
-left: a thread outside of the context, or one that never received in a program deeper than that
-room, makes nodes on tensors that another thread received; they are lifted only when they are sent
-on.
+Two things make (1) true. Numbers are right before a run begins: those of the nodes behind a Send
+are set when the Send is made, by a walk to the Recvs (`Walk`), and those of the nodes between the
+roots of a run and the first Recvs when the run begins (ordering.py). It does not matter which
+threads made the nodes. And numbers do not change while the queue holds them, which
+std::priority_queue could not bear: a number is changed at most once, to one more than the depth, by
+whoever walks first; another walk finds it greater than the depth and leaves it. What failed runs
+leave in a queue is dropped.
+
+Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
+made by threads that entered the context or received what they used, see below. Where they are not,
+and a Send would wait before a Recv of the same depth or a greater one has run, it raises
+(`ordering.check`): by (1) that happens only if the order is wrong.
+
+The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
+its worker sent before, as long as there is room: so the workers of a pipeline take its
+micro-batches in one order, the last first, as one process would, and none waits for one that comes
+late while another has come. Ordinary numbers are per thread and start at 0. A thread that enters a
+context makes room for the depths of most programs, and one that receives moves its count above the
+depth it received: so most nodes keep the numbers that torch gave them, and run in the order that
+they would have in one process.
 """
 
 from __future__ import annotations

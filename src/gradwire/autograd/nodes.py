@@ -81,6 +81,12 @@ def origin_of_recv(context: ContextId, node: Node) -> Origin:
     return side.origin if side.context == context else FROM_HERE
 
 
+def depth_of_recv(node: Node) -> int:
+    """How deep the edge is by which a Recv's tensors came, whichever context it belongs to."""
+    side: Side = node.side  # type: ignore[attr-defined]  # set in Recv.forward
+    return side.origin.depth
+
+
 class Send(Function):
     """See the top of this file. See Note [The order of waiting], graph.py, for its number."""
 

@@ -32,9 +32,10 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
+from gradwire.autograd.ordering import leads_on, runs_through
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
-from gradwire.autograd.running import Plan, Running
+from gradwire.autograd.running import NO_STOPS, Plan, Running
 from gradwire.autograd.torch_private import (
     AccumulateGrad,
     Node,
@@ -87,14 +88,20 @@ class Root:
             reached = [
                 received
                 for received in context.received
-                if received.edge == met or _runs_through(received)
+                if received.edge == met or runs_through(received)
             ]
             plain = any(will_execute(_accumulator(received)) for received in reached)
-            needed = None if plain else _sends_executed(context)
+            needed, stops = None, NO_STOPS
+            if not plain:
+                needed, stops = _sends_executed(context), _stops(context, met)
+                reached = [received for received in reached if received.edge not in stops]
         lineage = union([received.lineage for received in reached])
         destination = TO_GRAD if plain else NOWHERE
         create_graph = torch.is_grad_enabled()
-        return self._begin(context, lineage, needed, destination, keeps_graph(), create_graph)
+        keep = keeps_graph()
+        running = self._begin(context, lineage, needed, destination, keep, create_graph)
+        running.stops = stops
+        return running
 
     def backward(
         self,
@@ -317,18 +324,14 @@ def _check_whole(context: Context) -> None:
         )
 
 
-def _runs_through(received: Received) -> bool:
-    """Whether the current run executes this Recv.
+def _stops(context: Context, met: EdgeId) -> frozenset[EdgeId]:
+    """The Recvs at which the current run ends, which has inputs.
 
-    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
-    that is executed has a next one that is.
+    `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its gradient,
+    and nothing behind it: nobody waits for that gradient elsewhere.
     """
-    if not will_execute(received.node):
-        return False
-    for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
-        if node is not None and will_execute(node):
-            return True
-    return False
+    executed = [r for r in context.received if r.edge == met or will_execute(r.node)]
+    return frozenset([r.edge for r in executed if not leads_on(r)])
 
 
 def _accumulator(received: Received) -> Node:

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.ledger import Ledger
+from gradwire.autograd.ordering import ordered
 from gradwire.autograd.torch_private import (
     Node,
     replica_parameters,
@@ -108,30 +109,15 @@ def _run(
     span: AbstractContextManager[object] | None,
 ) -> None:
     try:
-        if span is None:
-            run_engine(roots, gradients, inputs, retain_graph, create_graph)
-        else:
-            with span:
+        with ordered():
+            if span is None:
                 run_engine(roots, gradients, inputs, retain_graph, create_graph)
+            else:
+                with span:
+                    run_engine(roots, gradients, inputs, retain_graph, create_graph)
     except BaseException:
         _entrance.bell.enter = _entrance.next = None
-        _drain()
         raise
-
-
-def _drain() -> None:
-    """A run that fails leaves its tasks in the engine's queue of this thread.
-
-    There they would keep the graph alive until the thread's next run, and a thread that ends with
-    such a queue after the interpreter aborts the process. A run of one node behind them all makes
-    the engine drop them.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        seed = torch.zeros((), requires_grad=True)
-        last = seed.view(())
-    assert last.grad_fn is not None
-    set_sequence_number(last.grad_fn, 0)
-    torch.autograd.grad(last, seed)
 
 
 def enter_if_begun() -> bool:

@@ -47,6 +47,9 @@ class Plan(msgspec.Struct, frozen=True):
     """the workers that are told"""
 
 
+NO_STOPS: frozenset[EdgeId] = frozenset()
+
+
 class Held(msgspec.Struct, frozen=True):
     """Gradients that leave when the run is over, as they are the last thing it does."""
 
@@ -77,6 +80,10 @@ class Running:
         """the edges of this worker that others settle in the pass, as a bitset"""
         self.ledger: Ledger | None = None
         self.run, self.plan = run, plan
+        self.stops = NO_STOPS
+        """at the root: the edges of the Recvs behind which the pass has nothing to run"""
+        self.shipped: set[EdgeId] = set()
+        """the edges whose gradients have left, or are about to; see ordering.py"""
         self.held: Held | None = None
         self.error: Exception | None = None
         """what ended the pass, if something did"""
@@ -89,6 +96,7 @@ class Running:
         self._awaited: set[EdgeId] = set()
         self._leaves = 0
         self._run_over = False
+        self._parked: Callable[[], object] | None = None
 
     @property
     def asked(self) -> frozenset[WorkerId]:
@@ -120,6 +128,28 @@ class Running:
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
 
+    def park(self, begin: Callable[[], object]) -> bool:
+        """Call this when the first gradients have come, or the pass has failed; False if it is so.
+
+        Then it is not called.
+        """
+        with self._lock:
+            if self.error is not None or self._state.settled:
+                return False
+            if self._parked is not None:
+                raise BadMessage(f"{self.id} was begun twice")
+            self._parked = begin
+            return True
+
+    def _unpark(self) -> None:
+        """Without the lock: it takes the thread that settles or fails the pass."""
+        if self._parked is None:
+            return
+        with self._lock:
+            begin, self._parked = self._parked, None
+        if begin is not None:
+            begin()
+
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
         with self._lock:
@@ -131,6 +161,7 @@ class Running:
                 self._inbox[edge] = settlement
             if self._changed is not None:
                 self._changed.notify_all()
+        self._unpark()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -234,6 +265,7 @@ class Running:
             self._fail(error)
             if self._changed is not None:
                 self._changed.notify_all()
+        self._unpark()
 
     def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """With the lock held: wait until it is so, as seen after each change."""
@@ -271,8 +303,6 @@ class Running:
         error = BackwardTimeout(
             f"{self.id} of {self.context} was given up on {directory.me.name} "
             f"after {seconds:.3g} s{waited}{unfinished}",
-            hint="a longer Timeouts(backward=…) waits longer; a loss made by a thread that "
-            "received none of the tensors it uses may wait in the wrong order: make it in the "
-            "thread that received them, or call backward(context_id, [loss])",
+            hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))

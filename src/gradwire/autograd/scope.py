@@ -2,9 +2,6 @@
 
 A context variable: served functions, engine runs and callbacks get it set around them. Threads
 start empty; `contextvars.copy_context().run` carries it into one.
-
-Engine runs inside a context use the calling thread only: with a queue per device, a Send that waits
-on the CPU's thread can hide work that a node on another device is about to make ready there.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from typing import final
 import msgspec
 
 from gradwire.autograd.graph import ROOM, lift_this_thread
-from gradwire.autograd.torch_private import set_threaded
 from gradwire.ids import ContextId
 
 Saving = Callable[[], AbstractContextManager[object]]
@@ -30,7 +26,6 @@ class _Stay(msgspec.Struct, frozen=True):
     saving: Saving | None
     kept: AbstractContextManager[object] | None
     """what was made of `saving`, and ends with the stay"""
-    was_threaded: bool
 
 
 _current: ContextVar[_Stay | None] = ContextVar("gradwire context", default=None)
@@ -48,7 +43,7 @@ def enter(context: ContextId, saving: Saving | None = None) -> None:
     kept = None if saving is None else saving()
     if kept is not None:
         kept.__enter__()
-    _current.set(_Stay(context, saving, kept, set_threaded(False)))
+    _current.set(_Stay(context, saving, kept))
 
 
 def leave(context: ContextId) -> None:
@@ -56,7 +51,6 @@ def leave(context: ContextId) -> None:
     stay = _current.get()
     if stay is not None and stay.context == context:
         _current.set(None)
-        set_threaded(stay.was_threaded)
         if stay.kept is not None:
             stay.kept.__exit__(None, None, None)
 

@@ -26,6 +26,7 @@ _NEEDED = (
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
+    "torch._C.DisableTorchFunctionSubclass",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._sequence_nr",
@@ -74,6 +75,9 @@ _is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transfor
 _unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
 _is_threaded = cast(Callable[[], bool], _find("torch._C._is_multithreading_enabled"))
 _set_threaded = cast(Callable[[bool], object], _find("torch._C._set_multithreading_enabled"))
+_no_torch_function = cast(
+    Callable[[], AbstractContextManager[None]], _find("torch._C.DisableTorchFunctionSubclass")
+)
 _execution_engine = cast(Any, Variable)._execution_engine
 
 
@@ -132,6 +136,33 @@ def run_engine(
         allow_unreachable=True,
         accumulate_grad=inputs is None,
     )
+
+
+def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
+    """From now on, let this start each engine run that Python code asks for.
+
+    It is given what starts the run, the roots, and the other arguments. All of torch's Python code
+    looks for the engine in the same place each time. `run_engine` does not pass through it.
+    """
+    start = cast(Any, Variable)._execution_engine.run_backward
+
+    class Engine(type(_execution_engine)):  # type: ignore[misc]
+        def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            return run(start, tensors, args, kwargs)
+
+    cast(Any, Variable)._execution_engine = Engine()
+
+
+def root_nodes(roots: object) -> list[Node]:
+    """The nodes that an engine run from these tensors, or edges of a graph, begins with."""
+    if not isinstance(roots, tuple):
+        return []  # the engine says so
+    with _no_torch_function():
+        nodes = [
+            root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
+            for root in roots
+        ]
+    return [node for node in nodes if node is not None]
 
 
 def sequence_number(node: Node) -> int:

@@ -10,9 +10,9 @@ import math
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar, assert_never, cast, final
+from typing import Any, NoReturn, TypeVar, assert_never, cast, final
 
 import msgspec
 
@@ -42,6 +42,7 @@ from gradwire.launch.watch_state import (
     Watch,
 )
 from gradwire.options import Options, Timeouts
+from gradwire.rpc.arguments import positional
 from gradwire.rpc.registry import exception_name
 from gradwire.rpc.worker import Exposed
 
@@ -55,7 +56,7 @@ _EXIT_SECONDS = 10.0
 def run(
     fn: Callable[..., T],
     world_size: int,
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     *,
     expose: Exposed = (),
     options: Options | None = None,
@@ -94,7 +95,7 @@ def run(
     options = options or Options()
     check(world_size, options, timeout, restarts)
     given = packed(
-        (fn, tuple(args), tuple(expose)),
+        (fn, positional(args), tuple(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
@@ -182,7 +183,8 @@ def _raise(
     names = [orders.name for orders in workers]
     match verdict:
         case Failed(worker):
-            raise _revived(workers[worker]) from None
+            error = _revived(workers[worker])
+            raise error from error.__cause__
         case Died(felt_by=int(worker)):
             raise spoken.death(verdict, names) from _revived(workers[worker])
         case Died():

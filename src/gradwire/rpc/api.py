@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, WrongType
 from gradwire.options import Options, place_from_environment
+from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.joining import join, move_out, settle_here
@@ -107,7 +108,7 @@ def refusals() -> dict[str, int]:
 def rpc_sync(
     to: To,
     func: Callable[..., T],
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> T:
@@ -134,7 +135,7 @@ def rpc_sync(
 def rpc_async(
     to: To,
     func: Callable[..., T],
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> Future[T]:
@@ -148,7 +149,7 @@ def rpc_async(
 def remote(
     to: To,
     func: Callable[..., T],
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> RRef[T]:
@@ -163,12 +164,32 @@ def remote(
     return cast(RRef[T], worker.refs.make(created.hold))
 
 
-def _target(
-    func: Callable[..., Any], args: Iterable[object], kwargs: dict[str, Any] | None
-) -> Target:
+def call_as(
+    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> T:
+    """`rpc_sync` for a function of gradwire's own, which errors and warnings call `what`."""
+    worker = _here()
+    target = Target(name_of(func), args, kwargs, what)
+    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(None))
+    return result
+
+
+def call_async_as(
+    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Future[T]:
+    """`rpc_async`, likewise."""
+    worker = _here()
+    target = Target(name_of(func), args, kwargs, what)
+    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(None))
+
+
+def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
     if not callable(func):
-        raise TypeError("function should be callable.")
-    return Target(name_of(func), tuple(args), {} if kwargs is None else dict(kwargs))
+        raise WrongType(
+            f"function should be callable. A {type(func).__name__} is not",
+            hint="pass the function itself, and its arguments as args=(...)",
+        )
+    return Target(name_of(func), positional(args), {} if kwargs is None else keywords(kwargs))
 
 
 def _here() -> Worker:

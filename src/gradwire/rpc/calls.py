@@ -27,11 +27,12 @@ from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundi
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
-from gradwire.rpc.parcels import Parcels, Unpacked, cut_tensors
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
+from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import current_errand
+from gradwire.rpc.sessions import Asked, current_session, waiting
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
@@ -42,6 +43,8 @@ class Target(msgspec.Struct, frozen=True):
     name: str
     args: tuple[object, ...]
     kwargs: dict[str, object]
+    what: str = ""
+    """how errors and warnings call it, where its own name says little"""
 
 
 @lru_cache(1 << 10)
@@ -56,6 +59,8 @@ class _Sent(msgspec.Struct, frozen=True):
     call: CallId
     promise: Promise[Outcome]
     size: int
+    asked: Asked | None
+    """if it is made for a checkpoint"""
 
 
 class Created(NamedTuple):
@@ -81,9 +86,11 @@ class Calls:
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
+        self._carries_modes = manner.carries_modes
         self._window = Window(in_flight, agent.clock)
-        self._around = Surroundings(agent, self._depth_of, manner.of_callback)
+        self._around = Surroundings(agent, self._depth_of, refs.on_death, manner.of_callback)
         agent.kinds.add(Result)
+        agent.kinds.add(Made)
         agent.on_late(Result, self._late)
 
     # -- the worker that calls
@@ -104,16 +111,22 @@ class Calls:
         try:
             if context is not None or self._agent.events.are_heard:
                 self._left(sent, to, context)
-            outcome = self._outcome(sent.promise, to, context)
+            if sent.asked is None:
+                outcome = self._outcome(sent.promise, to, context)
+            else:
+                with sent.asked.session.waiting():
+                    outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
-        came = self._opened(outcome, to, context)
+        recorded = self._carries_modes or torch.is_grad_enabled()
+        came = self._opened(outcome, to, context, recorded)
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut and torch.is_grad_enabled():
-            warn_of_cut(came.cut, f"the result of {spoken(target.name)}")
+        if (came.cut or came.copies) and torch.is_grad_enabled():
+            what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+            warn_of_cut(came.cut, f"the result of {what}", came.copies)
         return came.value
 
     def _outcome(
@@ -139,7 +152,8 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        landing = self._landing(promise, to, context, spoken(target.name), self._manner.of_call)
+        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+        landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
@@ -192,7 +206,8 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        landing = self._landing(promise, hold.owner, context, what, self._manner.of_fetch)
+        on = f"{what} on {self._agent.directory.name(hold.owner)}"
+        landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
         return self._wait_for(hold.owner, landing)
 
     def _ask(
@@ -250,21 +265,24 @@ class Calls:
         keep: Kept | None = None,
     ) -> _Sent:
         """When its answer has come, it has to leave the window."""
+        asked = None if (now := current_session()) is None else now.calling((to, target.name))
+        draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
-        parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
+        parcel, size, counted = packed.parcel, packed.size, False
+        what = target.what or spoken(target.name)
         try:
             grad = torch.is_grad_enabled()
-            if grad and parcel.tensors:
-                cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut:
-                    warn_of_cut(len(cut), f"the arguments of {what}")
+            if grad and (parcel.tensors or packed.copies):
+                self._warn_of_cut(packed, what, to)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
+            if not self._carries_modes:
+                grad, inference = True, False
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -276,8 +294,16 @@ class Calls:
             if counted:
                 self._window.leave(to, size)
             self._parcels.undo(packed)
+            if asked is not None:
+                asked.place.failed()
             raise
-        return _Sent(call, promise, size)
+        return _Sent(call, promise, size, None if asked is None else asked.sent(promise))
+
+    def _warn_of_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
+        cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
+        if cut or packed.copies:
+            on = self._agent.directory.name(to)
+            warn_of_cut(len(cut), f"the arguments of {what} on {on}", packed.copies)
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
@@ -315,22 +341,30 @@ class Calls:
     ) -> Opened:
         if isinstance(outcome, Exception):
             return translated(outcome, self._agent.directory)
-        came = self._opened(outcome, source, context)
-        return replace(came, cut=0) if came.cut and not differentiable else came
+        came = self._opened(outcome, source, context, self._carries_modes or differentiable)
+        if (came.cut or came.copies) and not differentiable:
+            return replace(came, cut=0, copies=0)
+        return came
 
-    def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
+    def _opened(
+        self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
+    ) -> Unpacked:
         result = answer.message
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.accepting.heard(result.accepted, peer)
-        return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
+        came = self._parcels.unpack(
+            result.parcel, answer.payload, source=peer, context=context, is_recorded=recorded
+        )
+        return replace(came, copies=result.copies) if result.copies > 0 else came
 
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
         promise = landing.promise
         try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            promise.wait()
+            with waiting():
+                self._agent.wait(peer, lambda: promise.settled, promise.wait)
+                promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from gradwire.agent.unserved import EACH
@@ -24,7 +25,7 @@ from gradwire.rpc.payload import Codec, Unopened
 from gradwire.rpc.pickled import PickleCodec
 from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
-from gradwire.wire.header import REQUIRES_GRAD, TensorHeader
+from gradwire.wire.header import REQUIRES_GRAD, TensorHeader, without_inference
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 
@@ -34,6 +35,8 @@ class Packed(msgspec.Struct, frozen=True):
     parcel: Parcel
     payload: Sequence[Buffer]
     context: ContextId | None
+    copies: int = 0
+    """tensors cut off from the graph of the context, as they are copied with an object"""
 
     @property
     def size(self) -> int:
@@ -45,12 +48,14 @@ class Packed(msgspec.Struct, frozen=True):
 class Unpacked(msgspec.Struct, frozen=True):
     """A value that arrived.
 
-    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph.
+    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph, and
+    `copies` how many more did so inside an object, though a context was open.
     """
 
     value: Any
     depth: int = 0
     cut: int = 0
+    copies: int = 0
 
 
 @final
@@ -58,10 +63,16 @@ class Parcels:
     """Packs and unpacks for one worker."""
 
     def __init__(
-        self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, *, leaves: bool = False
+        self,
+        codec: Codec | PickleCodec,
+        engine: Engine,
+        refs: Refs,
+        *,
+        leaves: bool = False,
+        carries_modes: bool = True,
     ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
-        self._leaves = leaves
+        self._leaves, self._carries_modes = leaves, carries_modes
 
     def pack(
         self,
@@ -80,7 +91,10 @@ class Parcels:
                 return Packed(Parcel(data, [], [], []), (), context)
             return self._sealed(data, tensors, [], to, context)
         with self._refs.packing(to, deadline) as references:
-            return self._sealed(*self._codec.pack(value, place), references, to, context)
+            data, tensors, copies = self._codec.pack(value, place)
+            packed = self._sealed(data, tensors, references, to, context)
+        # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
+        return replace(packed, copies=copies) if copies and context is not None else packed
 
     def _sealed(
         self,
@@ -98,6 +112,8 @@ class Parcels:
                 hint="differentiate in reverse, or leave dual_level() before the call",
             )
         headers, payload = encode_tensors(tensors, self._engine.limits)
+        if not self._carries_modes:  # autograd refuses what was made in inference mode
+            headers = [without_inference(header) for header in headers]
         crossings: list[Crossing] = []
         if context is not None:
             crossings = self._engine.attach_send(context, to, tensors)
@@ -117,15 +133,16 @@ class Parcels:
         source: WorkerId,
         context: ContextId | None,
         is_answered: bool = False,
+        is_recorded: bool = True,
     ) -> Unpacked:
-        """The value, its references held and its graph attached.
+        """The value, its references held and, if that is recorded, its graph attached.
 
         For `is_answered` see Note [An answer accepts], accepting.py.
         """
         if not parcel.references:
-            return self._opened(parcel, payload, source, context)
+            return self._opened(parcel, payload, source, context, is_recorded)
         with self._refs.unpacking(parcel.references, source, is_answered=is_answered):
-            return self._opened(parcel, payload, source, context)
+            return self._opened(parcel, payload, source, context, is_recorded)
 
     def _opened(
         self,
@@ -133,6 +150,7 @@ class Parcels:
         payload: memoryview | None,
         source: WorkerId,
         context: ContextId | None,
+        is_recorded: bool,
     ) -> Unpacked:
         if not parcel.tensors:
             return Unpacked(self._value(parcel, (), source))
@@ -141,7 +159,7 @@ class Parcels:
         if crossings:
             if context is None:
                 raise BadMessage("a message outside of any context came with edges")
-            if not self._engine.attach_recv(context, source, crossings, tensors):
+            if not is_recorded or not self._engine.attach_recv(context, source, crossings, tensors):
                 crossings = ()
         depth = 0
         for crossing in crossings:

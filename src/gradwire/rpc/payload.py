@@ -35,10 +35,15 @@ _PICKLE_HINT = "Options(pickle=True) loads them; whoever may send one may run an
 
 
 class Packed(NamedTuple):
-    """A value as data, and the tensors it names; their bytes travel beside it."""
+    """A value as data, and the tensors it names; their bytes travel beside it.
+
+    `copies` counts the tensors that require grad but are copied into the data: no gradient will
+    come back to them. Only a pickle has such.
+    """
 
     data: bytes
     tensors: list[Tensor]
+    copies: int = 0
 
 
 class Unopened(msgspec.Struct, frozen=True):
@@ -132,7 +137,7 @@ class Codec:
                 f"{len(data)} bytes besides tensors are over the limit of {self._limits.head}",
                 hint="send them as a tensor or a numpy array, or raise Limits.head",
             )
-        return Packed(data, walk.tensors)
+        return Packed(data, walk.tensors, walk.copies)
 
     def maybe_unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
         """The value that was packed; Unopened, if that takes a walk. Raises as `unpack` does.
@@ -179,6 +184,7 @@ class Codec:
         assert self._odd is not None
         packed, first = self._odd.pack(value, spoken(type(value))), len(walk.tensors)
         walk.tensors.extend(packed.tensors)
+        walk.copies += packed.copies
         return [tags.PICKLED, packed.data, first, len(packed.tensors)]
 
     def _unpack_odd(self, walk: Unpacking, node: Node) -> object:
