@@ -50,6 +50,10 @@ class Door(Generic[T]):
             )
         return found
 
+    def maybe_find(self) -> T | None:
+        """What the calling code belongs to, if there is any in this process."""
+        return None if self._is_forked else self._here.get(self._default)
+
     def maybe_default(self) -> T | None:
         """The default of the process, if it has one."""
         return self._default

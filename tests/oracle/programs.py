@@ -214,7 +214,7 @@ class _Drawer:
         if "inner backwards" in self.kinds:
             far += [self.inner_backward] * 3
         if self.may_draw:
-            far += [self.checkpoint] * 3
+            far += [self.checkpoint] * 3 + [self.draw_there] * (6 if self.checkpoints else 1)
         if not pure:
             far += [self.kept, self.fan_out, self.reference, self.method]
             if "finalizers" in self.kinds:
@@ -257,6 +257,15 @@ class _Drawer:
         if self.checkpoints:
             self.note("draw under a checkpoint")
         return ["draw", draw, self.index()]
+
+    def draw_there(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
+        """A call whose last step draws, and whose result is used."""
+        step = self.call(worker, caller, depth, pure)
+        details = step[1]
+        details["block"].append([*self.random_draw()[:2], -1])
+        details["returned"].append(-1)
+        details["used"].append(-1)
+        return step
 
     def fuse(self, *_: object) -> Step:
         self.note("failing node")

@@ -385,3 +385,37 @@ def die_prepared(layers):
         gradwire.backward(context, [sum(layer.rpc_sync().forward(x) for layer in layers)])
         with home_door.find().events.subscribe(die):
             optimizer.step(context)
+
+
+class Noisy(torch.nn.Module):
+    """A layer whose results are random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(self.weight * x, 0.5)
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+
+
+def drawn() -> torch.Tensor:
+    return torch.rand(3)
+
+
+def noisy(x):
+    return torch.nn.functional.dropout(x.sin(), 0.5)
+
+
+def noisy_there(x, to):
+    """Draws here, there, and here again."""
+    return noisy(gradwire.rpc_sync(to, noisy, args=(noisy(x),)))
+
+
+def noisy_twice(x, to):
+    first = gradwire.rpc_async(to, noisy, args=(x,))
+    second = gradwire.rpc_async(to, noisy, args=(x.cos(),))
+    return noisy(first.wait() * second.wait())

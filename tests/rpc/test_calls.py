@@ -381,7 +381,7 @@ def test_a_call_that_is_not_answered_in_time_says_who_which_and_how_long(workers
 
     message, hint = str(raised.value).split("\n")
     assert re.fullmatch(
-        r"w1 did not answer w0#\d+ \(tests\.rpc\.test_calls\.nap\) within 0\.0[45]\d* s", message
+        r"w1 did not answer w0#\d+ \(tests\.rpc\.test_calls\.nap\) within 0\.0\d+ s", message
     )
     assert hint.startswith("hint: a longer timeout= on the call, or Timeouts(call=…)")
     assert isinstance(raised.value, TimeoutError)

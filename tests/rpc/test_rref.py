@@ -580,7 +580,7 @@ def test_values_that_hold_references_are_forgotten_one_after_the_other(workers):
 
 def test_an_answer_with_a_reference_that_nobody_waits_for_is_released(workers, gate):
     with pytest.raises(CallTimeout):
-        workers[0].run(gw.rpc_sync, "w1", slow_reference, args=(gate,), timeout=0.02)
+        workers[0].run(gw.rpc_sync, "w1", slow_reference, args=(gate,), timeout=0.25)
     GATES[gate].set()
 
     assert eventually(lambda: "w1" in MADE and is_forgotten("w1"))

@@ -183,7 +183,8 @@ def _raise(
     names = [orders.name for orders in workers]
     match verdict:
         case Failed(worker):
-            raise _revived(workers[worker]) from None
+            error = _revived(workers[worker])
+            raise error from error.__cause__
         case Died(felt_by=int(worker)):
             raise spoken.death(verdict, names) from _revived(workers[worker])
         case Died():

@@ -27,11 +27,12 @@ from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundi
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
-from gradwire.rpc.parcels import Parcels, Unpacked, cut_tensors
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
+from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import current_errand
+from gradwire.rpc.sessions import Asked, current_session, waiting
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
@@ -58,6 +59,8 @@ class _Sent(msgspec.Struct, frozen=True):
     call: CallId
     promise: Promise[Outcome]
     size: int
+    asked: Asked | None
+    """if it is made for a checkpoint"""
 
 
 class Created(NamedTuple):
@@ -87,6 +90,7 @@ class Calls:
         self._window = Window(in_flight, agent.clock)
         self._around = Surroundings(agent, self._depth_of, refs.on_death, manner.of_callback)
         agent.kinds.add(Result)
+        agent.kinds.add(Made)
         agent.on_late(Result, self._late)
 
     # -- the worker that calls
@@ -107,7 +111,11 @@ class Calls:
         try:
             if context is not None or self._agent.events.are_heard:
                 self._left(sent, to, context)
-            outcome = self._outcome(sent.promise, to, context)
+            if sent.asked is None:
+                outcome = self._outcome(sent.promise, to, context)
+            else:
+                with sent.asked.session.waiting():
+                    outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
@@ -257,6 +265,8 @@ class Calls:
         keep: Kept | None = None,
     ) -> _Sent:
         """When its answer has come, it has to leave the window."""
+        asked = None if (now := current_session()) is None else now.calling((to, target.name))
+        draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
         parcel, size, counted = packed.parcel, packed.size, False
@@ -264,10 +274,7 @@ class Calls:
         try:
             grad = torch.is_grad_enabled()
             if grad and (parcel.tensors or packed.copies):
-                cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut or packed.copies:
-                    on = self._agent.directory.name(to)
-                    warn_of_cut(len(cut), f"the arguments of {what} on {on}", packed.copies)
+                self._warn_of_cut(packed, what, to)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
@@ -275,7 +282,7 @@ class Calls:
                 grad, inference = True, False
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -287,8 +294,16 @@ class Calls:
             if counted:
                 self._window.leave(to, size)
             self._parcels.undo(packed)
+            if asked is not None:
+                asked.place.failed()
             raise
-        return _Sent(call, promise, size)
+        return _Sent(call, promise, size, None if asked is None else asked.sent(promise))
+
+    def _warn_of_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
+        cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
+        if cut or packed.copies:
+            on = self._agent.directory.name(to)
+            warn_of_cut(len(cut), f"the arguments of {what} on {on}", packed.copies)
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
@@ -347,8 +362,9 @@ class Calls:
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
         promise = landing.promise
         try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            promise.wait()
+            with waiting():
+                self._agent.wait(peer, lambda: promise.settled, promise.wait)
+                promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)

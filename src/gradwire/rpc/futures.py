@@ -31,6 +31,7 @@ from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
+from gradwire.rpc.sessions import current_session
 
 INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
@@ -176,6 +177,16 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
+        promise, session = self._promise, current_session()
+        if session is not None:
+            with session.waiting():  # also if it is there: the waits of a checkpoint are counted
+                self._await()
+        elif not promise.settled:
+            self._await()
+        self._complete()
+        return self._landing.value()
+
+    def _await(self) -> None:
         promise = self._promise
         if not promise.settled:
             self._is_waited_for = True
@@ -185,8 +196,6 @@ class Future(torch.futures.Future[T]):
                 self._is_waited_for = False
                 promise.on_settled(self._landed)
                 raise
-        self._complete()
-        return self._landing.value()
 
     def cancel(self) -> bool:
         """Call it off; False if it is done already, or is no call but what follows one.

@@ -27,10 +27,12 @@ from types import FunctionType, ModuleType, NoneType
 from typing import Any, TypeVar, final
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
 from gradwire.rpc.names import one_main
 from gradwire.rpc.payload import Packed, Unopened
+from gradwire.rpc.scripted import maybe_reduced
 
 T = TypeVar("T")
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -174,13 +176,18 @@ class _Pickler(pickle.Pickler):
             return reducer(value)
         if hasattr(type(value), "_travel_parts"):
             return type(value)._from_parts, value._travel_parts()  # type: ignore[attr-defined]
+        scripted = maybe_reduced(value)
+        if scripted is not None:
+            return scripted
         if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
             return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
         return NotImplemented
 
     def _note_copy(self, value: object) -> None:
-        if isinstance(value, Tensor) and value.requires_grad:
-            self.copies += 1
+        if isinstance(value, Tensor):
+            self.copies += value.requires_grad
+        elif isinstance(value, ScriptModule):  # its parameters are not seen one by one
+            self.copies += sum(parameter.requires_grad for parameter in value.parameters())
 
 
 class _Unpickler(pickle.Unpickler):

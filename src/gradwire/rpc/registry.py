@@ -24,6 +24,8 @@ from types import (
 )
 from typing import Any, NamedTuple, TypeVar, final
 
+from torch.nn import Module
+
 from gradwire import errors
 from gradwire.errors import NotExposed, UsageError
 from gradwire.rpc import allowed_torch
@@ -174,17 +176,22 @@ class Registry:
     def method(self, value: object, name: str) -> Function:
         """The public method `name` of an object held by a reference, bound to it.
 
-        Found on the type, as Python finds special methods: what was stored on the object itself
-        is not called. A method that torch or Python defines is judged by their lists, whoever's
-        class inherits it.
+        Judged by the type: what is stored on the object only is no method. If it stands there for
+        a method that may be called, it is called, as in Python; the owner has put it there. A
+        method that torch or Python defines is judged by their lists, whoever's class inherits it.
         """
         cls = type(value)
         known: Any = self._methods.get((cls, name))
         if known is None or getattr(cls, name, None) is not known:
+            inner = allowed_torch.maybe_compiled_from(value)
+            if inner is not None and _maybe_definer(cls, name) is None:
+                return self.method(inner, name)
             known = self._method_of(value, cls, name)
             if len(self._methods) >= _MOST_METHODS:
                 self._methods.clear()
             self._methods[cls, name] = known
+        if name in getattr(value, "__dict__", ()) and name not in DUNDERS:
+            return _stored(value, name)
         bound: Function = known.__get__(value, cls)
         return bound
 
@@ -195,10 +202,14 @@ class Registry:
         definer = _maybe_definer(cls, name)
         if definer is None:
             raise _missing(value, name, spoken)
-        if not self._allows(cls, definer, name):
+        if not self._allows(cls, definer, name) and not allowed_torch.is_forward(
+            value, definer, name
+        ):
             hint = _WRAP_HINT if _is_fenced(definer) else _CLASS_HINT
             raise NotExposed(f"{spoken} is not exposed on this worker", hint=hint)
         if not _is_method(vars(definer)[name], definer):
+            if allowed_torch.is_forward(value, definer, name):
+                return _AS_ATTRIBUTE  # TorchScript finds its forward when it is asked for
             raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
         return vars(definer)[name]
 
@@ -300,6 +311,34 @@ def _is_method(raw: object, definer: type) -> bool:
     return home == definer.__module__.partition(".")[0] or not (
         home == "torch" or home in sys.stdlib_module_names
     )
+
+
+def _stored(value: object, name: str) -> Function:
+    """What stands on the object itself for a method of its class, if that is something to call.
+
+    Not a function of Python's or torch's that an object of the user's holds, but for modules:
+    torch itself puts compiled and scripted methods there.
+    """
+    found: object = vars(value)[name]
+    while isinstance(found, functools.partial):
+        found = found.func
+    home = str(getattr(getattr(found, "__func__", found), "__module__", None)).partition(".")[0]
+    is_foreign = home == "torch" or home in sys.stdlib_module_names
+    if not callable(found) or (is_foreign and not isinstance(value, Module)):
+        spoken = f"{label(type(value))}.{_spoken(name)}"
+        raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+    stored: Function = vars(value)[name]
+    return stored
+
+
+class _AsAttribute:
+    """A method that is had by asking the object for it."""
+
+    def __get__(self, value: object, _: type) -> Any:  # noqa: ANN401
+        return getattr(value, "forward")  # noqa: B009  (the only one)
+
+
+_AS_ATTRIBUTE = _AsAttribute()
 
 
 def _is_private(name: str) -> bool:

@@ -17,18 +17,22 @@ _SHARE = 10
 _MOST_SECONDS = 0.5
 """How much earlier: this part of the time that is left, and at most this."""
 
-Due = tuple[float, Source | None]
-"""By when a function must be over, and whose request it serves."""
+Due = tuple[float, Source | None, object]
+"""By when a function must be over, whose request it serves, and for which run of a checkpoint's
+function (sessions.py), if any.
+"""
 
-_due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None))
+_due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None, None))
 
 
 def is_due(deadline: float, errand: Source | None) -> Token[Due]:
     """This code must be over by then, or when its errand is called off, until `was_due`."""
-    outer, its_errand = _due.get()
+    outer, its_errand, session = _due.get()
     if outer < deadline:
         deadline = outer
-    return _due.set((deadline, its_errand if errand is None else errand))
+    if errand is None:
+        return _due.set((deadline, its_errand, session))
+    return _due.set((deadline, errand, None))
 
 
 was_due: Callable[[Token[Due]], None] = _due.reset
@@ -40,6 +44,21 @@ def current_errand() -> Source | None:
     return _due.get()[1]
 
 
+class repeating:
+    """Code that runs for a checkpoint; sessions.py says which."""
+
+    @staticmethod
+    def current() -> object:
+        """The run that this code is a part of."""
+        return _due.get()[2]
+
+    @staticmethod
+    def enter(session: object) -> Token[Due]:
+        """This code is a part of that run, until `was_due`."""
+        deadline, errand, _ = _due.get()
+        return _due.set((deadline, errand, session))
+
+
 def deadline_from(timeout: float | None, default: float, now: float) -> float:
     """The moment a wait ends: what was asked for, but not after what encloses it.
 
@@ -48,7 +67,7 @@ def deadline_from(timeout: float | None, default: float, now: float) -> float:
     seconds = default if timeout is None else timeout
     if not 0 < seconds < math.inf:
         raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
-    due, errand = _due.get()
+    due, errand, _ = _due.get()
     if errand is not None and errand.cancelled:
         raise Cancelled(f"the call that this one is made in was called off: {errand.cancelled}")
     if due <= now:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -37,6 +37,7 @@ from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
 from gradwire.options import Options
 from gradwire.rpc.calls import Calls
+from gradwire.rpc.checkpoints import watch_checkpoints
 from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.lending import Lent
 from gradwire.rpc.manner import NATIVE, Manner
@@ -49,6 +50,7 @@ from gradwire.rpc.registry import Registry, exception_name
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, is_due, was_due
 from gradwire.rpc.serving import Serving
+from gradwire.rpc.sessions import PROCESS, Stream
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
@@ -95,6 +97,7 @@ class Worker:
         self._options = options
         self.own = own
         """the generator that this worker has to itself; that of the process if there is none"""
+        self.stream = PROCESS if own is None else Stream(own.generator)
         self._parts: Parts[Worker] = Parts()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
@@ -135,7 +138,7 @@ class Worker:
         parcels = Parcels(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, parcels, registry, inside, manner)
+        Serving(agent, self.engine, self.refs, parcels, registry, inside, manner, self.stream)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
@@ -345,3 +348,11 @@ class _DrawingScope:
 
 _RREF_TAG = 64
 _LENT_TAG = 65
+
+
+def _stream_here() -> Stream | None:
+    home = home_door.maybe_find()
+    return None if home is None else cast(Worker, home).stream
+
+
+watch_checkpoints(_stream_here)

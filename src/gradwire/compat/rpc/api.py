@@ -50,6 +50,7 @@ from gradwire.compat.rpc.world import (
 )
 from gradwire.errors import DeadlinePassed, PeerError
 from gradwire.rpc.arguments import keywords, of_sequence
+from gradwire.rpc.asynchronous import LATER
 from gradwire.rpc.calls import Target
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -185,7 +186,7 @@ def _target(func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str
     operator = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
     if operator is not None:
         return Target(f"!{operator}", (run_builtin, operator, args, kwargs), {})
-    name = getattr(func, "__qualname__", type(func).__qualname__)
+    name = _spoken(func)
     udf = PythonUDF(func, args, kwargs)
     if _default_pickler is not _internal_rpc_pickler:
         references: list[PyRRef[Any]] = []
@@ -193,6 +194,14 @@ def _target(func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str
             data, tensors = _default_pickler.serialize(udf)
         return Target(f"!{name}", (run_serialized, data, tensors, references), {})
     return Target(f"!{name}", (run_function, udf), {})
+
+
+def _spoken(func: Callable[..., Any]) -> str:
+    """The name of a function in errors and profiles."""
+    scripted = getattr(func, LATER, func)
+    if isinstance(scripted, torch._C.ScriptFunction):
+        return str(scripted.qualified_name).removeprefix("__torch__.")
+    return str(getattr(func, "__qualname__", type(func).__qualname__))
 
 
 @contextlib.contextmanager
@@ -207,7 +216,14 @@ def _recorded(target: Target) -> Iterator[None]:
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:  # noqa: ANN401
-    return rref._get_type(blocking=blocking)
+    """Its type, or where that has no name by which it could travel, the nearest base that has one.
+
+    torch.fx makes a class for each module.
+    """
+    kind = rref._get_type(blocking=blocking)
+    if not isinstance(kind, type):
+        return kind
+    return next(base for base in kind.__mro__ if "<locals>" not in base.__qualname__)
 
 
 def _rref_typeof_on_user(
