@@ -16,6 +16,20 @@ import torch
 
 T = TypeVar("T")
 
+OWN: dict[str, torch.Generator] = {}
+"""Of the workers of a cluster in this process; in a process of its own, a worker has torch's."""
+
+
+def owned(workers: int) -> list[torch.Generator]:
+    """Generators for the workers of a cluster in this process."""
+    made = [torch.Generator() for _ in range(workers)]
+    OWN.update({f"w{n}": generator for n, generator in enumerate(made)})
+    return made
+
+
+def seed(worker: str, number: int) -> None:
+    OWN.get(worker, torch.default_generator).manual_seed(number)
+
 
 @dataclass
 class _Dice:

@@ -42,7 +42,7 @@ class Outcome:
 def reset(seed: int, worker: int, draws: bool, watched: bool, sums: bool) -> None:
     state = STATES[interpreter.here()] = State(seed, worker, draws=draws)
     if draws:
-        torch.manual_seed(seed * 16 + worker)
+        dice.seed(interpreter.here(), seed * 16 + worker)
     if watched:
         state.watch_leaf(sums=sums)
 

@@ -362,7 +362,11 @@ class _Drawer:
     def failing(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.note("caught remote exception")
         to = self.target(worker, caller)
-        return ["failing", to, self.inner(to, worker, depth, pure), self.index()]
+        # Numbers of a call that raised are refused in a recomputation, not repeated.
+        may_draw, self.may_draw = self.may_draw, self.may_draw and not self.checkpoints
+        block = self.inner(to, worker, depth, pure)
+        self.may_draw = may_draw
+        return ["failing", to, block, self.index()]
 
     def recursion(self, worker: int, caller: int | None, *_: object) -> Step:
         self.note("recursion")

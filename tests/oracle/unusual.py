@@ -102,8 +102,10 @@ def on_this_worker(function: Callable) -> Callable:
 def _draw(state: State, values: list, draw: str, i: int) -> None:
     x = values[i % len(values)]
     match draw:
-        case "dropout":
+        case "dropout" if not torch.is_inference_mode_enabled():
             values.append(torch.nn.functional.dropout(x, 0.5))
+        case "dropout":  # which cannot be given a generator in this mode
+            values.append(x * torch.bernoulli(torch.full((3,), 0.5)) * 2)
         case "randint":
             values.append(x * torch.randint(0, 3, (3,)))
         case _:

@@ -29,7 +29,7 @@ from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.graph import tensors_in
-from gradwire.autograd.ledger import LeafLocks
+from gradwire.autograd.leaves import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.nodes import WayHome
 from gradwire.autograd.passes import Passes
@@ -282,6 +282,8 @@ class Engine:
             edges_of, context.edges_of = context.edges_of, {}
         for peer, count in edges_of.items():
             self._edges.give_back(peer, count)
+        for ending in list(context.endings.values()):
+            ending.drop()
         for running in self.passes.in_context(id):
             why = "" if lost is None else f", as {lost} was lost"
             here = self._agent.directory.me.name
