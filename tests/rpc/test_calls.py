@@ -297,7 +297,7 @@ def test_a_future_does_not_travel(workers):
     def sent():
         gw.rpc_sync("w1", echoed, args=(gw.rpc_async("w1", name),))
 
-    with pytest.raises(CannotTravel, match=r"gradwire\.rpc\.futures\.Future does not travel"):
+    with pytest.raises(CannotTravel, match="a future does not travel"):
         workers[0].run(sent)
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, WrongType
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
 from gradwire.optim.checkpoints import PARAMETERS, fetched, written
@@ -63,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **kwargs: object,
     ) -> None:
         _check_class(optimizer_class)
+        if isinstance(params_rref, RRef):
+            raise WrongType("params_rref is one reference, not a list of them", hint="pass [rref]")
         self._here = stepped_here()
         self._cls, self._args, self._kwargs = optimizer_class, args, dict(kwargs)
         self._shards: dict[WorkerId, RRef[Shard]] = {}
