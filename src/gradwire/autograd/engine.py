@@ -232,6 +232,8 @@ class Engine:
         for running in self.passes.all():
             running.fail(PeerLost(reason))
             self.passes.over(running)
+            if running.ledger is not None and running.wait_for_run(0):
+                running.ledger.drop()
         for id in self.contexts.all():
             self.contexts.close(id)
 
