@@ -18,6 +18,7 @@ from gradwire.rpc.joining import join, move_out, settle_here
 from gradwire.rpc.registry import name_of
 from gradwire.rpc.retrying import again_until, is_idempotent
 from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.torch_options import checked_rank, options_for
 from gradwire.rpc.worker import Exposed, Worker
 
 P = ParamSpec("P")
@@ -34,6 +35,8 @@ def init_rpc(
     options: Options | None = None,
     *,
     expose: Exposed = (),
+    backend: object = None,
+    rpc_backend_options: object = None,
 ) -> None:
     """Make this process a worker, and wait until all `world_size` workers have joined.
 
@@ -42,12 +45,15 @@ def init_rpc(
     and this one joins those that are there. `expose` names the modules, functions and classes that
     peers may run here besides those of the `__main__` script, those decorated with
     `@gradwire.expose`, and torch's own operators.
+
+    `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that move
+    over: init_method, rpc_timeout and num_worker_threads are taken from them.
     """
     if home_door.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
-    options = options or Options()
+    options = options_for(backend, rpc_backend_options, options)
     place = place_from_environment()
-    rank = place.rank if rank is None else rank
+    rank = place.rank if checked_rank(rank) is None else rank
     if world_size is None and not options.is_open:
         world_size = place.world_size
     if rank is None:
