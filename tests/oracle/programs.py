@@ -17,7 +17,7 @@ Block = list
 
 KINDS = ["threads", "finalizers", "inner backwards", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
-DRAWN: tuple[str, ...] = ()
+DRAWN: tuple[str, ...] = ("threads",)
 """Those that are drawn unless it is said otherwise."""
 
 MODES = [
@@ -322,7 +322,10 @@ class _Drawer:
 
     def call(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         to = self.target(worker, caller)
-        how = self.rng.choice(CALLS)
+        # A reference's value may be there before the numbers that its function drew are told; a
+        # recomputation that needs them is then refused.
+        repeats = self.may_draw and self.checkpoints
+        how = self.rng.choice(CALLS[:2] if repeats else CALLS)
         self.note(f"call: {how}")
         mode = self.rng.choice(["grad"] * 6 + ["no_grad", "inference_mode"])
         if mode != "grad":
@@ -362,11 +365,7 @@ class _Drawer:
     def failing(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.note("caught remote exception")
         to = self.target(worker, caller)
-        # Numbers of a call that raised are refused in a recomputation, not repeated.
-        may_draw, self.may_draw = self.may_draw, self.may_draw and not self.checkpoints
-        block = self.inner(to, worker, depth, pure)
-        self.may_draw = may_draw
-        return ["failing", to, block, self.index()]
+        return ["failing", to, self.inner(to, worker, depth, pure), self.index()]
 
     def recursion(self, worker: int, caller: int | None, *_: object) -> Step:
         self.note("recursion")
