@@ -11,16 +11,19 @@ them wait: it asks whether something is there, and sleeps in Python.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ParamSpec, TypeVar
 from urllib.parse import urlparse, urlunparse
 
 import msgspec
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.clock import Clock
@@ -28,8 +31,11 @@ from gradwire.agent.directory import Directory
 from gradwire.agent.members_state import Member
 from gradwire.agent.roster_state import Roster
 from gradwire.agent.signed_store import SignedStore
-from gradwire.errors import JoinTimeout, UsageError
+from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not supported. "
@@ -42,7 +48,11 @@ _LONGEST_LOOK_AGAIN_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 0.1
 _PORT_IS_TAKEN = os.strerror(errno.EADDRINUSE).lower()
-_ANOTHER = "end that program, or choose another port: MASTER_PORT, or that of init_method"
+_ANOTHER = (
+    "if that is rank 0 of this job, give this process another rank; else end that program, or "
+    "choose another port: MASTER_PORT, or that of init_method"
+)
+_OWN_RANK = "give every process a rank of its own"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
 
 
@@ -53,6 +63,8 @@ class Entry(msgspec.Struct, frozen=True):
     address: str
     note: str = ""
     life: int = 0
+    world_size: int = 0
+    """what it was told"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +160,24 @@ def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
     return store.replace(_ROSTER, old, msgspec.json.encode(roster).decode())
 
 
+def _says_who_left(joining: Callable[P, T]) -> Callable[P, T]:
+    """Let the loss of the store, which rank 0 mostly serves, be an error of ours."""
+
+    @functools.wraps(joining)
+    def said(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return joining(*args, **kwargs)
+        except DistNetworkError as error:
+            raise PeerLost(
+                "the meeting place was lost before everyone had met: the process that serves it, "
+                "mostly rank 0, has ended",
+                hint=f"what it printed says why; {_OWN_RANK}",
+            ) from error
+
+    return said
+
+
+@_says_who_left
 def meet(
     store: SignedStore,
     name: str,
@@ -165,14 +195,21 @@ def meet(
     round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
     _refuse_open_world(store)  # of two that begin at once, each has written before it looks
     job = store.get(round)
-    store.set(f"{round}/{rank}", msgspec.json.encode(Entry(name, address, note)).decode(), job)
+    entry = Entry(name, address, note, world_size=world_size)
+    store.set(f"{round}/{rank}", msgspec.json.encode(entry).decode(), job)
     keys = [f"{round}/{other}" for other in range(world_size)]
     try:
+        if rank != 0:  # whose entry is the first, and says how many are to come
+            arrived.wait(keys[:1])
+            arrived.check_sizes(keys[:1], job, world_size)
         arrived.wait(keys)
     except JoinTimeout:
         if rank == 0:
             arrived.give_up(round)
+        arrived.check_sizes(keys, job, world_size)
+        arrived.check_rounds(round, rank)
         raise
+    arrived.check_sizes(keys, job, world_size)
     entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
     members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
@@ -182,6 +219,7 @@ def meet(
     return Meeting(directory, job, store.inner)
 
 
+@_says_who_left
 def meet_again(
     store: SignedStore,
     me: Member,
@@ -228,16 +266,53 @@ class _Arrivals:
         self._store.set(round, uuid.uuid4().hex)
         return round
 
+    def check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
+        """Refuse a world in which another was told another size, by the entries that are there."""
+        for key in keys:
+            text = self._store.maybe_get(key, job)
+            other = None if text is None else msgspec.json.decode(text, type=Entry)
+            if other is not None and other.world_size not in (0, world_size):
+                raise UsageError(
+                    f"{self._name} was told {world_size} workers, {other.name} was told "
+                    f"{other.world_size}",
+                    hint="give every worker the same world_size, or the same WORLD_SIZE",
+                )
+
+    def check_rounds(self, round: str, rank: int) -> None:
+        """Say it if another rank 0 has begun a meeting of its own here, beside ours."""
+        ours, latest = int(round.rsplit(" ", 1)[1]), self._store.add(_ROUNDS, 0)
+        if rank == 0 and latest > ours:
+            raise JoinTimeout(
+                f"{self._name} waited in vain: another process has begun a meeting here as rank 0",
+                hint=_OWN_RANK,
+            )
+
     def find_round(self, rank: int) -> str:
         """The latest, if this rank has not been in it."""
         n = max(1, self._store.add(_ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
-            self.wait([round], missing="0")
+            try:
+                self.wait([round], missing="0")
+            except JoinTimeout:
+                self._check_rank(f"gradwire/round {n - 1}", rank)
+                raise
             claimed = self._store.add(f"{round}/claimed/{rank}", 1) == 1
             if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
+
+    def _check_rank(self, round: str, rank: int) -> None:
+        """Say it if we wait for the next meeting because another process is us in this one."""
+        job = self._store.maybe_get(round)
+        text = None if job is None else self._store.maybe_get(f"{round}/{rank}", job)
+        if text is not None:
+            other = msgspec.json.decode(text, type=Entry).name
+            raise JoinTimeout(
+                f"{self._name} waited in vain: {other} has joined as rank {rank} before it, and "
+                "rank 0 begins no other meeting",
+                hint=_OWN_RANK,
+            ) from None
 
     def last_round(self, rank: int) -> str:
         """The one in which an earlier life of this rank was, or was about to be."""

@@ -282,6 +282,8 @@ class Engine:
             edges_of, context.edges_of = context.edges_of, {}
         for peer, count in edges_of.items():
             self._edges.give_back(peer, count)
+        for ending in list(context.endings.values()):
+            ending.drop()
         for running in self.passes.in_context(id):
             why = "" if lost is None else f", as {lost} was lost"
             here = self._agent.directory.me.name

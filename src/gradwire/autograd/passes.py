@@ -35,7 +35,7 @@ class Passes:
         timer: Timer,
         most: int,
     ) -> None:
-        self._directory, self._due, self._seconds = directory, due, seconds
+        self._directory, self.due, self._seconds = directory, due, seconds
         self._me = directory.me.id
         self._clock, self._timer, self._most = clock, timer, most
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Passes:
 
     def begin(self, context: Context, run: int, plan: Plan, timeout: float | None) -> Running:
         """A pass begins here in an engine run, and is given up after so many seconds."""
-        deadline, now = self._due(timeout), self._clock.now()
+        deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
             id = PassId(self._me, self._count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,14 +9,14 @@ from typing import final
 
 import torch
 
-from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.failure import fresh
-from gradwire.agent.promise import Promise
 from gradwire.autograd import run
 from gradwire.autograd.checking import check_asked
 from gradwire.autograd.context import Context, Received
+from gradwire.autograd.ending import Ending
 from gradwire.autograd.ledger import LeafLocks, Ledger
 from gradwire.autograd.lineage import Lineage, bits_to_wire, union
 from gradwire.autograd.messages import (
@@ -45,15 +44,16 @@ from gradwire.autograd.torch_private import (
     when_run_ends,
     will_execute,
 )
-from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.wire.frame import Buffer
 
-_log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
-"""How long a worker may take to put back what a failed pass has changed, before its deadline."""
+"""How long a pass that has failed before its deadline waits until a worker has put it back."""
 _END_LATE_SECONDS = 1.5
-"""The same after it, or close to it; or for one that was lost, which may be back already."""
+"""The same for one that was lost, which may be back already; and for the next pass."""
+_GRACE_SECONDS = 0.01
+"""The same after the deadline: enough for those who answer at once."""
 _KEPT_REMEMBERED = 20_000
 
 
@@ -83,7 +83,7 @@ class Root:
         That one is executed whatever the engine says of it: the node that a backward begins with is
         not among those it tells of.
         """
-        _check_whole(context)
+        self._check_whole(context)
         with context.lock:
             reached = [
                 received
@@ -112,7 +112,7 @@ class Root:
         timeout: float | None = None,
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
-        _check_whole(context)
+        self._check_whole(context, timeout)
         ledger = Ledger(self._locks, context.gradients)
         with context.lock:
             context.walk.origin([root.grad_fn for root in roots])
@@ -228,31 +228,36 @@ class Root:
         )
         running.fail(told)
         self._passes.over(running)
-        failure = self._agent.describe(told)
-        now = self._agent.clock.now()
-        late = max(now, running.deadline) + _END_LATE_SECONDS
-        answers: dict[WorkerId, Promise[Outcome]] = {}
-        for worker in running.asked:
-            ended = PassEnded(running.context.id, running.id, failure)
-            is_there = self._agent.is_connected(worker)
-            limit = min(now + (_END_SECONDS if is_there else _END_LATE_SECONDS), late)
-            try:
-                what = f"end of {running.id}"
-                _, answer = self._agent.request(
-                    worker, ended, deadline=limit, what=what, phase="backward"
-                )
-            except GradwireError:  # lost, or shut down: it ends its passes by itself
-                continue
-            answers[worker] = answer
+        ending = Ending(self._agent, running.context, running.id, running.asked)
+        ending.begin(self._agent.describe(told))
+        deadline = max(running.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         with self._waiting():
-            heard = {worker: answer.wait() for worker, answer in answers.items()}
+            silent = ending.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
         self._agent.events.emit("fail", running.id)
-        silent = [worker for worker, outcome in heard.items() if isinstance(outcome, CallTimeout)]
         if silent:
-            names = ", ".join(self._agent.directory.name(worker) for worker in silent)
-            running.context.broken = f"{names} did not confirm that {running.id} was put back"
-            _log.error("%s: %s", me, running.context.broken)
-            told.add_note(f"{running.context.broken}: close the context and begin again")
+            told.add_note(
+                f"{silent} has not confirmed that {running.id} was put back: until then "
+                f"{running.context} cannot be differentiated again"
+            )
+
+    def _check_whole(self, context: Context, timeout: float | None = None) -> None:
+        """Whether another pass may begin. What an earlier one has changed is waited for a while."""
+        for pass_id, ending in list(context.endings.items()):
+            with self._waiting():
+                silent = ending.wait(
+                    self._passes.due(timeout), _END_LATE_SECONDS, _END_LATE_SECONDS
+                )
+            if silent:
+                raise UsageError(
+                    f"{context} cannot be differentiated until {silent} confirms that {pass_id} "
+                    "was put back",
+                    hint="try again when it has answered, or close the context and begin again",
+                )
+        if context.broken is not None:
+            raise UsageError(
+                f"{context} cannot be differentiated any more: {context.broken}",
+                hint="close the context and begin again",
+            )
 
     def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
         """While it runs it has not ended well, and cannot any more: it needed who asks."""
@@ -314,14 +319,6 @@ def _start(
         seconds,
         first,
     )
-
-
-def _check_whole(context: Context) -> None:
-    if context.broken is not None:
-        raise UsageError(
-            f"{context} cannot be differentiated any more: {context.broken}",
-            hint="close the context and begin again",
-        )
 
 
 def _stops(context: Context, met: EdgeId) -> frozenset[EdgeId]:

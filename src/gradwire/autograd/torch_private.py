@@ -23,6 +23,7 @@ _NEEDED = (
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._functions.AccumulateGrad",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
@@ -73,6 +74,9 @@ _keep_graph = cast(
 
 _is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
 _unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
+_is_wrapped = cast(
+    Callable[[torch.Tensor], bool], _find("torch._C._functorch.is_functorch_wrapped_tensor")
+)
 _is_threaded = cast(Callable[[], bool], _find("torch._C._is_multithreading_enabled"))
 _set_threaded = cast(Callable[[bool], object], _find("torch._C._set_multithreading_enabled"))
 _no_torch_function = cast(
@@ -195,6 +199,17 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     dual = cast(Any, forward_ad)
     return any(dual.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The place of the first that a transform of torch.func has made, if one is under way.
+
+    hot: every message with tensors
+    """
+    if not _is_functorch():
+        return None
+    wrapped = map(_is_wrapped, tensors)
+    return next((n for n, is_wrapped in enumerate(wrapped) if is_wrapped), None)
 
 
 def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -92,6 +93,7 @@ def run(
     ...     print(gradwire.run(main, 2, args=(torch.ones(3, requires_grad=True),)))
     """
     _refuse_in_import()
+    _refuse_without_file(fn)
     options = options or Options()
     check(world_size, options, timeout, restarts)
     given = packed(
@@ -175,6 +177,22 @@ class _Supervision:
                 assert word == child.FAILED, f"w{worker} said {word!r}"
                 name = _failure_of(self._workers[worker]).type_name
                 watch.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
+
+
+def _refuse_without_file(fn: Callable[..., object]) -> None:
+    """Each worker is a new process that runs the file of the script again: there must be one."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None and getattr(fn, "__module__", None) == "__main__":
+        where = "at a prompt, in a notebook or after `python -c`"
+    elif path is not None and main.__spec__ is None and not Path(path).exists():
+        where = f"in {path}, which is no file"
+    else:
+        return
+    raise UsageError(
+        f"run() was given a program that is written {where}: its workers cannot import it",
+        hint="write it to a file, and run that: python program.py",
+    )
 
 
 def _raise(

@@ -21,7 +21,7 @@ from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
@@ -35,6 +35,9 @@ from gradwire.rpc.scope import current_errand
 from gradwire.rpc.sessions import Asked, current_session, waiting
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
+
+_PLACE = ("args", "kwargs")
+"""how errors call the two parts of what a call sends"""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -125,7 +128,7 @@ class Calls:
         if came.depth:
             lift_this_thread(came.depth)
         if (came.cut or came.copies) and torch.is_grad_enabled():
-            what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+            what = f"{target.what or spoken(target.name)} on {self._name(to)}"
             warn_of_cut(came.cut, f"the result of {what}", came.copies)
         return came.value
 
@@ -152,9 +155,12 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+        what = f"{target.what or spoken(target.name)} on {self._name(to)}"
         landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
+
+    def _name(self, worker: WorkerId) -> str:
+        return self._agent.directory.name(worker)
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -206,7 +212,7 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        on = f"{what} on {self._agent.directory.name(hold.owner)}"
+        on = f"{what} on {self._name(hold.owner)}"
         landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
         return self._wait_for(hold.owner, landing)
 
@@ -267,8 +273,7 @@ class Calls:
         """When its answer has come, it has to leave the window."""
         asked = None if (now := current_session()) is None else now.calling((to, target.name))
         draws = None if asked is None else asked.draws
-        value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
+        packed = self._packed(target, to, context, deadline)
         parcel, size, counted = packed.parcel, packed.size, False
         what = target.what or spoken(target.name)
         try:
@@ -293,17 +298,31 @@ class Calls:
         except BaseException:
             if counted:
                 self._window.leave(to, size)
-            self._parcels.undo(packed)
-            if asked is not None:
-                asked.place.failed()
+            self._undo(packed, asked)
             raise
         return _Sent(call, promise, size, None if asked is None else asked.sent(promise))
+
+    def _packed(
+        self, target: Target, to: WorkerId, context: ContextId | None, deadline: float
+    ) -> Packed:
+        value = target.args, target.kwargs
+        try:
+            return self._parcels.pack(
+                value, to=to, context=context, place=_PLACE, deadline=deadline
+            )
+        except CannotTravel as refusal:
+            raise self._parcels.placed(refusal, value, _PLACE) from refusal.__cause__
+
+    def _undo(self, packed: Packed, asked: Asked | None) -> None:
+        """The call did not leave."""
+        self._parcels.undo(packed)
+        if asked is not None:
+            asked.place.failed()
 
     def _warn_of_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
         if cut or packed.copies:
-            on = self._agent.directory.name(to)
-            warn_of_cut(len(cut), f"the arguments of {what} on {on}", packed.copies)
+            warn_of_cut(len(cut), f"the arguments of {what} on {self._name(to)}", packed.copies)
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""

@@ -7,6 +7,7 @@ Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from gradwire.agent.unserved import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
-from gradwire.autograd.torch_private import has_tangent
+from gradwire.autograd.torch_private import has_tangent, wrapped_by_transform
 from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.messages import Parcel, Reference
@@ -27,6 +28,8 @@ from gradwire.rpc.refs import Refs
 from gradwire.wire.frame import Buffer
 from gradwire.wire.header import REQUIRES_GRAD, TensorHeader, without_inference
 from gradwire.wire.tensor import decode_tensors, encode_tensors
+
+_NUMBER = re.compile(r"tensors\[(\d+)\]")
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -83,7 +86,7 @@ class Parcels:
         place: str | tuple[str, ...],
         deadline: float,
     ) -> Packed:
-        """Make a value ready to leave for `to`; raises CannotTravel."""
+        """Make a value ready to leave for `to`; raises CannotTravel, see `placed`."""
         flat = self._codec.maybe_pack(value)
         if flat is not None:
             data, tensors = flat
@@ -106,6 +109,7 @@ class Parcels:
     ) -> Packed:
         if not tensors:
             return Packed(Parcel(data, [], [], references), (), context)
+        refuse_transformed(tensors)
         if has_tangent(tensors):
             raise CannotTravel(
                 "a tensor with a forward-mode tangent, which does not cross workers",
@@ -118,6 +122,16 @@ class Parcels:
         if context is not None:
             crossings = self._engine.attach_send(context, to, tensors)
         return Packed(Parcel(data, headers, crossings, references), payload, context)
+
+    def placed(
+        self, refusal: CannotTravel, value: object, place: str | tuple[str, ...]
+    ) -> CannotTravel:
+        """The refusal of a tensor names its number; the user knows it by where it sits."""
+        number = _NUMBER.fullmatch(refusal.place)
+        if number is None:
+            return refusal
+        at = self._codec.place_of_tensor(value, place, int(number[1]))
+        return refusal if at is None else CannotTravel(refusal.message, place=at, hint=refusal.hint)
 
     def undo(self, packed: Packed) -> None:
         """It did not leave."""
@@ -179,6 +193,20 @@ class Parcels:
             return self._codec.open(value, tensors)
         with self._refs.unpacking((), source):  # or it could name those of a message around it
             return self._codec.open(value, tensors)
+
+
+def refuse_transformed(tensors: Sequence[Tensor]) -> None:
+    """Refuse the tensors that torch.func puts in the place of a user's inside a transform.
+
+    Their memory is not what they stand for: that of a functionalized tensor is garbage.
+    """
+    wrapped = wrapped_by_transform(tensors)
+    if wrapped is not None:
+        raise CannotTravel(
+            "a tensor inside a torch.func transform (vmap, grad, functionalize) does not travel",
+            place=f"tensors[{wrapped}]",
+            hint="use the transform inside the function that is called, not around the call",
+        )
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:

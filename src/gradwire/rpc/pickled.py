@@ -71,6 +71,12 @@ class PickleCodec:
     def maybe_pack(self, _value: object) -> None:
         """A pickle has no shorter way."""
 
+    def place_of_tensor(
+        self, _value: object, _place: str | tuple[str, ...], _index: int
+    ) -> str | None:
+        """A pickle does not say."""
+        return None
+
     def maybe_unpack(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
         """A pickle has no shorter way."""
         return Unopened(data)

@@ -115,6 +115,10 @@ _EXCEPTIONS: Mapping[str, type[BaseException]] = {
 _EXPOSE = "@gradwire.expose, or pass expose=[module] to init_rpc/run/cluster on the"
 _FUNCTION_HINT = f"decorate it with {_EXPOSE} callee"
 _CLASS_HINT = f"decorate the class with {_EXPOSE} owner"
+_OTHERS_HINT = (
+    "use it inside a function of yours that is exposed, or pass expose=[it] to "
+    "init_rpc/run/cluster on the callee"
+)
 _WRAP_HINT = "use it inside a function or method of yours that is exposed on the owner"
 
 
@@ -167,7 +171,9 @@ class Registry:
                 return known.function
         found = self._maybe_find(name)
         if found is None:
-            raise NotExposed(f"{_spoken(name)} is not exposed on this worker", hint=_FUNCTION_HINT)
+            raise NotExposed(
+                f"{_spoken(name)} is not exposed on this worker", hint=_function_hint(name)
+            )
         home, _, attribute = name.partition(":")
         if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
             self._known[name] = _Known(home, attribute, found)
@@ -359,6 +365,14 @@ def _lists_method(cls: type, method: str) -> bool:
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:
     return next((heir for heir in cls.__mro__ if attribute in vars(heir)), None)
+
+
+def _function_hint(name: str) -> str:
+    """What the user did not write cannot be decorated."""
+    home = name.partition(":")[0].partition(".")[0]
+    if home == "torch" or home in sys.stdlib_module_names - {"__main__"}:
+        return _OTHERS_HINT
+    return _FUNCTION_HINT
 
 
 def _missing(value: object, name: str, spoken: str) -> Exception:

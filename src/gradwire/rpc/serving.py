@@ -22,7 +22,7 @@ from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.torch_private import is_profiled
-from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
+from gradwire.errors import BadMessage, CannotTravel, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.asynchronous import LATER, Later, later_of, result_of
 from gradwire.rpc.contents import Content, Raised, Value
@@ -270,9 +270,12 @@ class Serving:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        packed = self._parcels.pack(
-            value, to=source.worker, context=context, place="result", deadline=deadline
-        )
+        try:
+            packed = self._parcels.pack(
+                value, to=source.worker, context=context, place="result", deadline=deadline
+            )
+        except CannotTravel as refusal:
+            raise self._parcels.placed(refusal, value, "result") from refusal.__cause__
         if self._agent.events.are_heard:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))

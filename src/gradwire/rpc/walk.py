@@ -175,4 +175,6 @@ def exactly(value: object, kind: type[T]) -> T:
 
 def spoken(kind: type) -> str:
     """The full name of a type, for messages."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    # A spawned process knows its script as __mp_main__, which no user has written anywhere.
+    home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{home}.{kind.__qualname__}"

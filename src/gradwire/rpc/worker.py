@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -91,6 +92,7 @@ class Worker:
     ) -> None:
         home_door.move_in()
         autograd_api.door.move_in()
+        self._process = os.getpid()
         self.store = store  # held, as we may be the one who hosts it
         self.directory, self.name = directory, directory.me.name
         self.manner = manner
@@ -188,8 +190,18 @@ class Worker:
             with self.own.drawing():
                 yield
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is not the worker, but was forked from it."""
+        return os.getpid() != self._process
+
     def shutdown(self, *, graceful: bool, timeout: float | None = None) -> list[str]:
-        """Leave, with the others if graceful; the workers that were given up on."""
+        """Leave, with the others if graceful; the workers that were given up on.
+
+        In a forked process, which shares the worker's connections, this does nothing.
+        """
+        if self.is_forked:
+            return []
         if self.agent.dispatch.user.runs_this_thread:
             raise UsageError(
                 f"shutdown() was called on {self.name} by a function that a peer called",
@@ -225,10 +237,14 @@ class Worker:
 
     def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
+        if self.is_forked:
+            return []
         return self._leaver.leave(deadline, let_go, self._is_busy, self._look)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Stop now. What waits for a peer gets an error; idempotent."""
+        """Stop now. What waits for a peer gets an error; idempotent. Not in a forked process."""
+        if self.is_forked:
+            return
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.futures import Future
 
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.scope import inside
-from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_call
 from gradwire.compat.rpc.internal import (
     PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
     _internal_rpc_pickler,
     run_builtin,
     run_function,
@@ -27,12 +30,14 @@ from gradwire.compat.rpc.internal import (
 )
 from gradwire.compat.rpc.references import PyRRef, RRef, beside
 from gradwire.compat.rpc.world import (
+    AllGatherStates,
     RpcAgent,
     TensorPipeAgent,
     _all_gather,
     _barrier,
     _broadcast_to_followers,
     _delete_all_user_and_unforked_owner_rrefs,
+    _finalize_shutdown,
     _gather_to_leader,
     _get_current_rpc_agent,
     _init_rpc_states,
@@ -56,7 +61,11 @@ from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 __all__ = [
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "AllGatherStates",
+    "Future",
     "PyRRef",
+    "RPCExecMode",
     "RRef",
     "RpcAgent",
     "TensorPipeAgent",
@@ -64,7 +73,9 @@ __all__ = [
     "_all_gather",
     "_barrier",
     "_broadcast_to_followers",
+    "_build_rpc_profiling_key",
     "_delete_all_user_and_unforked_owner_rrefs",
+    "_finalize_shutdown",
     "_gather_to_leader",
     "_get_current_rpc_agent",
     "_init_rpc_states",
@@ -86,6 +97,10 @@ __all__ = [
 _ignore_rref_leak = True
 _default_pickler = _internal_rpc_pickler
 _thread_local_var = threading.local()
+_ALL_WORKER_NAMES: set[str] = set()
+
+method_name = "to_here"
+"""A variable that a loop has left behind in torch's module, and that editors offer for import."""
 
 
 @contextlib.contextmanager
