@@ -167,6 +167,7 @@ class _Drawer:
         self.may_draw = "draws" in kinds
         self.checkpoints = 0
         """around what is drawn now"""
+        self.may_checkpoint = True
 
     def note(self, *features: str) -> None:
         for feature in features:
@@ -208,13 +209,15 @@ class _Drawer:
 
     def far_steps(self, pure: bool) -> list:
         """The steps that reach other workers."""
-        far = [self.call] * 6 + [self.shaped, self.failing, self.recursion, self.checkpoint]
+        far = [self.call] * 6 + [self.shaped, self.failing, self.recursion]
+        if self.may_checkpoint:
+            far += [self.checkpoint] * (4 if self.may_draw else 1)
         if "threads" in self.kinds:
             far += [self.chains] * 2
         if "inner backwards" in self.kinds:
             far += [self.inner_backward] * 3
         if self.may_draw:
-            far += [self.checkpoint] * 3 + [self.draw_there] * (6 if self.checkpoints else 1)
+            far += [self.draw_there] * (6 if self.checkpoints else 1)
         if not pure:
             far += [self.kept, self.fan_out, self.reference, self.method]
             if "finalizers" in self.kinds:
@@ -375,7 +378,11 @@ class _Drawer:
         # The inner backward of a reentrant checkpoint has only `.grad` to write to, and says so.
         reentrant = self.rng.random() < 0.3 and self.mode not in INTO_MAP
         self.note("checkpoint, reentrant" if reentrant else "checkpoint, not reentrant")
+        # Numbers that are drawn in a checkpoint inside a reentrant one are refused, not repeated.
+        before = self.may_checkpoint
+        self.may_checkpoint = before and not (reentrant and self.may_draw)
         block = self.recomputed(worker, caller, depth, draws=True)
+        self.may_checkpoint = before
         return ["checkpoint", reentrant, block, self.index()]
 
     def kept(self, worker: int, caller: int | None, *_: object) -> Step:
