@@ -18,7 +18,7 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.promise import Promise
 from gradwire.autograd.context import Context
 from gradwire.autograd.messages import PassEnded
-from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import DeadlinePassed, GradwireError, PeerLost, RemoteError
 from gradwire.ids import PassId, WorkerId
 
 _log = logging.getLogger("gradwire")
@@ -37,6 +37,8 @@ class Ending:
         self._confirmed: dict[WorkerId, Promise[None]] = {worker: Promise() for worker in workers}
         self._asked: list[Promise[Outcome]] = []
         self._dropped = False
+        self.remarks: list[str] = []
+        """what workers say that they could not put back"""
 
     def begin(self, failure: Failure) -> None:
         """Tell all of them, from other threads: to send to one that does not read may block."""
@@ -93,6 +95,8 @@ class Ending:
 
     def _heard(self, worker: WorkerId, outcome: Outcome) -> None:
         is_back = isinstance(outcome, Answer) and isinstance(outcome.message, Done)
+        if isinstance(outcome, RemoteError):
+            self.remarks.append(outcome.message)
         if not is_back and not isinstance(outcome, PeerLost) and not self._dropped:
             self._is_broken(worker)
         self._settled(worker)

@@ -29,7 +29,7 @@ from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.graph import tensors_in
-from gradwire.autograd.ledger import LeafLocks
+from gradwire.autograd.leaves import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.nodes import WayHome
 from gradwire.autograd.passes import Passes

@@ -15,13 +15,14 @@ from gradwire.agent.errands import Source
 from gradwire.agent.failure import fresh
 from gradwire.autograd import run
 from gradwire.autograd.checking import check_asked
-from gradwire.autograd.context import Context, Received
+from gradwire.autograd.context import Context
 from gradwire.autograd.ending import Ending
-from gradwire.autograd.ledger import LeafLocks, Ledger
+from gradwire.autograd.inner import watch_backwards
+from gradwire.autograd.leaves import LeafLocks
+from gradwire.autograd.ledger import Ledger, ledger_of_run
 from gradwire.autograd.lineage import Lineage, bits_to_wire, union
 from gradwire.autograd.messages import (
     NOWHERE,
-    TO_GRAD,
     TO_MAP,
     Gradients,
     HasEnded,
@@ -31,13 +32,13 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
-from gradwire.autograd.ordering import leads_on, runs_through
+from gradwire.autograd.nested import Nested, Outcomes, inside_now
+from gradwire.autograd.ordering import runs_through
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
+from gradwire.autograd.reach import accumulator, plain_destination, sends_executed, stops_of
 from gradwire.autograd.running import NO_STOPS, Plan, Running
 from gradwire.autograd.torch_private import (
-    AccumulateGrad,
-    Node,
     current_run,
     is_profiled,
     keeps_graph,
@@ -54,7 +55,6 @@ _END_LATE_SECONDS = 1.5
 """The same for one that was lost, which may be back already; and for the next pass."""
 _GRACE_SECONDS = 0.01
 """The same after the deadline: enough for those who answer at once."""
-_KEPT_REMEMBERED = 20_000
 
 
 @final
@@ -70,12 +70,12 @@ class Root:
     ) -> None:
         self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
         self._me = agent.directory.me.id
+        watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
         agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
         agent.handle(HowEnded, self._serve_how_ended, Lane.SERVICE)
         agent.kinds.add(HasEnded)
-        self._kept: dict[int, None] = {}
-        """by the number of each pass of ours that ended well, for those who did not hear it"""
+        self._outcomes = Outcomes()
 
     def begin_native(self, context: Context, met: EdgeId) -> Running:
         """A backward of the user's has met its first crossing of this context.
@@ -90,17 +90,17 @@ class Root:
                 for received in context.received
                 if received.edge == met or runs_through(received)
             ]
-            plain = any(will_execute(_accumulator(received)) for received in reached)
+            plain = any(will_execute(accumulator(received)) for received in reached)
             needed, stops = None, NO_STOPS
             if not plain:
-                needed, stops = _sends_executed(context), _stops(context, met)
+                needed, stops = sends_executed(context), stops_of(context, met)
                 reached = [received for received in reached if received.edge not in stops]
         lineage = union([received.lineage for received in reached])
-        destination = TO_GRAD if plain else NOWHERE
+        destination = plain_destination(context) if plain else NOWHERE
         create_graph = torch.is_grad_enabled()
         keep = keeps_graph()
         running = self._begin(context, lineage, needed, destination, keep, create_graph)
-        running.stops = stops
+        running.stops, running.around = stops, ledger_of_run() or inside_now()
         return running
 
     def backward(
@@ -119,7 +119,6 @@ class Root:
             landmarks = context.walk.landmarks()
 
         def enter() -> None:
-            ledger.run = current_run()
             with context.lock:
                 lineages = [r.lineage for r in context.received if will_execute(r.node)]
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
@@ -205,10 +204,22 @@ class Root:
         except BaseException as error:  # also an interrupt: the others must not wait for us
             self.give_up(running, error if isinstance(error, Exception) else None)
             raise
-        self._kept[running.id.n] = None
-        if len(self._kept) > _KEPT_REMEMBERED:
-            del self._kept[next(iter(self._kept))]
         self._passes.over(running)
+        if running.around is None or not running.changed_workers():
+            self._end_well(running)
+        else:
+            self._outcomes.put_off(running.id.n)
+            end_well, give_up = partial(self._end_well, running), partial(self._take_back, running)
+            running.around.nested.append(Nested(end_well, give_up))
+
+    def _take_back(self, running: Running) -> bool:
+        """A pass had ended well, the backward around it has not."""
+        self.give_up(running, None)
+        self._outcomes.decide(running.id.n, well=False)
+        return running.context.broken is None
+
+    def _end_well(self, running: Running) -> None:
+        self._outcomes.decide(running.id.n, well=True)
         for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
             try:
@@ -234,6 +245,8 @@ class Root:
         with self._waiting():
             silent = ending.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
         self._agent.events.emit("fail", running.id)
+        for remark in ending.remarks:
+            told.add_note(remark)
         if silent:
             told.add_note(
                 f"{silent} has not confirmed that {running.id} was put back: until then "
@@ -260,8 +273,14 @@ class Root:
             )
 
     def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
-        """While it runs it has not ended well, and cannot any more: it needed who asks."""
-        ended_well = message.pass_id.worker == self._me and message.pass_id.n in self._kept
+        """While it runs it has not ended well, and cannot any more: it needed who asks.
+
+        One inside another backward ends as that one does: until then there is no answer.
+        """
+        is_mine = message.pass_id.worker == self._me
+        ended_well = is_mine and self._outcomes.of(message.pass_id.n, _END_SECONDS)
+        if ended_well is None:
+            return
         limit = self._agent.clock.now() + _END_SECONDS
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
@@ -319,29 +338,3 @@ def _start(
         seconds,
         first,
     )
-
-
-def _stops(context: Context, met: EdgeId) -> frozenset[EdgeId]:
-    """The Recvs at which the current run ends, which has inputs.
-
-    `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its gradient,
-    and nothing behind it: nobody waits for that gradient elsewhere.
-    """
-    executed = [r for r in context.received if r.edge == met or will_execute(r.node)]
-    return frozenset([r.edge for r in executed if not leads_on(r)])
-
-
-def _accumulator(received: Received) -> Node:
-    """The node of the Recv's anchor, which backward() executes and grad() does not."""
-    for node, _ in received.node.next_functions:
-        if isinstance(node, AccumulateGrad) and node.variable is received.anchor:  # type: ignore[attr-defined]
-            return node
-    raise AssertionError(f"{received.edge} has lost its anchor")
-
-
-def _sends_executed(context: Context) -> int:
-    executed = 0
-    for sent in context.sent:
-        if sent is not None and will_execute(sent.node):
-            executed |= 1 << sent.edge.n
-    return executed

@@ -20,6 +20,7 @@ from gradwire.autograd.context import Context
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.lineage import Lineage, numbers
 from gradwire.autograd.messages import Crossing, Gradients
+from gradwire.autograd.nested import Inside
 from gradwire.autograd.state import PassState
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
@@ -80,6 +81,8 @@ class Running:
         """the edges of this worker that others settle in the pass, as a bitset"""
         self.ledger: Ledger | None = None
         self.run, self.plan = run, plan
+        self.around: Ledger | Inside | None = None
+        """at the root: the backward inside which this one runs, if it does; see nested.py"""
         self.stops = NO_STOPS
         """at the root: the edges of the Recvs behind which the pass has nothing to run"""
         self.shipped: set[EdgeId] = set()
@@ -208,7 +211,7 @@ class Running:
         """Here, a Recv runs: whether nothing is left to run after it."""
         if not self._state.recv_through() or self.ledger is None:
             return False
-        return len(self.ledger.entries) == self._leaves
+        return len(self.ledger.entries) - self.ledger.inner == self._leaves
 
     def run_begins(self, ledger: Ledger) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""

@@ -25,7 +25,8 @@ from gradwire.autograd.checking import check_gradients, check_root
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.graph import Landmarks
-from gradwire.autograd.ledger import LeafLocks, Ledger
+from gradwire.autograd.leaves import LeafLocks
+from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.lineage import bits_from_wire, meets, numbers
 from gradwire.autograd.messages import (
     NOWHERE,
@@ -41,7 +42,6 @@ from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Running
 from gradwire.autograd.torch_private import (
-    current_run,
     is_profiled,
     is_recording,
     recording,
@@ -144,7 +144,7 @@ class Served:
     def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:
         """If nothing was changed here, the pass is over here too."""
         assert running.ledger is not None, "its run is over"
-        has_changed = bool(running.ledger.entries)
+        has_changed = running.ledger.has_changed
         if not has_changed:
             self._passes.over(running)
         held = running.held
@@ -176,6 +176,8 @@ class Served:
             running.check_collected()
         except BaseException as error:
             ledger.undo()
+            if stays := ledger.what_stays(self._agent.directory.me.name):
+                error.add_note(stays)
             running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
@@ -194,7 +196,6 @@ class Served:
             return None
 
         def enter() -> None:
-            ledger.run = current_run()
             self._passes.enter(running, ledger.run)
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
@@ -209,7 +210,7 @@ class Served:
         if start.destination == NOWHERE:
             anchors = tuple([r.anchor for r in received or ()])
             run.run_towards(
-                anchors, tokens, enter, retain_graph=retain, create_graph=create, span=named
+                anchors, tokens, ledger, enter, retain_graph=retain, create_graph=create, span=named
             )
         else:
             run.accumulate(
@@ -281,7 +282,7 @@ class Served:
             if running is not None:
                 self._passes.over(running)
                 if running.ledger is not None:
-                    running.ledger.keep()
+                    running.ledger.keep(self._agent.dispatch.service.submit)
             return
         self._ends.take(source.worker)
         put_back = partial(self._put_back, message, message.failure, source)
@@ -308,6 +309,8 @@ class Served:
                 return False
             if running.ledger is not None:
                 running.ledger.undo()
+                if stays := running.ledger.what_stays(self._agent.directory.me.name):
+                    raise GradwireError(stays)
         return True
 
 

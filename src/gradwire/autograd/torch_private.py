@@ -63,7 +63,8 @@ if lacking := missing_names():
 
 AccumulateGrad = cast(type[Node], _find("torch._C._functions.AccumulateGrad"))
 current_run = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
-"""The number of the engine run that executes the calling node; -1 outside of one."""
+"""The number of the engine run that executes the calling node; NO_RUN outside of one."""
+NO_RUN = -1
 _profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
 will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
 """Whether the current run executes a node, or captures a gradient at it."""
@@ -140,6 +141,11 @@ def run_engine(
         allow_unreachable=True,
         accumulate_grad=inputs is None,
     )
+
+
+def is_transformed() -> bool:
+    """Whether the code around is inside vmap, grad or another of torch.func."""
+    return _is_functorch()
 
 
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
