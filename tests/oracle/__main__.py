@@ -25,6 +25,7 @@ from gradwire import Options, Timeouts
 from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
 from gradwire.testing.processes import process_cluster
+from tests.oracle import dice
 from tests.oracle.check import SECONDS, Checker, exposed
 from tests.oracle.programs import DRAWN, KINDS, features_of
 
@@ -59,7 +60,8 @@ def running(asked: argparse.Namespace) -> Iterator[Checker]:
             on_w0 = _just_run
         else:
             manner = Manner(edge_per_message=asked.together)
-            made = cluster(5, expose=exposed(), manner=manner, options=OPTIONS)
+            own = dice.owned(5) if "draws" in asked.kinds else None
+            made = cluster(5, expose=exposed(), manner=manner, options=OPTIONS, generators=own)
             on_w0 = stack.enter_context(made)[0].run
         yield Checker(on_w0, together=asked.together, kinds=asked.kinds, seconds=asked.seconds)
 

@@ -17,7 +17,7 @@ Block = list
 
 KINDS = ["threads", "finalizers", "inner backwards", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
-DRAWN: tuple[str, ...] = ()
+DRAWN: tuple[str, ...] = ("threads",)
 """Those that are drawn unless it is said otherwise."""
 
 MODES = [
@@ -167,6 +167,7 @@ class _Drawer:
         self.may_draw = "draws" in kinds
         self.checkpoints = 0
         """around what is drawn now"""
+        self.may_checkpoint = True
 
     def note(self, *features: str) -> None:
         for feature in features:
@@ -208,13 +209,15 @@ class _Drawer:
 
     def far_steps(self, pure: bool) -> list:
         """The steps that reach other workers."""
-        far = [self.call] * 6 + [self.shaped, self.failing, self.recursion, self.checkpoint]
+        far = [self.call] * 6 + [self.shaped, self.failing, self.recursion]
+        if self.may_checkpoint:
+            far += [self.checkpoint] * (4 if self.may_draw else 1)
         if "threads" in self.kinds:
             far += [self.chains] * 2
         if "inner backwards" in self.kinds:
             far += [self.inner_backward] * 3
         if self.may_draw:
-            far += [self.checkpoint] * 3 + [self.draw_there] * (6 if self.checkpoints else 1)
+            far += [self.draw_there] * (6 if self.checkpoints else 1)
         if not pure:
             far += [self.kept, self.fan_out, self.reference, self.method]
             if "finalizers" in self.kinds:
@@ -322,7 +325,10 @@ class _Drawer:
 
     def call(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         to = self.target(worker, caller)
-        how = self.rng.choice(CALLS)
+        # A reference's value may be there before the numbers that its function drew are told; a
+        # recomputation that needs them is then refused.
+        repeats = self.may_draw and self.checkpoints
+        how = self.rng.choice(CALLS[:2] if repeats else CALLS)
         self.note(f"call: {how}")
         mode = self.rng.choice(["grad"] * 6 + ["no_grad", "inference_mode"])
         if mode != "grad":
@@ -362,11 +368,7 @@ class _Drawer:
     def failing(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.note("caught remote exception")
         to = self.target(worker, caller)
-        # Numbers of a call that raised are refused in a recomputation, not repeated.
-        may_draw, self.may_draw = self.may_draw, self.may_draw and not self.checkpoints
-        block = self.inner(to, worker, depth, pure)
-        self.may_draw = may_draw
-        return ["failing", to, block, self.index()]
+        return ["failing", to, self.inner(to, worker, depth, pure), self.index()]
 
     def recursion(self, worker: int, caller: int | None, *_: object) -> Step:
         self.note("recursion")
@@ -375,7 +377,11 @@ class _Drawer:
     def checkpoint(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
         reentrant = self.rng.random() < 0.3
         self.note("checkpoint, reentrant" if reentrant else "checkpoint, not reentrant")
+        # Numbers that are drawn in a checkpoint inside a reentrant one are refused, not repeated.
+        before = self.may_checkpoint
+        self.may_checkpoint = before and not (reentrant and self.may_draw)
         block = self.recomputed(worker, caller, depth, draws=True)
+        self.may_checkpoint = before
         return ["checkpoint", reentrant, block, self.index()]
 
     def kept(self, worker: int, caller: int | None, *_: object) -> Step:
