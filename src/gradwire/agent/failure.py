@@ -20,6 +20,10 @@ from gradwire.errors import CannotTravel, GradwireError, RemoteError
 
 _log = logging.getLogger("gradwire")
 _MOST_TEXT = 1 << 20
+_MOST_TRACEBACK = 1 << 14
+"""characters of what all workers that an exception has passed say of it. The first part is of the
+last worker; the end, which is longer, of the one that raised it.
+"""
 
 TypeOf = Callable[[str], type[BaseException] | None]
 NameOf = Callable[[type[BaseException]], str]
@@ -31,7 +35,7 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     An exception that came from further away keeps the worker where it was raised; the traceback of
     each worker it passed is added on the way.
     """
-    story = _safe(lambda: "".join(traceback.format_exception(error)))
+    story = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
     if not isinstance(error, GradwireError):
         return Failure(name_of(type(error)), _safe(lambda: _text(error)), None, story, worker)
     about = (error.peer, error.link, error.phase)
@@ -87,14 +91,14 @@ def fresh(error: BaseException) -> BaseException:
     return again.with_traceback(error.__traceback__)
 
 
-def _safe(text: Callable[[], str]) -> str:
+def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
     """A text that can travel, whatever the exception makes of the attempt to print it."""
     try:
         said = text()
     except Exception as failed:
         return f"(it cannot be printed: {type(failed).__name__})"
-    if len(said) > _MOST_TEXT:
-        said = f"{said[: _MOST_TEXT // 2]}\n…\n{said[-_MOST_TEXT // 2 :]}"
+    if len(said) > most:
+        said = f"{said[: most // 4]}\n…\n{said[-(most - most // 4) :]}"
     return said.encode("utf-8", "backslashreplace").decode()
 
 

@@ -46,6 +46,7 @@ from gradwire.autograd.torch_private import (
 )
 from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
+from gradwire.options import DEFAULT, Timeout
 from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
@@ -102,7 +103,7 @@ class Root:
         roots: Sequence[torch.Tensor],
         *,
         retain_graph: bool,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
         _check_whole(context)
@@ -140,7 +141,7 @@ class Root:
         destination: int,
         retain_graph: bool,
         create_graph: bool,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> Running:
         """Every worker that owns a Send of the pass takes part.
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
 from gradwire.errors import UsageError
-from gradwire.options import Options, place_from_environment
+from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.joining import join, move_out, settle_here
@@ -109,13 +109,15 @@ def rpc_sync(
     func: Callable[..., T],
     args: Iterable[object] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
     Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
     is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
-    marked `idempotent` is asked for again.
+    marked `idempotent` is asked for again. It is waited for `timeout` seconds, by default
+    `Timeouts(call=…)`, and never longer than the call that it is made in; with None or infinity, as
+    long as the other worker lives.
     """
     worker: Worker = home_door.find()  # type: ignore[assignment]
     number = worker.directory.number(to)
@@ -136,7 +138,7 @@ def rpc_async(
     func: Callable[..., T],
     args: Iterable[object] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
     worker: Worker = home_door.find()  # type: ignore[assignment]
@@ -150,7 +152,7 @@ def remote(
     func: Callable[..., T],
     args: Iterable[object] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> RRef[T]:
     """Run `func` on another worker and keep the result there; a reference to it, at once.
 

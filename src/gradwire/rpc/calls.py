@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.engine import Engine
@@ -265,14 +266,15 @@ class Calls:
         parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
         try:
             grad = torch.is_grad_enabled()
-            if grad and parcel.tensors and (cut := cut_tensors(parcel.tensors, parcel.crossings)):
-                warn_of_cut(len(cut), f"the arguments of {what}")
+            if grad and parcel.tensors and (out := cut_tensors(parcel.tensors, parcel.crossings)):
+                warn_of_cut(len(out), f"the arguments of {what}")
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
+            cut = (deadline.depth, deadline.room) if type(deadline) is Cut else ()
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep, draws),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws, *cut),
                 packed.payload,
                 deadline=deadline,
                 what=what,

@@ -21,9 +21,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, cast, final
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from gradwire.agent.agent import Outcome
 from gradwire.agent.promise import Promise
 from gradwire.errors import RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Made, Result
-from gradwire.rpc.scope import repeating, was_due
+from gradwire.rpc.scope import current_run, enter_run, was_due
 from gradwire.rpc.sealing import opened, sealed
 from gradwire.rpc.tapes_state import UNKNOWN, Key, Place, State, Tape, nothing_new
 
@@ -189,7 +189,7 @@ class Session:
         except BaseException:
             self._end_turn()
             raise
-        self._token = repeating.enter(self)
+        self._token = enter_run(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,9 +265,8 @@ class Session:
         return found
 
 
-def current_session() -> Session | None:
-    """Of the code that runs."""
-    return repeating.current()  # type: ignore[return-value]
+current_session = cast(Callable[[], Session | None], current_run)
+"""that of the code that runs, if it runs for a checkpoint"""
 
 
 def waiting() -> AbstractContextManager[None]:
@@ -327,7 +326,7 @@ class Served:
             return f"{story}checkpoint, but drew none in its forward"
         return (
             f"{story}checkpoint, but not those of its forward: it drew a different number of them, "
-            "or another function did on the same worker meanwhile"
+            "or another function did on the same worker meanwhile, or a device was first used then"
         )
 
 
