@@ -174,9 +174,10 @@ class Session:
         self.written = None if again else tape
         self.thread = threading.get_ident()
         self._calls = self._waits = 0
+        self._is_over = False
+        """it may still be found, by callbacks of futures that it has left behind"""
         around = current_session()
-        is_mine = around is not None and around.thread == self.thread and around.stream is stream
-        self.outer = around if is_mine else None
+        self.outer = around if around is not None and around._goes_on_here(stream) else None
 
     def __enter__(self) -> Self:
         self._has_turn = self.outer is None and self.stream.take_turn()
@@ -193,6 +194,7 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True
         try:
             was_due(self._token)
             now = self.stream.state()
@@ -208,8 +210,13 @@ class Session:
             self._has_turn = False
             self.stream.end_turn()
 
+    def _goes_on_here(self, stream: Stream) -> bool:
+        return not self._is_over and self.thread == threading.get_ident() and self.stream is stream
+
     def calling(self, key: Key) -> Asked | None:
         """This code makes a call; None if its callee need not know of the checkpoint."""
+        if self._is_over:
+            return None
         runs = self._runs()
         again, is_elsewhere = runs[-1].tape, threading.get_ident() != self.thread
         if is_elsewhere:  # in no order: who repeats it is told if it draws
@@ -224,7 +231,7 @@ class Session:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The block waits for a call: others may draw meanwhile."""
-        if threading.get_ident() != self.thread:
+        if self._is_over or threading.get_ident() != self.thread:
             yield
             return
         mine, stream, every = self.stream.state(), self.stream, list(self._ancestry())
