@@ -15,6 +15,23 @@ from urllib.parse import urlparse
 from gradwire.errors import UsageError
 from gradwire.ids import LAST_LIFE
 
+FOREVER = 1e9
+"""Seconds that stand for no deadline: more than any program runs, and less than what the waits of
+Python and of the kernel overflow at. The loss of the peer ends such a wait, and nothing else.
+"""
+
+
+class _Default(float):
+    """What a timeout is that was not given; told by identity."""
+
+    def __repr__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT: float = _Default(math.nan)
+Timeout = float | None
+"""Seconds; None or infinite: as long as the peer lives; DEFAULT: as the `Timeouts` say."""
+
 _TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
 
 

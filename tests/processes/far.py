@@ -438,3 +438,17 @@ def noisy_twice(x, to):
     first = gradwire.rpc_async(to, noisy, args=(x,))
     second = gradwire.rpc_async(to, noisy, args=(x.cos(),))
     return noisy(first.wait() * second.wait())
+
+
+def recursive(levels: int, seconds: float = 0.0) -> str:
+    """Calls the next worker, and so on; the innermost takes its time."""
+    if levels == 0:
+        time.sleep(seconds)
+        return gradwire.get_worker_info().name
+    return gradwire.rpc_sync(f"w{levels % 3}", recursive, args=(levels - 1, seconds))
+
+
+def raises_below(levels: int) -> None:
+    if levels == 0:
+        raise Refused("the culprit")
+    gradwire.rpc_sync(f"w{levels % 3}", raises_below, args=(levels - 1,))

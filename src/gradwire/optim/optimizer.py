@@ -32,6 +32,7 @@ from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.optim.stepped import stepped_here
 from gradwire.optim.torch_private import seen_by_hooks
+from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
 
@@ -86,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         context_id: ContextId | None = None,
         closure: Callable[[], object] | None = None,
         *,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> None:
         """Step all parameters that have a gradient in the context, or in `.grad`; or none of them.
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
 from gradwire.errors import UsageError, WrongType
-from gradwire.options import Options, place_from_environment
+from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
 from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
@@ -116,13 +116,15 @@ def rpc_sync(
     func: Callable[..., T],
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
     Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
     is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
-    marked `idempotent` is asked for again.
+    marked `idempotent` is asked for again. It is waited for `timeout` seconds, by default
+    `Timeouts(call=…)`, and never longer than the call that it is made in; with None or infinity, as
+    long as the other worker lives.
     """
     worker: Worker = home_door.find()  # type: ignore[assignment]
     number = worker.directory.number(to)
@@ -143,7 +145,7 @@ def rpc_async(
     func: Callable[..., T],
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
     worker: Worker = home_door.find()  # type: ignore[assignment]
@@ -157,7 +159,7 @@ def remote(
     func: Callable[..., T],
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> RRef[T]:
     """Run `func` on another worker and keep the result there; a reference to it, at once.
 
@@ -176,7 +178,7 @@ def call_as(
     """`rpc_sync` for a function of gradwire's own, which errors and warnings call `what`."""
     worker = _here()
     target = Target(name_of(func), args, kwargs, what)
-    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(None))
+    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(DEFAULT))
     return result
 
 
@@ -186,7 +188,7 @@ def call_async_as(
     """`rpc_async`, likewise."""
     worker = _here()
     target = Target(name_of(func), args, kwargs, what)
-    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(None))
+    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(DEFAULT))
 
 
 def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.engine import Engine
@@ -249,9 +250,10 @@ class Calls:
             inference = torch.is_inference_mode_enabled()
             if not self._carries_modes:
                 grad, inference = True, False
+            cut = (deadline.depth, deadline.room) if type(deadline) is Cut else ()
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep, draws),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws, *cut),
                 packed.payload,
                 deadline=deadline,
                 what=what,

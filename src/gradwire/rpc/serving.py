@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 import torch
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
@@ -77,6 +78,8 @@ class Serving:
 
     def _serve(self, call: Call, payload: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + call.seconds
+        if call.depth > 0:
+            deadline = Cut(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
