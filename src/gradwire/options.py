@@ -277,10 +277,12 @@ def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | N
     Under torchrun its own agent may serve the store; otherwise rank 0 does.
     """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank = _maybe_int("RANK") if rank is None else rank
-    if rank == 0 and not by_agent:
+    from_environment = init_method.startswith("env")
+    if rank is None and from_environment:
+        rank = _maybe_int("RANK")
+    if rank is None or (rank == 0 and not by_agent):  # without a rank torch refuses, at once
         return None
-    if init_method.startswith("env"):
+    if from_environment:
         host, port = os.environ.get("MASTER_ADDR", ""), _maybe_int("MASTER_PORT")
     else:
         url = urlparse(init_method)
