@@ -419,3 +419,21 @@ def noisy_twice(x, to):
     first = gradwire.rpc_async(to, noisy, args=(x,))
     second = gradwire.rpc_async(to, noisy, args=(x.cos(),))
     return noisy(first.wait() * second.wait())
+
+
+def rooted(x):
+    return torch.sqrt(x)  # its gradient at zero is no number
+
+
+def spoilt(x):
+    y = torch.exp(x)
+    z = y * 1
+    with torch.no_grad():
+        y.add_(1)
+    return z
+
+
+def is_anomaly_enabled(further=None):
+    """Whether it is on here, and on another worker."""
+    here = torch.is_anomaly_enabled()
+    return here and (further is None or gradwire.rpc_sync(further, is_anomaly_enabled))

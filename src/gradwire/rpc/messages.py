@@ -68,6 +68,8 @@ class Call(Message, frozen=True, tag=0x40):
     seconds: Seconds
     keep: Kept | None = None
     draws: Draws | None = None
+    anomaly: int = 0
+    """the caller's anomaly mode; see autograd/anomaly.py"""
 
 
 class Result(Message, frozen=True, tag=0x41):
@@ -132,6 +134,8 @@ class BackwardFrom(Message, frozen=True, tag=0x47):
     context: ContextId
     retain_graph: bool
     seconds: Seconds
+    anomaly: int = 0
+    """as in Call"""
 
 
 class Expected(Message, frozen=True, tag=0x48):
