@@ -452,3 +452,21 @@ def raises_below(levels: int) -> None:
     if levels == 0:
         raise Refused("the culprit")
     gradwire.rpc_sync(f"w{levels % 3}", raises_below, args=(levels - 1,))
+
+
+def rooted(x):
+    return torch.sqrt(x)  # its gradient at zero is no number
+
+
+def spoilt(x):
+    y = torch.exp(x)
+    z = y * 1
+    with torch.no_grad():
+        y.add_(1)
+    return z
+
+
+def is_anomaly_enabled(further=None):
+    """Whether it is on here, and on another worker."""
+    here = torch.is_anomaly_enabled()
+    return here and (further is None or gradwire.rpc_sync(further, is_anomaly_enabled))

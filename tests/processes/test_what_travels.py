@@ -94,6 +94,7 @@ def modes():
 AROUND = {
     "grad mode": torch.no_grad,
     "`inference_mode`": torch.inference_mode,
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "the open context": gradwire.context,
     "the deadline": contextlib.nullcontext,
     "autocast": lambda: torch.autocast("cpu"),
@@ -128,6 +129,7 @@ def seen(row, given):
     looks = {
         "grad mode": lambda: not torch.is_grad_enabled(),
         "`inference_mode`": lambda: torch.is_inference_mode_enabled() or given.is_inference(),
+        "anomaly mode": torch.is_anomaly_enabled,
         "the open context": lambda: current_context() is not None,
         "the deadline": lambda: home.deadline(None) - home.agent.clock.now() <= SECONDS,
         "autocast": lambda: torch.is_autocast_enabled("cpu"),

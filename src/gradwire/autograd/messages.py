@@ -54,6 +54,8 @@ class Start(Message, frozen=True, tag=0x20):
     """what is left until the pass is given up"""
     first: Gradients | None
     """the first gradients of the pass, if they are for the receiver: their edge is settled"""
+    anomaly: int = 0
+    """the root's anomaly mode; see anomaly.py"""
 
 
 class RunDone(Message, frozen=True, tag=0x22):

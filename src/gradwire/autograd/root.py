@@ -14,6 +14,7 @@ from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.failure import fresh
 from gradwire.autograd import run
+from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.checking import check_asked
 from gradwire.autograd.context import Context
 from gradwire.autograd.ending import Ending
@@ -159,7 +160,8 @@ class Root:
         mine = edges.get(self._me, 0)
         if mine:
             owners.remove(self._me)
-        plan = Plan(edges, needed, destination, retain_graph, create_graph, owners)
+        anomaly = current_mode()
+        plan = Plan(edges, needed, destination, retain_graph, create_graph, owners, anomaly)
         running = self._passes.begin(context, current_run(), plan, timeout)
         when_run_ends(_Finish(self, running))
         running.mine = mine if needed is None else mine & needed
@@ -338,4 +340,5 @@ def _start(
         plan.create_graph,
         seconds,
         first,
+        plan.anomaly,
     )

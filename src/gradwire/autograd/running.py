@@ -47,6 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     create_graph: bool
     asked: Sequence[WorkerId]
     """the workers that are told"""
+    anomaly: int = 0
 
 
 NO_STOPS: frozenset[EdgeId] = frozenset()

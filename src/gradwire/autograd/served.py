@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer
@@ -21,13 +20,12 @@ from gradwire.agent.promise import Promise
 from gradwire.agent.quota import Quota
 from gradwire.autograd import run
 from gradwire.autograd.admission import Admission, Failed
+from gradwire.autograd.anomaly import detecting
 from gradwire.autograd.checking import check_gradients, check_root
-from gradwire.autograd.context import Context, Received, Sent
+from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
-from gradwire.autograd.graph import Landmarks
 from gradwire.autograd.leaves import LeafLocks
 from gradwire.autograd.ledger import Ledger
-from gradwire.autograd.lineage import bits_from_wire, meets, numbers
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -41,21 +39,20 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Running
+from gradwire.autograd.sends import sends_of
 from gradwire.autograd.torch_private import (
     is_profiled,
     is_recording,
     recording,
     will_execute,
 )
-from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
 _IN_DOUBT_SECONDS = 30.0
 """How long a root that cannot be reached is asked how its pass ended; then it is taken for dead."""
-_FEW_LEAVES = 16
-"""Their books are closed in less time than one more message takes."""
 _REFUSALS = 3
 _ASK_AGAIN_SECONDS = 0.05
 
@@ -112,7 +109,7 @@ class Served:
         if first is not None and check_gradients(context, first.edge, root):
             running.settle_with(first, payload, self._agent.limits)
         run = partial(self._take_part_and_tell, running, start, limit)
-        if not admission.is_known(context, root) and _mine(running, start)[0]:
+        if not admission.is_known(context, root) and sends_of(running, start)[0]:
             return admission.park(running, run, failed) or run()
         return run()
 
@@ -172,7 +169,8 @@ class Served:
             self._agent.events.emit("run", running.id)
         try:
             with self._inside(running.context.id):
-                self._run(running, ledger, start)
+                execute = self._run_watched if start.anomaly else self._run
+                execute(running, ledger, start)
             running.check_collected()
         except BaseException as error:
             ledger.undo()
@@ -187,11 +185,16 @@ class Served:
         if given_up and running.error is not None:  # the root must not take it for done
             raise fresh(running.error)
 
+    def _run_watched(self, running: Running, ledger: Ledger, start: Start) -> None:
+        sends = [sent.node for sent in sends_of(running, start)[0]]
+        with detecting(start.anomaly, sends, self._agent.directory.me.name):
+            self._run(running, ledger, start)
+
     def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
         if not is_recording():
             with recording():
                 return self._run(running, ledger, start)
-        sends, received, landmarks = _mine(running, start)
+        sends, received, landmarks = sends_of(running, start)
         if not sends:
             return None
 
@@ -312,39 +315,3 @@ class Served:
                 if stays := running.ledger.what_stays(self._agent.directory.me.name):
                     raise GradwireError(stays)
         return True
-
-
-def _mine(running: Running, start: Start) -> tuple[list[Sent], list[Received] | None, Landmarks]:
-    """The Sends to run from, the Recvs to run to if they are counted, and the leaves."""
-    context, root = running.context, start.pass_id.worker
-    edges = bits_from_wire(start.edges)
-    needed = None if start.needed is None else bits_from_wire(start.needed)
-    mine, received = [], None
-    with context.lock:
-        if edges >> len(context.sent):
-            raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
-        for n in numbers(edges):
-            sent = context.sent[n]
-            if sent is not None and (needed is None or meets(sent.lineage, root, needed)):
-                mine.append(sent)
-                running.mine |= 1 << n
-        landmarks = context.walk.landmarks()
-        if start.destination == NOWHERE or _may_be_counted(landmarks):
-            received = [
-                crossed
-                for crossed in context.received
-                if needed is None or meets(crossed.lineage, root, needed)
-            ]
-    return mine, received, landmarks
-
-
-def _may_be_counted(landmarks: Landmarks) -> bool:
-    """Whether gradients that are the last thing of a run may wait until it is over, and say so.
-
-    Only if it is over soon then: not while the books of many leaves are closed, or while callbacks
-    run that DDP has left to the end.
-    """
-    accumulators, checkpoints, sinks = landmarks
-    if checkpoints or sinks or len(accumulators) > _FEW_LEAVES:
-        return False
-    return not accumulators or not (dist.is_available() and dist.is_initialized())

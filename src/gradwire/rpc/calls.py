@@ -13,9 +13,10 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.deadlines import Cut
+from gradwire.agent.deadlines import extent
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
+from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
@@ -199,7 +200,8 @@ class Calls:
         """Run `backward(context, [value])` where the value lives."""
         self._refs.wait_until_counted(hold, deadline)
         self._engine.calling(self._engine.contexts.find(context).id, hold.owner)
-        message = BackwardFrom(hold.ref, context, retain_graph, deadline - self._agent.clock.now())
+        seconds = deadline - self._agent.clock.now()
+        message = BackwardFrom(hold.ref, context, retain_graph, seconds, current_mode())
         what = f"backward from {hold.ref}"
         promise = self._ask(hold.owner, message, deadline, what, "backward")
         try:
@@ -247,13 +249,11 @@ class Calls:
                 warn_if_cut(packed, what, partial(self._agent.directory.name, to))
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
-            inference = torch.is_inference_mode_enabled()
-            if not self._carries_modes:
-                grad, inference = True, False
-            cut = (deadline.depth, deadline.room) if type(deadline) is Cut else ()
+            grad, inference, anomaly = self._modes(grad)
+            more = (seconds, keep, draws, anomaly, *extent(deadline))
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep, draws, *cut),
+                Call(target.name, parcel, context, grad, inference, *more),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -273,6 +273,12 @@ class Calls:
         self._parcels.undo(packed)
         if asked is not None:
             asked.place.failed()
+
+    def _modes(self, grad: bool) -> tuple[bool, bool, int]:
+        """Those in which the callee runs: grad, inference and anomaly mode."""
+        if self._carries_modes:
+            return grad, torch.is_inference_mode_enabled(), current_mode()
+        return True, False, current_mode()
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""

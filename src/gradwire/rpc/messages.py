@@ -68,6 +68,8 @@ class Call(Message, frozen=True, tag=0x40):
     seconds: Seconds
     keep: Kept | None = None
     draws: Draws | None = None
+    anomaly: int = 0
+    """the caller's anomaly mode; see autograd/anomaly.py"""
     depth: int = 0
     """how many calls around it share one deadline, and the time by which these end before each
     other in all; see Note [Deadlines of nested calls], agent/deadlines.py
@@ -137,6 +139,8 @@ class BackwardFrom(Message, frozen=True, tag=0x47):
     context: ContextId
     retain_graph: bool
     seconds: Seconds
+    anomaly: int = 0
+    """as in Call"""
 
 
 class Expected(Message, frozen=True, tag=0x48):

@@ -20,6 +20,7 @@ from gradwire.agent.deadlines import Cut
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
+from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.torch_private import is_profiled
@@ -151,6 +152,13 @@ class Serving:
         scope = self._inside(call.context, deadline, source)
         try:
             grad, inference = call.grad_enabled, call.inference
+            if call.anomaly:
+                with (
+                    under(call.anomaly),
+                    torch.inference_mode(inference),
+                    torch.set_grad_enabled(grad),
+                ):
+                    return self._result(call, payload, source, deadline)
             # The caller's modes: no_grad there is no_grad here. Mostly they are ours already.
             if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
                 return self._result(call, payload, source, deadline)
@@ -302,7 +310,7 @@ class Serving:
         hold = Hold(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
-        with self._inside(message.context, deadline, source):
+        with self._inside(message.context, deadline, source), under(message.anomaly):
             context = self._engine.contexts.find(message.context)
             self._engine.works_in(context.id, source)
             self._engine.root.backward(context, [root], retain_graph=message.retain_graph)

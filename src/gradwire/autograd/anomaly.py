@@ -1,0 +1,125 @@
+"""Anomaly mode, for what one worker runs on behalf of another that has it on.
+
+It travels with calls, so that the callee's nodes remember the lines that made them, and with the
+Start of a pass, so that the worker that runs an operator finds what is wrong with it there. Torch
+has one switch for all threads of a process. So it is on here while at least one such request is
+served, and what others run meanwhile is watched too, as it is among the threads of one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, cast, final
+
+import torch
+
+from gradwire.autograd.torch_private import Node
+
+OFF, ON, CHECKS_NAN = 0, 1, 2
+"""As it travels: off; on; on, and a gradient that is not a number is an error."""
+_CROSSINGS: Final = "torch::distributed::autograd::"
+_UNKNOWN: Final = "  (no information: anomaly mode was off in the forward)\n"
+
+
+def current_mode() -> int:
+    """That of this process. hot: asked by every call"""
+    if not torch.is_anomaly_enabled():
+        return OFF
+    return CHECKS_NAN if torch.is_anomaly_check_nan_enabled() else ON
+
+
+@final
+class _Switch:
+    """Torch's switch, shared by requests that overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[int] = []
+        self._before = (False, True)
+
+    def turn_on(self, mode: int) -> None:
+        """One more request wants it so."""
+        with self._lock:
+            if not self._open:
+                self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            self._open.append(mode)
+            torch.set_anomaly_enabled(True, self._checks_nan())
+
+    def turn_off(self, mode: int) -> None:
+        """That one is over. What the program itself has switched off meanwhile stays so."""
+        with self._lock:
+            self._open.remove(mode)
+            if self._open:
+                torch.set_anomaly_enabled(True, self._checks_nan())
+            elif torch.is_anomaly_enabled():
+                torch.set_anomaly_enabled(*self._before)
+
+    def _checks_nan(self) -> bool:
+        return max(self._open) >= CHECKS_NAN or self._before == (True, True)
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def under(mode: int) -> Iterator[None]:
+    """Inside the block it is on, at least so far."""
+    if mode <= OFF:
+        yield
+        return
+    _switch.turn_on(mode)
+    try:
+        yield
+    finally:
+        _switch.turn_off(mode)
+
+
+@contextmanager
+def detecting(mode: int, roots: Iterable[Node], worker: str) -> Iterator[None]:
+    """The same, around an engine run from these nodes on this thread.
+
+    Torch warns of the line in the forward on this worker. What is raised says it too, as whoever
+    is interested is elsewhere.
+    """
+    running: list[Node] = []
+    handles = [
+        node.register_prehook(partial(_note, running, node)) for node in _reachable_from(roots)
+    ]
+    try:
+        with under(mode):
+            yield
+    except Exception as error:
+        if running and not running[0].name().startswith(_CROSSINGS):  # else raised elsewhere
+            error.add_note(_said_of(running[0], worker))
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        running.clear()
+
+
+def _note(running: list[Node], node: Node, _: Any) -> None:  # noqa: ANN401
+    running[:] = [node]
+
+
+def _reachable_from(roots: Iterable[Node]) -> set[Node]:
+    found, left = set(roots), list(roots)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                left.append(node)
+    return found
+
+
+def _said_of(node: Node, worker: str) -> str:
+    """As torch's own warning, and where it was."""
+    made: dict[str, list[str]] = cast(Any, node).metadata
+    lines = "".join(made.get("traceback_", [_UNKNOWN]))
+    return (
+        f"Error detected in {node.name()} on {worker}. "
+        f"Traceback of forward call that caused the error:\n{lines}"
+    )
