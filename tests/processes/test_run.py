@@ -212,3 +212,25 @@ def test_time_is_limited():
 def test_what_cannot_go_there_is_refused_before_anything_starts():
     with pytest.raises(UsageError, match=r"what run\(\) was given cannot be pickled: .*lambda"):
         gradwire.run(lambda: 1, 2)
+
+
+class Telling(Exception):
+    """Its constructor takes what its args do not have."""
+
+    def __init__(self, number, *, where):
+        super().__init__("telling", number)
+        self.where = where
+
+
+def fail_with_a_cause():
+    raise Telling(3, where={"row": (1, 2)}) from FileNotFoundError(2, "no such file", "data.bin")
+
+
+def test_what_the_function_raised_keeps_its_contents_and_its_cause():
+    with pytest.raises(Telling) as raised:
+        gradwire.run(fail_with_a_cause, 1)
+
+    assert raised.value.args == ("telling", 3)
+    assert raised.value.where == {"row": (1, 2)}
+    assert isinstance(raised.value.__cause__, FileNotFoundError)
+    assert raised.value.__cause__.filename == "data.bin"
