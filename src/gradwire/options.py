@@ -15,6 +15,23 @@ from urllib.parse import urlparse
 from gradwire.errors import UsageError
 from gradwire.ids import LAST_LIFE
 
+FOREVER = 1e9
+"""Seconds that stand for no deadline: more than any program runs, and less than what the waits of
+Python and of the kernel overflow at. The loss of the peer ends such a wait, and nothing else.
+"""
+
+
+class _Default(float):
+    """What a timeout is that was not given; told by identity."""
+
+    def __repr__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT: float = _Default(math.nan)
+Timeout = float | None
+"""Seconds; None or infinite: as long as the peer lives; DEFAULT: as the `Timeouts` say."""
+
 _TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
 
 
@@ -260,10 +277,12 @@ def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | N
     Under torchrun its own agent may serve the store; otherwise rank 0 does.
     """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank = _maybe_int("RANK") if rank is None else rank
-    if rank == 0 and not by_agent:
+    from_environment = init_method.startswith("env")
+    if rank is None and from_environment:
+        rank = _maybe_int("RANK")
+    if rank is None or (rank == 0 and not by_agent):  # without a rank torch refuses, at once
         return None
-    if init_method.startswith("env"):
+    if from_environment:
         host, port = os.environ.get("MASTER_ADDR", ""), _maybe_int("MASTER_PORT")
     else:
         url = urlparse(init_method)

@@ -16,6 +16,7 @@ from gradwire.compat import autograd as dist_autograd
 from gradwire.compat.rpc import api as rpc
 from gradwire.compat.rpc.manner import TORCH
 from gradwire.testing import cluster
+from tests.leftovers import assert_nothing_left
 
 MODES = [torch.no_grad, torch.inference_mode]
 W = torch.ones(2, requires_grad=True)
@@ -25,6 +26,7 @@ W = torch.ones(2, requires_grad=True)
 def workers():
     with cluster(2, manner=TORCH) as made:
         yield made
+        assert_nothing_left(made)
 
 
 # -- what the workers run

@@ -6,10 +6,14 @@ The oracle of each gradient is the same program without the call.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import pickle  # noqa: TID251  (of which cloudpickle is made)
 import sys
 import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from gradwire.compat.rpc.internal import _InternalRPCPickler
 from gradwire.compat.rpc.manner import TORCH
 from gradwire.rpc.pickled import PickleCodec
 from gradwire.testing import cluster
+from tests.leftovers import assert_nothing_left
 
 HERE = sys.modules[__name__]
 SAID = r"crossed in the {} \S+.* as a copy, inside a module or another object"
@@ -31,6 +36,7 @@ SAID = r"crossed in the {} \S+.* as a copy, inside a module or another object"
 def workers():
     with cluster(2, manner=TORCH) as made:
         yield made
+        assert_nothing_left(made)
 
 
 @pytest.fixture(scope="module")
@@ -386,11 +392,24 @@ def test_a_pickler_of_the_programs_own_warns_of_copies(workers):
     assert workers[0].run(program) == [__file__]
 
 
-def test_what_a_function_without_a_name_captures_is_counted_as_a_copy():
-    pytest.importorskip("cloudpickle")
-    weight = nn.Parameter(torch.ones(2))
+class CapturesPickler(pickle.Pickler):
+    """Does with a function what cloudpickle does, as far as this file is concerned."""
 
-    packed = PickleCodec().pack(lambda x: x * weight)
+    def reducer_override(self, value):
+        if not isinstance(value, FunctionType):
+            return NotImplemented
+        return list, ([cell.cell_contents for cell in value.__closure__ or ()],)
+
+
+def test_what_a_function_without_a_name_captures_is_counted_as_a_copy(monkeypatch):
+    if importlib.util.find_spec("cloudpickle") is None:
+        stand_in = ModuleType("cloudpickle")
+        stand_in.Pickler = CapturesPickler
+        stand_in.__spec__ = ModuleSpec("cloudpickle", None)
+        monkeypatch.setitem(sys.modules, "cloudpickle", stand_in)
+    weight, other = nn.Parameter(torch.ones(2)), torch.ones(2)
+
+    packed = PickleCodec().pack(lambda x: x * weight + other)
 
     assert packed.copies == 1
 

@@ -379,8 +379,7 @@ class _Drawer:
         return ["recursion", self.target(worker, caller), self.rng.randint(1, 4), self.index()]
 
     def checkpoint(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
-        # The inner backward of a reentrant checkpoint has only `.grad` to write to, and says so.
-        reentrant = self.rng.random() < 0.3 and self.mode not in INTO_MAP
+        reentrant = self.rng.random() < 0.3
         self.note("checkpoint, reentrant" if reentrant else "checkpoint, not reentrant")
         # Numbers that are drawn in a checkpoint inside a reentrant one are refused, not repeated.
         before = self.may_checkpoint

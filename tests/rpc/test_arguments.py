@@ -132,3 +132,23 @@ def test_a_remote_module_takes_no_other_arguments(native, compat, args):
 def test_run_takes_no_other_arguments():
     with pytest.raises(WrongType, match="args is a Tensor, not a tuple or a list of arguments"):
         gw.run(echoed, 2, torch.ones(1, 3))
+
+
+# -- other lists that are easily given as what should be in them
+
+
+@pytest.mark.parametrize("expose", [HERE, echoed, "module"], ids=str)
+def test_what_is_exposed_is_given_in_a_list(expose):
+    with pytest.raises(WrongType, match=r"expose is .*, not a list\nhint: pass a list: expose="):
+        cluster(2, expose=expose).__enter__()
+    with pytest.raises(WrongType, match=r"expose is .*, not a list"):
+        gw.run(echoed, 2, expose=expose)
+
+
+def test_the_parameters_of_an_optimizer_are_given_in_a_list(native):
+    def made():
+        weight = gw.remote("w1", torch.ones, (2,), {"requires_grad": True})
+        gw.DistributedOptimizer(torch.optim.SGD, weight, lr=0.1)
+
+    with pytest.raises(WrongType, match="params_rref is one reference, not a list of them"):
+        native[0].run(made)

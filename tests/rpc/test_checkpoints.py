@@ -174,6 +174,12 @@ def after_a_caught_error(x):
     return by_sync(x)
 
 
+def with_a_callback_that_calls(x):
+    future = gradwire.rpc_async("w1", noisy, args=(x,))
+    called = future.then(lambda done: gradwire.rpc_sync("w2", quiet, args=(done.wait(),)))
+    return called.wait()
+
+
 def after_one_that_nobody_waits_for(x):
     gradwire.rpc_async("w2", noisy, args=(x.detach(),))
     return by_sync(x)
@@ -182,7 +188,7 @@ def after_one_that_nobody_waits_for(x):
 PROGRAMS = [by_sync, by_async, by_remote, by_proxy, by_module, nested, back_here, back_and_forth]
 PROGRAMS += [to_itself, many, two_at_once, later, to_a_checkpoint, to_a_reentrant_checkpoint]
 PROGRAMS += [around_a_checkpoint, around_a_reentrant_checkpoint, after_a_caught_error]
-PROGRAMS += [after_one_that_nobody_waits_for]
+PROGRAMS += [after_one_that_nobody_waits_for, with_a_callback_that_calls]
 
 
 def recomputed(program, x, reentrant, **options):
@@ -339,6 +345,15 @@ def test_a_call_from_another_thread_is_refused_if_it_draws(reentrant):
     same(gradient(lambda x: recomputed(quietly, x, reentrant)), plain(quietly))
     with pytest.raises(UsageError, match=r"noisy on w1 draws .* from another thread"):
         gradient(lambda x: recomputed(partial(from_a_thread, noisy), x, reentrant))
+
+
+def test_a_callback_whose_call_draws_is_refused():
+    def run(x):
+        future = gradwire.rpc_async("w1", quiet, args=(x,))
+        return future.then(lambda done: gradwire.rpc_sync("w2", noisy, args=(done.wait(),))).wait()
+
+    with pytest.raises(UsageError, match=r"noisy on w2 draws .* are not known"):
+        gradient(lambda x: recomputed(run, x, False))
 
 
 def test_a_future_that_draws_is_refused():

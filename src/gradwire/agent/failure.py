@@ -41,6 +41,10 @@ _set_args = BaseException.__dict__["args"].__set__
 _set_cause = BaseException.__dict__["__cause__"].__set__
 # Set by CPython on every class that a class statement made.
 _IS_HEAP_TYPE = 1 << 9
+_MOST_TRACEBACK = 1 << 14
+"""characters of what all workers that an exception has passed say of it. The first part is of the
+last worker; the end, which is longer, of the one that raised it.
+"""
 
 TypeOf = Callable[[str], type[BaseException] | None]
 NameOf = Callable[[type[BaseException]], str]
@@ -52,7 +56,7 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     An exception that came from further away keeps the worker where it was raised; the traceback of
     each worker it passed is added on the way.
     """
-    story = _safe(lambda: "".join(traceback.format_exception(error)))
+    story = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
     text, contents = _safe_text(error), _safe_contents(error, name_of)
     if not isinstance(error, GradwireError):
         name = name_of(type(error))
@@ -159,14 +163,14 @@ def _copied(error: RemoteError) -> BaseException:
     return again
 
 
-def _safe(text: Callable[[], str]) -> str:
+def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
     """A text that can travel, whatever the exception makes of the attempt to print it."""
     try:
         said = text()
     except Exception as failed:
         return f"(it cannot be printed: {type(failed).__name__})"
-    if len(said) > _MOST_TEXT:
-        said = f"{said[: _MOST_TEXT // 2]}\n…\n{said[-_MOST_TEXT // 2 :]}"
+    if len(said) > most:
+        said = f"{said[: most // 4]}\n…\n{said[-(most - most // 4) :]}"
     return said.encode("utf-8", "backslashreplace").decode()
 
 

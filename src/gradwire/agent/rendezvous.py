@@ -202,11 +202,11 @@ def meet(
         if rank != 0:  # whose entry is the first, and says how many are to come
             arrived.wait(keys[:1])
             arrived.check_sizes(keys[:1], job, world_size)
-        arrived.wait(keys)
+        check = functools.partial(arrived.check_sizes, keys, job, world_size)
+        arrived.wait(keys, look=check if rank == 0 else None)
     except JoinTimeout:
         if rank == 0:
             arrived.give_up(round)
-        arrived.check_sizes(keys, job, world_size)
         arrived.check_rounds(round, rank)
         raise
     arrived.check_sizes(keys, job, world_size)
@@ -259,6 +259,8 @@ class _Arrivals:
 
     def __init__(self, store: SignedStore, name: str, limit: float, clock: Clock) -> None:
         self._store, self._name, self._limit, self._clock = store, name, limit, clock
+        self._checked: set[str] = set()
+        """entries whose world size is ours"""
 
     def open_round(self) -> str:
         """Begin a new one, under a new job id."""
@@ -269,7 +271,7 @@ class _Arrivals:
     def check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
         """Refuse a world in which another was told another size, by the entries that are there."""
         for key in keys:
-            text = self._store.maybe_get(key, job)
+            text = None if key in self._checked else self._store.maybe_get(key, job)
             other = None if text is None else msgspec.json.decode(text, type=Entry)
             if other is not None and other.world_size not in (0, world_size):
                 raise UsageError(
@@ -277,6 +279,8 @@ class _Arrivals:
                     f"{other.world_size}",
                     hint="give every worker the same world_size, or the same WORLD_SIZE",
                 )
+            if other is not None:
+                self._checked.add(key)
 
     def check_rounds(self, round: str, rank: int) -> None:
         """Say it if another rank 0 has begun a meeting of its own here, beside ours."""
@@ -329,10 +333,20 @@ class _Arrivals:
         """Nobody is to join a round that rank 0 has left."""
         self._store.set(f"{round}/given up", "")
 
-    def wait(self, keys: list[str], missing: str | None = None) -> None:
-        """Until all of these are set; the error names the ranks that those unset end with."""
+    def wait(
+        self,
+        keys: list[str],
+        missing: str | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Until all of these are set; the error names the ranks that those unset end with.
+
+        `look` is called each time that some are not: what it raises ends the wait.
+        """
         pause = _LOOK_AGAIN_SECONDS
         while not self._store.has(keys):
+            if look is not None:
+                look()
             left = self._limit - self._clock.now()
             if left <= 0:
                 unset = [key for key in keys if not self._store.has([key])]

@@ -40,7 +40,7 @@ from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
-from gradwire.options import Timeouts
+from gradwire.options import Timeout, Timeouts
 from gradwire.wire.tensor import encode_tensors
 
 
@@ -53,7 +53,7 @@ class Engine:
         agent: Agent,
         timeouts: Timeouts,
         inside: Callable[[ContextId], AbstractContextManager[None]],
-        due: Callable[[float | None], float],
+        due: Callable[[Timeout], float],
         *,
         edge_per_message: bool = False,
     ) -> None:
@@ -232,6 +232,8 @@ class Engine:
         for running in self.passes.all():
             running.fail(PeerLost(reason))
             self.passes.over(running)
+            if running.ledger is not None and running.wait_for_run(0):
+                running.ledger.drop()
         for id in self.contexts.all():
             self.contexts.close(id)
 

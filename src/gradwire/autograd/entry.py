@@ -34,8 +34,8 @@ from gradwire.autograd.replay import (
     folded,
     is_total,
     total,
-    up_to,
     version_of,
+    without,
 )
 from gradwire.autograd.torch_private import Node, current_run
 from gradwire.errors import BackwardTimeout
@@ -60,6 +60,7 @@ class Entry:
         "_coming",
         "_handles",
         "_is_guest",
+        "_is_shared",
         "_is_spoilt",
         "_ledger",
         "_new",
@@ -154,7 +155,8 @@ class Entry:
         self._value: Gradient = None
         self._old_version = 0
         self.is_open = self.is_touched = True
-        self._is_spoilt, self._since, self._coming, self._added = False, _NOTHING, None, None
+        self._is_spoilt = self._is_shared = False
+        self._since, self._coming, self._added = _NOTHING, None, None
         self._ledger.entries.append(self)
         record.unfinished.append(self)
         if old is not own:
@@ -327,6 +329,7 @@ class Entry:
                 return
             runs = {entry._ledger.run for entry in tuple(self._record.unfinished)}
             self._value, self._since = folded(self._value, (*self._since, *parts), runs)
+            self._is_shared = True
         self._set_new(now)
 
     # -- the end of the pass
@@ -359,7 +362,7 @@ class Entry:
         now = leaf.grad if into is None else into.get(leaf)
         if self._is_spoilt or now is not self._last() or version_of(now) != self._version:
             return False
-        left = self._replayed(now) if self._since else self._restored()
+        left = self._replayed(now) if self._is_shared else self._restored()
         if into is None:
             leaf.grad = left
         elif left is None:
@@ -388,11 +391,11 @@ class Entry:
 
     def _forget(self, failed: Entry, left: Gradient, *, came_later: bool) -> None:
         """What another pass has added was taken out, and this was left."""
-        run = failed._ledger.run
-        self._since = tuple([part for part in self._since if part.run != run])
-        if came_later:
-            self._value = total(failed._value, up_to(self._ledger.run, failed._since))
-            self._old, self._old_version = None if self._value is None else self._old, -1
+        if came_later:  # what it found is not what there would have been
+            self._is_shared, self._value = True, copy_of(failed._value)
+            self._since = without(self._ledger.run, failed._since)
+        else:
+            self._since = without(failed._ledger.run, self._since)
         self._set_new(left)
 
 

@@ -166,6 +166,12 @@ class Ledger:
                 submit(nested.end_well)
         self.nested.clear()
 
+    def drop(self) -> None:
+        """This worker leaves: nobody will say how the pass ended."""
+        for entry in self.entries:
+            entry.keep()
+        self.entries.clear()
+
     def undo(self) -> None:
         """The pass has failed: put back what was there before."""
         for nested in reversed(self.nested):

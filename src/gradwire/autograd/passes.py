@@ -20,6 +20,7 @@ from gradwire.autograd.context import Context
 from gradwire.autograd.running import Plan, Running
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId, first_of
+from gradwire.options import Timeout
 
 
 @final
@@ -29,7 +30,7 @@ class Passes:
     def __init__(
         self,
         directory: Directory,
-        due: Callable[[float | None], float],
+        due: Callable[[Timeout], float],
         seconds: float,
         clock: Clock,
         timer: Timer,
@@ -47,7 +48,7 @@ class Passes:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, context: Context, run: int, plan: Plan, timeout: float | None) -> Running:
+    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> Running:
         """A pass begins here in an engine run, and is given up after so many seconds."""
         deadline, now = self.due(timeout), self._clock.now()
         with self._lock:

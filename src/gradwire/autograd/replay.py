@@ -51,10 +51,9 @@ def folded(
     return (total(first, parts[:n]), parts[n:]) if n else (first, parts)
 
 
-def up_to(run: int, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """What was added before this run added its own."""
-    runs = [part.run for part in parts]
-    return parts[: runs.index(run)] if run in runs else parts
+def without(run: int, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Those that others have added."""
+    return tuple([part for part in parts if part.run != run])
 
 
 def _sum(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,7 @@ from gradwire.autograd.torch_private import (
 )
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
+from gradwire.options import DEFAULT, Timeout
 from gradwire.wire.frame import Buffer
 
 _END_SECONDS = 10.0
@@ -109,7 +110,7 @@ class Root:
         roots: Sequence[torch.Tensor],
         *,
         retain_graph: bool,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
         self._check_whole(context, timeout)
@@ -146,7 +147,7 @@ class Root:
         destination: int,
         retain_graph: bool,
         create_graph: bool,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> Running:
         """Every worker that owns a Send of the pass takes part.
 
@@ -253,7 +254,7 @@ class Root:
                 f"{running.context} cannot be differentiated again"
             )
 
-    def _check_whole(self, context: Context, timeout: float | None = None) -> None:
+    def _check_whole(self, context: Context, timeout: Timeout = DEFAULT) -> None:
         """Whether another pass may begin. What an earlier one has changed is waited for a while."""
         for pass_id, ending in list(context.endings.items()):
             with self._waiting():

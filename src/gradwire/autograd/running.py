@@ -14,6 +14,7 @@ from typing import final
 import msgspec
 import torch
 
+from gradwire.agent.deadlines import spoken
 from gradwire.agent.directory import Directory
 from gradwire.agent.failure import fresh
 from gradwire.autograd.context import Context
@@ -305,7 +306,7 @@ class Running:
         seconds = self.deadline - self._began
         error = BackwardTimeout(
             f"{self.id} of {self.context} was given up on {directory.me.name} "
-            f"after {seconds:.3g} s{waited}{unfinished}",
+            f"after {seconds:.3g} s{spoken(self.deadline)}{waited}{unfinished}",
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))

@@ -44,7 +44,7 @@ from gradwire.launch.watch_state import (
 )
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.arguments import positional
-from gradwire.rpc.registry import exception_name
+from gradwire.rpc.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def run(
     options = options or Options()
     check(world_size, options, timeout, restarts)
     given = packed(
-        (fn, positional(args), tuple(expose)),
+        (fn, positional(args), listed(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )

@@ -19,6 +19,7 @@ from gradwire.optim.serving import StepServing
 from gradwire.optim.shard import Options, Shard
 from gradwire.optim.stepped import Stepped
 from gradwire.optim.turns import StepId
+from gradwire.options import Timeout
 from gradwire.rpc.rights import check_life
 from gradwire.rpc.rref import RRef
 
@@ -70,7 +71,7 @@ class Agreement:
             return {owner: _outcome(answer) for owner, answer in asked.items()}
 
     def step(
-        self, context: ContextId | None, options: dict[int, Options], timeout: float | None
+        self, context: ContextId | None, options: dict[int, Options], timeout: Timeout
     ) -> None:
         """Take one step everywhere, or raise StepFailed."""
         deadline, step = self._here.worker.step_deadline(timeout), self._here.next_step()

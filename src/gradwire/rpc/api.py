@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
 from gradwire.errors import UsageError, WrongType
-from gradwire.options import Options, place_from_environment
+from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
 from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
@@ -18,6 +18,7 @@ from gradwire.rpc.joining import join, move_out, settle_here
 from gradwire.rpc.registry import name_of
 from gradwire.rpc.retrying import again_until, is_idempotent
 from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.torch_options import checked_rank, options_for
 from gradwire.rpc.worker import Exposed, Worker
 
 P = ParamSpec("P")
@@ -34,6 +35,8 @@ def init_rpc(
     options: Options | None = None,
     *,
     expose: Exposed = (),
+    backend: object = None,
+    rpc_backend_options: object = None,
 ) -> None:
     """Make this process a worker, and wait until all `world_size` workers have joined.
 
@@ -42,12 +45,15 @@ def init_rpc(
     and this one joins those that are there. `expose` names the modules, functions and classes that
     peers may run here besides those of the `__main__` script, those decorated with
     `@gradwire.expose`, and torch's own operators.
+
+    `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that move
+    over: init_method, rpc_timeout and num_worker_threads are taken from them.
     """
     if home_door.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
-    options = options or Options()
+    options = options_for(backend, rpc_backend_options, options)
     place = place_from_environment()
-    rank = place.rank if rank is None else rank
+    rank = place.rank if checked_rank(rank) is None else rank
     if world_size is None and not options.is_open:
         world_size = place.world_size
     if rank is None:
@@ -110,13 +116,15 @@ def rpc_sync(
     func: Callable[..., T],
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
     Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
     is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
-    marked `idempotent` is asked for again.
+    marked `idempotent` is asked for again. It is waited for `timeout` seconds, by default
+    `Timeouts(call=…)`, and never longer than the call that it is made in; with None or infinity, as
+    long as the other worker lives.
     """
     worker: Worker = home_door.find()  # type: ignore[assignment]
     number = worker.directory.number(to)
@@ -137,7 +145,7 @@ def rpc_async(
     func: Callable[..., T],
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
     worker: Worker = home_door.find()  # type: ignore[assignment]
@@ -151,7 +159,7 @@ def remote(
     func: Callable[..., T],
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> RRef[T]:
     """Run `func` on another worker and keep the result there; a reference to it, at once.
 
@@ -170,7 +178,7 @@ def call_as(
     """`rpc_sync` for a function of gradwire's own, which errors and warnings call `what`."""
     worker = _here()
     target = Target(name_of(func), args, kwargs, what)
-    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(None))
+    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(DEFAULT))
     return result
 
 
@@ -180,7 +188,7 @@ def call_async_as(
     """`rpc_async`, likewise."""
     worker = _here()
     target = Target(name_of(func), args, kwargs, what)
-    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(None))
+    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(DEFAULT))
 
 
 def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:

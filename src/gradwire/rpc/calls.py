@@ -6,14 +6,14 @@ See docs/design.md, section 3, for the stairs it walks down here and up there.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any, final
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.engine import Engine
@@ -21,56 +21,23 @@ from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
-from gradwire.errors import BadMessage, CannotTravel
-from gradwire.ids import CallId, ContextId, WorkerId
+from gradwire.errors import BadMessage
+from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
-from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
+from gradwire.rpc.parcels import Packed, Parcels, Unpacked, warn_if_cut
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import current_errand
 from gradwire.rpc.sessions import Asked, current_session, waiting
+from gradwire.rpc.target import Created, Sent, Target, spoken
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
-_PLACE = ("args", "kwargs")
-"""how errors call the two parts of what a call sends"""
-
-
-class Target(msgspec.Struct, frozen=True):
-    """What to run and its arguments. See Note [How a call names its function], messages.py."""
-
-    name: str
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    what: str = ""
-    """how errors and warnings call it, where its own name says little"""
-
-
-@lru_cache(1 << 10)
-def spoken(name: str) -> str:
-    """The name of a function of ours in errors and warnings."""
-    return name.replace(":", ".").lstrip(".!")
-
-
-class _Sent(msgspec.Struct, frozen=True):
-    """A call on its way, and how much of the window it takes."""
-
-    call: CallId
-    promise: Promise[Outcome]
-    size: int
-    asked: Asked | None
-    """if it is made for a checkpoint"""
-
-
-class Created(NamedTuple):
-    """A reference to a value that is being made, and the answer to the call that makes it."""
-
-    hold: Hold
-    answer: Promise[Outcome]
+__all__ = ["Calls", "Created", "Target", "spoken"]
 
 
 @final
@@ -128,7 +95,7 @@ class Calls:
         if came.depth:
             lift_this_thread(came.depth)
         if (came.cut or came.copies) and torch.is_grad_enabled():
-            what = f"{target.what or spoken(target.name)} on {self._name(to)}"
+            what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
             warn_of_cut(came.cut, f"the result of {what}", came.copies)
         return came.value
 
@@ -155,12 +122,9 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = f"{target.what or spoken(target.name)} on {self._name(to)}"
+        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
         landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
-
-    def _name(self, worker: WorkerId) -> str:
-        return self._agent.directory.name(worker)
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -212,7 +176,7 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        on = f"{what} on {self._name(hold.owner)}"
+        on = f"{what} on {self._agent.directory.name(hold.owner)}"
         landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
         return self._wait_for(hold.owner, landing)
 
@@ -269,25 +233,27 @@ class Calls:
         context: ContextId | None,
         deadline: float,
         keep: Kept | None = None,
-    ) -> _Sent:
+    ) -> Sent:
         """When its answer has come, it has to leave the window."""
         asked = None if (now := current_session()) is None else now.calling((to, target.name))
         draws = None if asked is None else asked.draws
-        packed = self._packed(target, to, context, deadline)
+        value, place = (target.args, target.kwargs), ("args", "kwargs")
+        packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
         parcel, size, counted = packed.parcel, packed.size, False
         what = target.what or spoken(target.name)
         try:
             grad = torch.is_grad_enabled()
             if grad and (parcel.tensors or packed.copies):
-                self._warn_of_cut(packed, what, to)
+                warn_if_cut(packed, what, partial(self._agent.directory.name, to))
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
             if not self._carries_modes:
                 grad, inference = True, False
+            cut = (deadline.depth, deadline.room) if type(deadline) is Cut else ()
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep, draws),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws, *cut),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -296,33 +262,17 @@ class Calls:
                 tells=keep is None and not self._manner.runs_what_is_late,
             )
         except BaseException:
-            if counted:
-                self._window.leave(to, size)
-            self._undo(packed, asked)
+            self._not_sent(to, size if counted else 0, packed, asked)
             raise
-        return _Sent(call, promise, size, None if asked is None else asked.sent(promise))
+        return Sent(call, promise, size, None if asked is None else asked.sent(promise))
 
-    def _packed(
-        self, target: Target, to: WorkerId, context: ContextId | None, deadline: float
-    ) -> Packed:
-        value = target.args, target.kwargs
-        try:
-            return self._parcels.pack(
-                value, to=to, context=context, place=_PLACE, deadline=deadline
-            )
-        except CannotTravel as refusal:
-            raise self._parcels.placed(refusal, value, _PLACE) from refusal.__cause__
-
-    def _undo(self, packed: Packed, asked: Asked | None) -> None:
-        """The call did not leave."""
+    def _not_sent(self, to: WorkerId, size: int, packed: Packed, asked: Asked | None) -> None:
+        """A call that was packed did not leave; `size` is what it takes of the window so far."""
+        if size:
+            self._window.leave(to, size)
         self._parcels.undo(packed)
         if asked is not None:
             asked.place.failed()
-
-    def _warn_of_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
-        cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
-        if cut or packed.copies:
-            warn_of_cut(len(cut), f"the arguments of {what} on {self._name(to)}", packed.copies)
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
@@ -332,7 +282,7 @@ class Calls:
             self._window.enter(to, size, deadline, what)
         return True
 
-    def _left(self, sent: _Sent, to: WorkerId, context: ContextId | None) -> None:
+    def _left(self, sent: Sent, to: WorkerId, context: ContextId | None) -> None:
         self._engine.called(context, to)
         if self._agent.events.are_heard:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))

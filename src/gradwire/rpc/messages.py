@@ -68,6 +68,11 @@ class Call(Message, frozen=True, tag=0x40):
     seconds: Seconds
     keep: Kept | None = None
     draws: Draws | None = None
+    depth: int = 0
+    """how many calls around it share one deadline, and the time by which these end before each
+    other in all; see Note [Deadlines of nested calls], agent/deadlines.py
+    """
+    room: Seconds = 0.0
 
 
 class Result(Message, frozen=True, tag=0x41):

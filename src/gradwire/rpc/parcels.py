@@ -8,7 +8,7 @@ Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import msgspec
@@ -21,6 +21,7 @@ from gradwire.autograd.messages import Crossing
 from gradwire.autograd.torch_private import has_tangent, wrapped_by_transform
 from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
+from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import Parcel, Reference
 from gradwire.rpc.payload import Codec, Unopened
 from gradwire.rpc.pickled import PickleCodec
@@ -86,16 +87,19 @@ class Parcels:
         place: str | tuple[str, ...],
         deadline: float,
     ) -> Packed:
-        """Make a value ready to leave for `to`; raises CannotTravel, see `placed`."""
-        flat = self._codec.maybe_pack(value)
-        if flat is not None:
-            data, tensors = flat
-            if not tensors:
-                return Packed(Parcel(data, [], [], []), (), context)
-            return self._sealed(data, tensors, [], to, context)
-        with self._refs.packing(to, deadline) as references:
-            data, tensors, copies = self._codec.pack(value, place)
-            packed = self._sealed(data, tensors, references, to, context)
+        """Make a value ready to leave for `to`; raises CannotTravel, which says where it sits."""
+        try:
+            flat = self._codec.maybe_pack(value)
+            if flat is not None:
+                data, tensors = flat
+                if not tensors:
+                    return Packed(Parcel(data, [], [], []), (), context)
+                return self._sealed(data, tensors, [], to, context)
+            with self._refs.packing(to, deadline) as references:
+                data, tensors, copies = self._codec.pack(value, place)
+                packed = self._sealed(data, tensors, references, to, context)
+        except CannotTravel as refusal:
+            raise self._placed(refusal, value, place) from refusal.__cause__
         # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
         return replace(packed, copies=copies) if copies and context is not None else packed
 
@@ -123,7 +127,7 @@ class Parcels:
             crossings = self._engine.attach_send(context, to, tensors)
         return Packed(Parcel(data, headers, crossings, references), payload, context)
 
-    def placed(
+    def _placed(
         self, refusal: CannotTravel, value: object, place: str | tuple[str, ...]
     ) -> CannotTravel:
         """The refusal of a tensor names its number; the user knows it by where it sits."""
@@ -207,6 +211,13 @@ def refuse_transformed(tensors: Sequence[Tensor]) -> None:
             place=f"tensors[{wrapped}]",
             hint="use the transform inside the function that is called, not around the call",
         )
+
+
+def warn_if_cut(packed: Packed, what: str, callee: Callable[[], str]) -> None:
+    """Warn of tensors among the arguments of `what` that lose their graph on the way."""
+    cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
+    if cut or packed.copies:
+        warn_of_cut(len(cut), f"the arguments of {what} on {callee()}", packed.copies)
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, final
 from torch.nn import Module
 
 from gradwire import errors
-from gradwire.errors import NotExposed, UsageError
+from gradwire.errors import NotExposed, UsageError, WrongType
 from gradwire.rpc import allowed_torch
 from gradwire.rpc.names import (
     Function,
@@ -152,7 +152,7 @@ class Registry:
         self._known: dict[str, _Known] = {}
         self._methods: dict[tuple[type, str], Any] = {}
         """what stands for the names of methods that were asked for; functions, while they do"""
-        for item in expose:
+        for item in listed(expose):
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
     def name_of(self, target: Function) -> str:
@@ -265,6 +265,14 @@ class Registry:
 
     def _is_exposed(self, cls: type) -> bool:
         return _is_marked(cls) or self._maybe_of_user(label(cls)) is cls
+
+
+def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
+    """What is to be exposed, if it was given in a list."""
+    if isinstance(expose, ModuleType | str) or callable(expose):
+        given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
+        raise WrongType(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
+    return tuple(expose)
 
 
 def _single(item: object) -> dict[str, Function]:

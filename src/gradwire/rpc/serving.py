@@ -16,13 +16,14 @@ from typing import Any, Protocol, final
 import torch
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
 from gradwire.autograd.api import check_root
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.torch_private import is_profiled
-from gradwire.errors import BadMessage, CannotTravel, GradwireError, NotExposed, UsageError
+from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.asynchronous import LATER, Later, later_of, result_of
 from gradwire.rpc.contents import Content, Raised, Value
@@ -77,6 +78,8 @@ class Serving:
 
     def _serve(self, call: Call, payload: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + call.seconds
+        if call.depth > 0:
+            deadline = Cut(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
@@ -270,12 +273,9 @@ class Serving:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        try:
-            packed = self._parcels.pack(
-                value, to=source.worker, context=context, place="result", deadline=deadline
-            )
-        except CannotTravel as refusal:
-            raise self._parcels.placed(refusal, value, "result") from refusal.__cause__
+        packed = self._parcels.pack(
+            value, to=source.worker, context=context, place="result", deadline=deadline
+        )
         if self._agent.events.are_heard:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))

@@ -21,9 +21,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, cast, final
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from gradwire.agent.agent import Outcome
 from gradwire.agent.promise import Promise
 from gradwire.errors import RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Made, Result
-from gradwire.rpc.scope import repeating, was_due
+from gradwire.rpc.scope import current_run, enter_run, was_due
 from gradwire.rpc.sealing import opened, sealed
 from gradwire.rpc.tapes_state import UNKNOWN, Key, Place, State, Tape, nothing_new
 
@@ -174,9 +174,10 @@ class Session:
         self.written = None if again else tape
         self.thread = threading.get_ident()
         self._calls = self._waits = 0
+        self._is_over = False
+        """it may still be found, by callbacks of futures that it has left behind"""
         around = current_session()
-        is_mine = around is not None and around.thread == self.thread and around.stream is stream
-        self.outer = around if is_mine else None
+        self.outer = around if around is not None and around._goes_on_here(stream) else None
 
     def __enter__(self) -> Self:
         self._has_turn = self.outer is None and self.stream.take_turn()
@@ -189,10 +190,11 @@ class Session:
         except BaseException:
             self._end_turn()
             raise
-        self._token = repeating.enter(self)
+        self._token = enter_run(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True
         try:
             was_due(self._token)
             now = self.stream.state()
@@ -208,8 +210,13 @@ class Session:
             self._has_turn = False
             self.stream.end_turn()
 
+    def _goes_on_here(self, stream: Stream) -> bool:
+        return not self._is_over and self.thread == threading.get_ident() and self.stream is stream
+
     def calling(self, key: Key) -> Asked | None:
         """This code makes a call; None if its callee need not know of the checkpoint."""
+        if self._is_over:
+            return None
         runs = self._runs()
         again, is_elsewhere = runs[-1].tape, threading.get_ident() != self.thread
         if is_elsewhere:  # in no order: who repeats it is told if it draws
@@ -224,7 +231,7 @@ class Session:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The block waits for a call: others may draw meanwhile."""
-        if threading.get_ident() != self.thread:
+        if self._is_over or threading.get_ident() != self.thread:
             yield
             return
         mine, stream, every = self.stream.state(), self.stream, list(self._ancestry())
@@ -265,9 +272,8 @@ class Session:
         return found
 
 
-def current_session() -> Session | None:
-    """Of the code that runs."""
-    return repeating.current()  # type: ignore[return-value]
+current_session = cast(Callable[[], Session | None], current_run)
+"""that of the code that runs, if it runs for a checkpoint"""
 
 
 def waiting() -> AbstractContextManager[None]:
@@ -327,7 +333,7 @@ class Served:
             return f"{story}checkpoint, but drew none in its forward"
         return (
             f"{story}checkpoint, but not those of its forward: it drew a different number of them, "
-            "or another function did on the same worker meanwhile"
+            "or another function did on the same worker meanwhile, or a device was first used then"
         )
 
 

@@ -36,7 +36,7 @@ from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
 from gradwire.errors import RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
-from gradwire.options import Options
+from gradwire.options import DEFAULT, Options, Timeout
 from gradwire.rpc.calls import Calls
 from gradwire.rpc.checkpoints import watch_checkpoints
 from gradwire.rpc.gathering import Gatherings
@@ -164,15 +164,15 @@ class Worker:
         if isinstance(self._leaver, Membership):
             self._leaver.come(deadline)
 
-    def backward_deadline(self, timeout: float | None = None) -> float:
+    def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
         """The moment a backward pass that begins now is given up."""
         return deadline_from(timeout, self._options.timeouts.backward, self.agent.clock.now())
 
-    def step_deadline(self, timeout: float | None = None) -> float:
+    def step_deadline(self, timeout: Timeout = DEFAULT) -> float:
         """The moment a step of an optimizer that begins now is given up."""
         return deadline_from(timeout, self._options.timeouts.step, self.agent.clock.now())
 
-    def deadline(self, timeout: float | None) -> float:
+    def deadline(self, timeout: Timeout) -> float:
         """The moment a call that begins now must be answered."""
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
 

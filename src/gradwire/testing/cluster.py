@@ -21,6 +21,7 @@ from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.manner import NATIVE, Manner
+from gradwire.rpc.registry import listed
 from gradwire.rpc.worker import Exposed, Own, Worker
 from gradwire.testing.generators import drawing_from
 from gradwire.transport.address import Transports
@@ -99,7 +100,7 @@ class _Nursery:
         if generators is not None and len(generators) != n:
             raise UsageError(f"{n} workers were given {len(generators)} generators")
         self._generators = generators
-        self._options, self._expose = options or Options(), tuple(expose)
+        self._options, self._expose = options or Options(), listed(expose)
         self._clock, self._manner = clock, manner or NATIVE
         self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
         self._secret = fresh_secret()
