@@ -60,7 +60,7 @@ def running(asked: argparse.Namespace) -> Iterator[Checker]:
             on_w0 = _just_run
         else:
             manner = Manner(edge_per_message=asked.together)
-            own = dice.owned(5) if "draws" in asked.kinds else None
+            own = stack.enter_context(dice.owned(5)) if "draws" in asked.kinds else None
             made = cluster(5, expose=exposed(), manner=manner, options=OPTIONS, generators=own)
             on_w0 = stack.enter_context(made)[0].run
         yield Checker(on_w0, together=asked.together, kinds=asked.kinds, seconds=asked.seconds)

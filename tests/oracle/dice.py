@@ -20,11 +20,15 @@ OWN: dict[str, torch.Generator] = {}
 """Of the workers of a cluster in this process; in a process of its own, a worker has torch's."""
 
 
-def owned(workers: int) -> list[torch.Generator]:
+@contextmanager
+def owned(workers: int) -> Iterator[list[torch.Generator]]:
     """Generators for the workers of a cluster in this process."""
     made = [torch.Generator() for _ in range(workers)]
     OWN.update({f"w{n}": generator for n, generator in enumerate(made)})
-    return made
+    try:
+        yield made
+    finally:
+        OWN.clear()
 
 
 def seed(worker: str, number: int) -> None:

@@ -17,7 +17,7 @@ Block = list
 
 KINDS = ["threads", "finalizers", "inner backwards", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
-DRAWN: tuple[str, ...] = ("threads",)
+DRAWN: tuple[str, ...] = ("threads", "inner backwards", "inputs", "draws")
 """Those that are drawn unless it is said otherwise."""
 
 MODES = [
@@ -368,7 +368,11 @@ class _Drawer:
     def failing(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.note("caught remote exception")
         to = self.target(worker, caller)
-        return ["failing", to, self.inner(to, worker, depth, pure), self.index()]
+        # Numbers that were drawn in calls of a call that raised are refused, not repeated.
+        may_draw, self.may_draw = self.may_draw, self.may_draw and not self.checkpoints
+        block = self.inner(to, worker, depth, pure)
+        self.may_draw = may_draw
+        return ["failing", to, block, self.index()]
 
     def recursion(self, worker: int, caller: int | None, *_: object) -> Step:
         self.note("recursion")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from gradwire import Options, Timeouts
@@ -10,16 +12,26 @@ from gradwire.testing import cluster
 from tests.oracle import dice
 from tests.oracle.check import Checker, exposed
 
-PROGRAMS = 600
+PROGRAMS = 400
 BATCH = 100
-PROGRAMS_TOGETHER = 200
+PROGRAMS_TOGETHER = 120
 OPTIONS = Options(timeouts=Timeouts(call=30, backward=15))
+
+
+@contextmanager
+def running(manner: Manner | None = None):
+    """A cluster whose workers have generators of their own."""
+    with (
+        dice.owned(5) as own,
+        cluster(5, expose=exposed(), options=OPTIONS, manner=manner, generators=own) as workers,
+    ):
+        yield Checker(workers[0].run, together=manner is not None)
 
 
 @pytest.fixture(scope="module")
 def checker():
-    with cluster(5, expose=exposed(), options=OPTIONS, generators=dice.owned(5)) as workers:
-        yield Checker(workers[0].run)
+    with running() as checker:
+        yield checker
 
 
 @pytest.mark.slow
@@ -38,11 +50,7 @@ def test_every_feature_was_drawn_and_few_programs_were_skipped(checker):
 
 @pytest.mark.slow
 def test_random_programs_with_one_edge_per_message_are_as_in_one_process():
-    manner = Manner(edge_per_message=True)
-    with cluster(
-        5, expose=exposed(), options=OPTIONS, manner=manner, generators=dice.owned(5)
-    ) as workers:
-        checker = Checker(workers[0].run, together=True)
+    with running(Manner(edge_per_message=True)) as checker:
         failures = [checker.failure(seed) for seed in range(PROGRAMS_TOGETHER)]
 
     assert [failure for failure in failures if failure is not None] == []

@@ -10,7 +10,7 @@ from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import MODES
 
-FIRST, PROGRAMS = 30_000, 48
+FIRST, PROGRAMS = 30_000, 32
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tests.storm.storm import Storm
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-HAZARDS: tuple[str, ...] = ()
+HAZARDS: tuple[str, ...] = ("forks", "threads")
 """Those that this test uses; `make storm` uses all."""
 
 
