@@ -37,8 +37,8 @@ class ElasticPool:
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
         self._limit = limit
-        self._lock = threading.RLock()  # a finalizer that runs inside it may submit
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()  # a finalizer that runs inside it may submit
+        self._changed = threading.Condition(self.lock)
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
@@ -56,7 +56,7 @@ class ElasticPool:
 
     def submit(self, job: Job) -> bool:
         """Run it soon; False, and not run, once the pool is closed."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return False
             self._jobs.append(job)
@@ -90,7 +90,7 @@ class ElasticPool:
             mine.running = False
             guests.pop()
             if self._jobs:  # whoever queued one before we left has left its start to us
-                with self._lock:
+                with self.lock:
                     self._start_one_if_needed()
 
     @property
@@ -104,7 +104,7 @@ class ElasticPool:
 
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
-        with self._lock:
+        with self.lock:
             self._busy -= 1
             self._start_one_if_needed()
         try:
@@ -112,7 +112,7 @@ class ElasticPool:
         finally:
             # It counts again at once, over the limit if need be: to wait here for a place
             # could be to wait for a job that waits for this one.
-            with self._lock:
+            with self.lock:
                 self._busy += 1
 
     def close(self, timeout: float, *, drop_queued: bool) -> list[str]:

@@ -38,7 +38,7 @@ class LeafLocks:
     """One lock for each leaf of a worker that a run has met."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._locks: dict[int, tuple[threading.RLock, weakref.ref[torch.Tensor]]] = {}
 
     def __len__(self) -> int:
@@ -56,7 +56,8 @@ class LeafLocks:
                 known = self._locks.get(number)
                 if known is None:
                     death = weakref.ref(leaf, lambda _: self._locks.pop(number, None))
-                    known = self._locks[number] = (threading.RLock(), death)
+                    # A finalizer may have come in between, and asked for the same.
+                    known = self._locks.setdefault(number, (threading.RLock(), death))
         return known[0]
 
 

@@ -84,14 +84,13 @@ class Root:
         not among those it tells of.
         """
         _check_whole(context)
-        with context.lock:
-            reached = [
-                received
-                for received in context.received
-                if received.edge == met or runs_through(received)
-            ]
-            plain = any(will_execute(_accumulator(received)) for received in reached)
-            needed = None if plain else _sends_executed(context)
+        reached = [
+            received
+            for received in tuple(context.received)
+            if received.edge == met or runs_through(received)
+        ]
+        plain = any(will_execute(_accumulator(received)) for received in reached)
+        needed = None if plain else _sends_executed(context)
         lineage = union([received.lineage for received in reached])
         destination = TO_GRAD if plain else NOWHERE
         create_graph = torch.is_grad_enabled()
@@ -108,14 +107,12 @@ class Root:
         """Differentiate the roots into the context's map, on every worker."""
         _check_whole(context)
         ledger = Ledger(self._locks, context.gradients)
-        with context.lock:
-            context.walk.origin([root.grad_fn for root in roots])
-            landmarks = context.walk.landmarks()
+        context.walk.origin([root.grad_fn for root in roots])
+        landmarks = context.walk.landmarks()
 
         def enter() -> None:
             ledger.run = current_run()
-            with context.lock:
-                lineages = [r.lineage for r in context.received if will_execute(r.node)]
+            lineages = [r.lineage for r in tuple(context.received) if will_execute(r.node)]
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
         try:
@@ -328,7 +325,7 @@ def _accumulator(received: Received) -> Node:
 
 def _sends_executed(context: Context) -> int:
     executed = 0
-    for sent in context.sent:
+    for sent in tuple(context.sent):
         if sent is not None and will_execute(sent.node):
             executed |= 1 << sent.edge.n
     return executed

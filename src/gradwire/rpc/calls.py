@@ -82,6 +82,7 @@ class Calls:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
         self._window = Window(in_flight, agent.clock)
+        agent.sections.add(self._window.lock)
         self._around = Surroundings(agent, self._depth_of, manner.of_callback)
         agent.kinds.add(Result)
         agent.on_late(Result, self._late)

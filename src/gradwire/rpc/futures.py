@@ -44,6 +44,10 @@ def as_it_is(opened: Opened) -> Opened:
     return opened
 
 
+def _being_opened(_: object) -> Unpacked:
+    raise AssertionError("it stands for what unpacks a future, while that is at work")
+
+
 @final
 class Landing(Generic[T]):
     """What a promise brings, unpacked once, by whichever thread asks first.
@@ -62,7 +66,7 @@ class Landing(Generic[T]):
         self.promise = promise
         self._unpack: Callable[[Any], Opened | Landing[T]] | None = unpack
         self._what = what
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._came: Opened | Landing[T]
 
     def unpacked(self) -> T | BaseException:
@@ -77,10 +81,18 @@ class Landing(Generic[T]):
     def _open(self) -> None:
         outcome = self.promise.wait()
         with self._lock:
-            if self._unpack is None:
+            unpack = self._unpack
+            if unpack is None:
                 return
+            if unpack is _being_opened:
+                raise UsageError(
+                    f"{self._what or 'a future'} was waited for by a finalizer or a signal handler "
+                    "which has interrupted the thread that unpacks it",
+                    hint="wait for it elsewhere",
+                )
+            self._unpack = _being_opened
             try:
-                self._came = self._unpack(outcome)
+                self._came = unpack(outcome)
             except BaseException as error:  # kept, and raised wherever it is waited for
                 # Without its frames: they hold the future, which holds this through C++.
                 self._came = error.with_traceback(None)

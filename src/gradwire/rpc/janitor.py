@@ -23,7 +23,7 @@ class Janitor:
 
     def __init__(self, name: str, ended: Callable[[Hold], None]) -> None:
         self._name, self._ended = name, ended
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._deaths: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -34,10 +34,14 @@ class Janitor:
 
     def watch(self, rref: object, hold: Hold) -> None:
         """When this object dies, the hold ends."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._clean, name=self._name, daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            thread = threading.Thread(target=self._clean, name=self._name, daemon=True)
+            with self._lock:
+                is_first = self._thread is None
+                if is_first:
+                    self._thread = thread
+            if is_first:
+                thread.start()
         # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
         weakref.finalize(rref, self._deaths.put, hold).atexit = False
 
