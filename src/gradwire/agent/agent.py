@@ -29,6 +29,7 @@ from gradwire.agent.noting import Noting
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
 from gradwire.agent.refusals import Refusals
+from gradwire.agent.sections import Sections
 from gradwire.agent.timer import Timer
 from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import Events
@@ -78,8 +79,11 @@ class Agent:
         self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
         self._connections = connections
         self._type_of, self._name_of = type_of, name_of
-        self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._calls = CallTable()
+        pools = self.dispatch.user, self.dispatch.service
+        locks = directory.lock, self.timer.lock, *(pool.lock for pool in pools)
+        self.sections = Sections(directory.me.name, *locks)
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
@@ -126,8 +130,7 @@ class Agent:
     @property
     def in_flight(self) -> int:
         """Requests of ours that have no answer yet."""
-        with self._lock:
-            return len(self._calls)
+        return len(self._calls)
 
     def request(
         self,
@@ -152,10 +155,11 @@ class Agent:
         known = self._connections.channels.get(to)
         channel = known[0] if known else None
         pending = Pending(to, what, now, deadline, promise, phase, errand, tells, channel)
-        with self._lock:
-            if self._closed is not None:
-                raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
-            n = self._calls.opened(pending)
+        self.sections.check_outside(what)
+        n = self._calls.opened(pending)
+        if self._closed is not None:  # after it is there: of the two, close() sees the other
+            self._calls.answered(n)
+            raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
         if deadline < self.timer.armed:
             self.timer.need(deadline)
         try:
@@ -164,14 +168,12 @@ class Agent:
             frame = framed(message, payload, self.limits, n)
             if channel is None:
                 channel = self._connections.to(to, deadline)
-                with self._lock:
-                    self._calls.left(n, channel)
+                self._calls.left(n, channel)
             points = self.failpoints
             send = channel.send if points is None else points.sending(to, channel)
             send(frame, deadline)
         except BaseException as error:
-            with self._lock:
-                self._calls.answered(n)
+            self._calls.answered(n)
             raise self._named(error, to, what, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
@@ -213,14 +215,12 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Nobody wants this answer any more; False if it has come already."""
-        with self._lock:
-            taken = self._calls.withdrawn(promise)
+        taken = self._calls.withdrawn(promise)
         self._cancelling.call_off(taken, why)
         return bool(taken)
 
     def _nested(self, errand: Source) -> list[Taken]:
-        with self._lock:
-            return self._calls.made_for(errand)
+        return self._calls.made_for(errand)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -275,11 +275,10 @@ class Agent:
 
     def close(self, reason: str, timeout: float) -> list[str]:
         """Stop everything; what still waits gets an error. Returns the threads that did not end."""
-        with self._lock:
-            if self._closed is not None:
-                return []
-            self._closed = reason
-            open_calls = self._calls.closed()
+        if not self._closing.acquire(blocking=False):
+            return []
+        self._closed = reason
+        open_calls = self._calls.closed()
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
         error.about("", phase="shutdown")
         for taken in open_calls:
@@ -291,7 +290,8 @@ class Agent:
 
     def forked(self) -> None:
         """In a process forked from this one: this agent has left, without a word to anybody."""
-        self._lock, self._closed = threading.Lock(), FORKED
+        self._closed = FORKED
+        self.sections.forked()
 
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
@@ -314,6 +314,7 @@ class Agent:
         """
         if done():
             return
+        self.sections.check_outside("a wait")
         known, lines = self._connections.channels.get(peer), self._connections.lines
         channel = known[0] if known else None
         if not self.dispatch.user.mine.running:
@@ -324,8 +325,7 @@ class Agent:
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
-        with self._lock:
-            pending = self._calls.answered(frame.request, worker)
+        pending = self._calls.answered(frame.request, worker)
         if pending is not None:
             answer = Answer(message, payload_of(frame) if frame.payload else None)
             pending.slot.settle(self._revived(message) if isinstance(message, Failure) else answer)
@@ -356,9 +356,8 @@ class Agent:
                 self.answer_with(source, error)
 
     def _expire(self, now: float) -> float | None:
-        with self._lock:
-            late = self._calls.passed(now)
-            following = self._calls.next_deadline()
+        late = self._calls.passed(now)
+        following = self._calls.next_deadline()
         for n, pending, _ in late:
             name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, n)
             silence = self.silence_of(pending.peer)
@@ -369,8 +368,7 @@ class Agent:
     def _channel_ended(
         self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool
     ) -> None:
-        with self._lock:
-            lost = self._calls.channel_lost(channel)
+        lost = self._calls.channel_lost(channel)
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
         for n, pending, _ in lost:

@@ -10,6 +10,7 @@ Rules of this file:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, final
 
 from gradwire.errors import BadMessage
@@ -47,7 +48,7 @@ class CallTable:
     """The requests of one worker."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._numbers = count(1)
         self._pending: dict[int, Pending] = {}
 
     def __len__(self) -> int:
@@ -55,9 +56,9 @@ class CallTable:
 
     def opened(self, pending: Pending) -> int:
         """A request is about to leave; its number."""
-        self._count += 1
-        self._pending[self._count] = pending
-        return self._count
+        n = next(self._numbers)
+        self._pending[n] = pending
+        return n
 
     def left(self, n: int, channel: object) -> None:
         """It goes over this channel, which had to be made first."""
@@ -75,24 +76,23 @@ class CallTable:
             return None
         if by is not None and by != pending.peer:
             raise BadMessage(f"w{by} answers request {n}, which it was not asked")
-        del self._pending[n]
-        return pending
+        return self._pending.pop(n, None)  # of two that are told of it, one gets it
 
     def passed(self, now: float) -> list[Taken]:
         """The requests whose deadline is over; they are no longer in the table."""
-        return self._taken([n for n, p in self._pending.items() if p.deadline <= now])
+        return self._taken([n for n, p in self._pending.copy().items() if p.deadline <= now])
 
     def channel_lost(self, channel: object) -> list[Taken]:
         """The requests that went over this channel; they are no longer in the table."""
-        return self._taken([n for n, p in self._pending.items() if p.via is channel])
+        return self._taken([n for n, p in self._pending.copy().items() if p.via is channel])
 
     def withdrawn(self, slot: object) -> list[Taken]:
         """The request with this slot, if it waits; it is no longer in the table."""
-        return self._taken([n for n, p in self._pending.items() if p.slot is slot])
+        return self._taken([n for n, p in self._pending.copy().items() if p.slot is slot])
 
     def made_for(self, errand: object) -> list[Taken]:
         """The requests that were made for this one of a peer's; no longer in the table."""
-        return self._taken([n for n, p in self._pending.items() if p.errand is errand])
+        return self._taken([n for n, p in self._pending.copy().items() if p.errand is errand])
 
     def closed(self) -> list[Taken]:
         """All of them, because this worker stops."""
@@ -100,8 +100,8 @@ class CallTable:
 
     def next_deadline(self) -> float | None:
         """When `passed` should be asked next."""
-        return min((p.deadline for p in self._pending.values()), default=None)
+        return min((p.deadline for p in self._pending.copy().values()), default=None)
 
     def _taken(self, numbers: list[int]) -> list[Taken]:
-        taken = [(n, self._pending.pop(n)) for n in numbers]
-        return [Taken(n, pending, pending.via) for n, pending in taken]
+        taken = [(n, self._pending.pop(n, None)) for n in numbers]
+        return [Taken(n, pending, pending.via) for n, pending in taken if pending is not None]

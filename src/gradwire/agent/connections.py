@@ -94,8 +94,8 @@ class Connections:
         self._clock = clock
         self._refusals = refusals
         self._doorstep = Doorstep(directory.me.name, listener, options, clock, refusals)
-        self._lock = threading.Lock()
-        self._dialling: dict[WorkerId, threading.Lock] = {}
+        self._lock = directory.lock
+        self._dialling: dict[WorkerId, threading.RLock] = {}
         self._turns: dict[WorkerId, threading.RLock] = {}
         """held while a worker's first channel, or its loss, is told: one after the other"""
         self.channels: dict[WorkerId, list[Channel]] = {}
@@ -123,7 +123,7 @@ class Connections:
         if channels:
             return channels[0]
         with self._lock:
-            dialling = self._dialling.setdefault(worker, threading.Lock())
+            dialling = self._dialling.setdefault(worker, threading.RLock())
         left = min(max(0.0, deadline - self._clock.now()), threading.TIMEOUT_MAX)
         if not dialling.acquire(timeout=left):
             name = self._directory.name(worker)
@@ -161,7 +161,6 @@ class Connections:
 
     def forked(self) -> None:
         """In a process forked from this one: use no channel, dial none, let nobody wait."""
-        self._lock = threading.Lock()
         self._closed = True
         self.channels, self._turns, self._dialling = {}, {}, {}
         self.lines.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]

@@ -49,7 +49,8 @@ class Directory:
         *,
         is_open: bool = False,
     ) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
+        """that of the worker: most of what it keeps books of is changed with this lock"""
         self._members = Members(me, map(_member, members), is_open=is_open)
         self._infos: dict[Member, WorkerInfo] = {}
         self._since: dict[WorkerId, tuple[int, int]] = {}
@@ -100,7 +101,7 @@ class Directory:
 
     def greeted(self, worker: WorkerId, life: int, since: int) -> None:
         """What a peer has told us; the first time counts."""
-        with self._lock:
+        with self.lock:
             known = self._since.get(worker)
             if known is None or known[0] < life:
                 self._since[worker] = life, since
@@ -128,19 +129,19 @@ class Directory:
 
     def admit(self, said: Member) -> list[WorkerId]:
         """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""
-        with self._lock:
+        with self.lock:
             return [member.id for member in self._members.admit(said)]
 
     def move(self, worker: WorkerId, address: str) -> str:
         """Dial it there from now on; where it was until now."""
         before = self.address(worker)
-        with self._lock:
+        with self.lock:
             self._members.moved(worker, address)
         return before
 
     def left(self, worker: WorkerId, life: int) -> bool:
         """A worker takes part no longer; False if that is old news."""
-        with self._lock:
+        with self.lock:
             return self._members.left(worker, life) is not None
 
     def number(self, to: str | int | WorkerInfo) -> WorkerId:

@@ -115,7 +115,7 @@ class Failpoints:
 
     def __init__(self, directory: Directory, kinds: Kinds, clock: Clock) -> None:
         self._directory, self._kinds, self._clock = directory, kinds, clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._names: dict[int, str] = {}
         self._armed: list[_Armed] = []
         self._seen: Counter[str] = Counter()

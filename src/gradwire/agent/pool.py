@@ -39,8 +39,8 @@ class ElasticPool:
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
         self._limit = limit
-        self._lock = threading.RLock()  # a finalizer that runs inside it may submit
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()  # a finalizer that runs inside it may submit
+        self._changed = threading.Condition(self.lock)
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
@@ -59,7 +59,7 @@ class ElasticPool:
 
     def submit(self, job: Job) -> bool:
         """Run it soon; False, and not run, once the pool is closed."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return False
             self._jobs.append(job)
@@ -93,7 +93,7 @@ class ElasticPool:
             mine.running = False
             guests.pop()
             if self._jobs:  # whoever queued one before we left has left its start to us
-                with self._lock:
+                with self.lock:
                     self._start_one_if_needed()
 
     @property
@@ -107,7 +107,7 @@ class ElasticPool:
 
     @contextmanager
     def _not_counted(self) -> Iterator[None]:
-        with self._lock:
+        with self.lock:
             self._busy -= 1
             self._start_one_if_needed()
         try:
@@ -115,7 +115,7 @@ class ElasticPool:
         finally:
             # It counts again at once, over the limit if need be: to wait here for a place
             # could be to wait for a job that waits for this one.
-            with self._lock:
+            with self.lock:
                 self._busy += 1
 
     def close(self, timeout: float, *, drop_queued: bool) -> list[str]:
@@ -133,8 +133,7 @@ class ElasticPool:
 
     def forked(self) -> None:
         """In a process forked from this one: its threads are gone, and none is started."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self.lock)  # which `Sections.forked` renews
         self._closed = True
         self._jobs = deque()
 

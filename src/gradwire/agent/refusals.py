@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import final
 
 from gradwire.errors import BadMessage, NotExposed, OverLimit, RemoteError
@@ -24,21 +23,23 @@ class Refusals:
     """Counted by kind. Peers are remembered up to a number; whoever comes later is only counted."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._logged: set[tuple[str, str]] = set()
+        self._lock = threading.RLock()
+        self._counts: dict[str, int] = {}
+        self._logged: dict[tuple[str, str], None] = {}
+        self._remembered = 0
 
     def count(self, kind: str, peer: str) -> bool:
         """Count one more; True the first time for this kind and peer, so that it is logged."""
-        with self._lock:
-            self._counts[kind] += 1
-            is_first = (kind, peer) not in self._logged
-            if is_first and len(self._logged) < _MOST_REMEMBERED:
-                self._logged.add((kind, peer))
-                return True
-        return False
+        counts, logged, which = self._counts, self._logged, (kind, peer)
+        is_new = False
+        with self._lock:  # no calls in here, see docs/threads.md
+            counts[kind] = counts[kind] + 1 if kind in counts else 1
+            if which not in logged and self._remembered < _MOST_REMEMBERED:
+                self._remembered += 1
+                logged[which] = None
+                is_new = True
+        return is_new
 
     def seen(self) -> dict[str, int]:
         """How often each kind was refused."""
-        with self._lock:
-            return dict(self._counts)
+        return self._counts.copy()

@@ -29,7 +29,8 @@ class Timer:
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
-        self._wake = threading.Condition()
+        self.lock = threading.RLock()
+        self._wake = threading.Condition(self.lock)
         self._watchers: list[Watcher] = []
         self.armed = math.inf
         """the earliest moment at which it is awake; whoever needs no earlier one need not ask"""

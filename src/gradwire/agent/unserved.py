@@ -8,7 +8,6 @@ alone: its own size has a limit already.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Final, final
 
 from gradwire.agent.pool import Job
@@ -26,21 +25,26 @@ class Unserved:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lock = threading.Lock()
-        self._waiting: Counter[WorkerId] = Counter()
+        self._lock = threading.RLock()
+        self._waiting: dict[WorkerId, int] = {}
 
     def counted(self, peer: WorkerId, frame: Frame, job: Job) -> Job:
         """The job that serves a message, which counts as waiting until it is over."""
         size = EACH + len(frame.head) + sum(map(len, frame.payload))
-        with self._lock:
-            waiting = self._waiting[peer]
-            if waiting and waiting + size > self._most:
-                raise OverLimit(
-                    f"{waiting} bytes of messages wait to be served, and {size} more have come: "
-                    f"the limit is {self._most}",
-                    hint="wait for answers before sending more, or raise Limits(unserved=…) there",
-                )
-            self._waiting[peer] = waiting + size
+        sizes = self._waiting
+        with self._lock:  # no calls in here, see docs/threads.md
+            waiting = 0
+            if peer in sizes:
+                waiting = sizes[peer]
+            is_over = waiting > 0 and waiting + size > self._most
+            if not is_over:
+                sizes[peer] = waiting + size
+        if is_over:
+            raise OverLimit(
+                f"{waiting} bytes of messages wait to be served, and {size} more have come: "
+                f"the limit is {self._most}",
+                hint="wait for answers before sending more, or raise Limits(unserved=…) there",
+            )
 
         def run() -> None:
             try:

@@ -36,7 +36,7 @@ class _Switch:
     """Torch's switch, shared by requests that overlap."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: list[int] = []
         self._before = (False, True)
 

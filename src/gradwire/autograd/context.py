@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol, final
 
 import msgspec
@@ -66,14 +68,18 @@ class Ending(Protocol):
 class Context:
     """Its edges, in the order they were made, and the gradients of `backward(context, roots)`.
 
-    `lock` guards the lists and the walk; it is held while nodes are made, never while waiting.
+    Note [A context is not locked]: nodes are made while edges are recorded, and what makes objects
+    may run the collector, and with it a finalizer of the user's that sends something itself. So no
+    lock is held there. Each change is one step for the interpreter, or does no harm if it is done
+    twice: two threads that walk over one node find the same, two Joins may stand for one set, two
+    edges may have one depth. `lock`, the worker's, is for the passes and for counting.
     """
 
     id: ContextId
     walk: Walk
+    lock: threading.RLock
     source: WorkerId | None = None
     """the peer that made it known here; None if it was opened here"""
-    lock: threading.Lock = field(default_factory=threading.Lock)
     sent: list[Sent | None] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
@@ -91,24 +97,28 @@ class Context:
     """how many of its edges came from each peer"""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     _latest: int = 0
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def __str__(self) -> str:
         return spoken_context(self.id)
 
+    def next_edge(self) -> int:
+        """The number of a new edge, whose place in `sent` is empty until it is there."""
+        self.sent.append(None)  # first: there are never fewer places than numbers
+        return next(self._numbers)
+
     def next_depth(self, below: int) -> int:
-        """The depth of a new edge that depends on others down to `below`; with the lock held.
+        """The depth of a new edge that depends on others down to `below`.
 
         Deeper than the edges sent before, too: see Note [The order of waiting], graph.py.
         """
-        self._latest = max(below, min(self._latest, ROOM // 2)) + 1
-        return self._latest
+        depth = self._latest = max(below, min(self._latest, ROOM // 2)) + 1
+        return depth
 
     def known_workers(self) -> set[WorkerId]:
         """The workers that were called from here, or answered with what has a graph."""
-        with self.lock:
-            return self.called | {sent.peer for sent in self.sent if sent is not None}
+        return self.called | {sent.peer for sent in self.sent if sent is not None}
 
     def withdraw(self, edge: EdgeId) -> None:
         """Forget a crossing that never left. Its number is not used again."""
-        with self.lock:
-            self.sent[edge.n] = None
+        self.sent[edge.n] = None

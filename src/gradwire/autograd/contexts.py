@@ -40,11 +40,12 @@ class Contexts:
         first: int = 0,
         most: int = 1 << 12,
         maybe_too_old: Callable[[ContextId], str | None] = lambda _: None,
+        lock: threading.RLock | None = None,
     ) -> None:
         self._quota = Quota("contexts", most)
         self._maybe_too_old = maybe_too_old
         self._me, self._name = me, name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock() if lock is None else lock
         self._first = self._count = first
         self._open: dict[ContextId, Context] = {}
         self._closed: dict[ContextId, _End] = {}
@@ -61,9 +62,9 @@ class Contexts:
     def new(self) -> Context:
         """Open one here."""
         with self._lock:
-            context = self._made(context_id(self._me, self._count))
-            self._count += 1
-        return context
+            n = self._count
+            self._count = n + 1  # at once: a finalizer may open one while ours is made
+            return self._made(context_id(self._me, n))
 
     def maybe(self, id: ContextId) -> Context | None:
         """The context, if it is open here."""
@@ -194,6 +195,6 @@ class Contexts:
     def _made(self, id: ContextId, source: WorkerId | None = None) -> Context:
         if source is not None:
             self._quota.take(source)
-        context = Context(id, Walk(RECV, partial(origin_of_recv, id)), source)
+        context = Context(id, Walk(RECV, partial(origin_of_recv, id)), self._lock, source)
         self._open[id] = context
         return context

@@ -1,6 +1,6 @@
 """What leaves and what arrives: the two moments at which a crossing is recorded.
 
-See Note [Links], nodes.py.
+See Note [Links], nodes.py. See Note [A context is not locked], context.py.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ def leave(
         with recording():
             return leave(context, home, me, peer, places, tensors)
     leaving = [tensors[place] for place in places]
-    with context.lock:
-        edge = EdgeId(me, len(context.sent))
-        held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
-        token = _send(Side(home, context.id, edge, peer), *leaving)
-        del held
-        node = token.grad_fn
-        origin = context.walk.behind(node)
-        lineage, depth = plus(origin.lineage, edge), context.next_depth(origin.depth)
-        set_sequence_number(node, depth)
-        context.sent.append(Sent(edge, peer, lineage, depth, token, node))
+    edge = EdgeId(me, context.next_edge())
+    held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
+    token = _send(Side(home, context.id, edge, peer), *leaving)
+    del held
+    node = token.grad_fn
+    origin = context.walk.behind(node)
+    lineage, depth = plus(origin.lineage, edge), context.next_depth(origin.depth)
+    set_sequence_number(node, depth)
+    context.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node)
     return Crossing(edge, depth, to_wire(lineage), places)
 
 
@@ -78,16 +77,15 @@ def arrive(
     # A Function makes a node only for inputs that want a gradient, and received tensors do not: an
     # input of its own that does wakes it up. It also tells backward() from grad(), see engine.py.
     wanting = anchor()
-    with context.lock:
-        mine = origin.lineage.get(me)
-        links = _links(context, me, mine) if mine else ()
-        alive = _recv(side, *taken, wanting, *links)
-        node = _node_of(alive[0])
-        was_below = lift(node, depth)
-        context.walk.note(node, origin)
-        if not context.received:
-            ordering.receives(context)
-        context.received.append(Received(crossing.edge, origin.lineage, node, wanting))
+    mine = origin.lineage.get(me)
+    links = _links(context, me, mine) if mine else ()
+    alive = _recv(side, *taken, wanting, *links)
+    node = _node_of(alive[0])
+    was_below = lift(node, depth)
+    context.walk.note(node, origin)
+    if not context.received:
+        ordering.receives(context)
+    context.received.append(Received(crossing.edge, origin.lineage, node, wanting))
     for place, tensor in zip(places, alive, strict=True):
         tensors[place] = tensor
     if was_below:

@@ -73,6 +73,7 @@ class Engine:
             first=first,
             most=agent.limits.contexts,
             maybe_too_old=agent.directory.maybe_too_old,
+            lock=agent.directory.lock,
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
@@ -122,8 +123,9 @@ class Engine:
             return False
         count, most = len(crossings), self.limits.edges
         self._edges.take(peer, count)
-        with context.lock:
-            context.edges_of[peer] = context.edges_of.get(peer, 0) + count
+        with context.lock:  # no calls in here, see docs/threads.md
+            edges_of = context.edges_of
+            edges_of[peer] = edges_of[peer] + count if peer in edges_of else count
         for crossed in crossings:
             check_crossing(crossed, peer, tensors, most)
             crossing.arrive(context, self._way_home, self._me, peer, crossed, tensors)
@@ -141,8 +143,7 @@ class Engine:
         context = None if id is None else self.contexts.maybe(id)
         if context is None:
             return 0
-        with context.lock:
-            return context.walk.origin(tensor.grad_fn for tensor in tensors_in(value)).depth
+        return context.walk.origin(tensor.grad_fn for tensor in tensors_in(value)).depth
 
     # -- backward: what the nodes call
 

@@ -15,7 +15,6 @@ closed on the word of a caller is closed for that one: if others call in it they
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import final
@@ -48,7 +47,7 @@ class Forgetting:
         close: Callable[[ContextId, str | None, WorkerId | None], None],
     ) -> None:
         self._agent, self._contexts, self._close = agent, contexts, close
-        self._lock = threading.Lock()
+        self._lock = agent.directory.lock
         self._later: list[tuple[float, Callable[[], None]]] = []
         agent.timer.watch(self._expire)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
@@ -130,8 +129,7 @@ class Forgetting:
             raise BadMessage(f"{spoken_context(message.context)} was not opened here")
         context = self._contexts.maybe(message.context)
         if context is not None:
-            with context.lock:
-                context.called.add(source.worker)
+            context.called.add(source.worker)
             context = self._contexts.maybe(message.context)  # it may have closed just before
         is_open = context is not None or count_of(message.context) >= self._contexts.opened
         said = Attended(is_open)

@@ -93,15 +93,16 @@ class Walk:
     """Remembers every node it has seen, so that each is visited once per context.
 
     A node's next functions never change, so neither does its origin. The nodes are held until the
-    context closes.
+    context closes. See Note [A context is not locked], context.py.
     """
 
     def __init__(self, recv: type[Node], recv_origin: RecvOrigin) -> None:
         self._recv, self._recv_origin = recv, recv_origin
         self._known: dict[Node, Origin] = {}
-        self._accumulators: list[Node] = []
-        self._checkpoints: list[Node] = []
-        self._sinks: list[Node] = []
+        # In dicts, as a node that two threads visit at once is met once.
+        self._accumulators: dict[Node, None] = {}
+        self._checkpoints: dict[Node, None] = {}
+        self._sinks: dict[Node, None] = {}
 
     def landmarks(self) -> Landmarks:
         """What it has met so far."""
@@ -137,7 +138,7 @@ class Walk:
                 continue
             kind = type(node)
             if kind is AccumulateGrad:
-                self._accumulators.append(node)
+                self._accumulators[node] = None
                 known[node] = FROM_HERE
                 continue
             if kind is self._recv:
@@ -150,9 +151,9 @@ class Walk:
                 todo += missing
                 continue
             if kind is CHECKPOINT:
-                self._checkpoints.append(node)
+                self._checkpoints[node] = None
             elif kind is DDP_SINK:
-                self._sinks.append(node)
+                self._sinks[node] = None
             origin = known[node] = _together([known[parent] for parent in parents])
             lift(node, origin.depth)
         return known[root]

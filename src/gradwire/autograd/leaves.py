@@ -52,7 +52,7 @@ class LeafLocks:
     """One record for each leaf of a worker that a run has met."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._leaves: dict[int, Leaf] = {}
 
     def __len__(self) -> int:
@@ -70,5 +70,6 @@ class LeafLocks:
                 known = self._leaves.get(number)
                 if known is None:
                     death = weakref.ref(leaf, lambda _: self._leaves.pop(number, None))
-                    known = self._leaves[number] = Leaf(death)
+                    # A finalizer may have come in between, and asked for the same.
+                    known = self._leaves.setdefault(number, Leaf(death))
         return known

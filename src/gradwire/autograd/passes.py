@@ -8,7 +8,6 @@ anything else (run.py).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import final
 
@@ -39,7 +38,7 @@ class Passes:
         self._directory, self.due, self._seconds = directory, due, seconds
         self._me = directory.me.id
         self._clock, self._timer, self._most = clock, timer, most
-        self._lock = threading.Lock()
+        self._lock = directory.lock
         self._count = first_of(directory.myself.life)
         self._by_id: dict[tuple[ContextId, PassId], Running] = {}
         self._by_run: dict[int, Running] = {}

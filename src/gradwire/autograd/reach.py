@@ -20,7 +20,7 @@ def stops_of(context: Context, met: EdgeId) -> frozenset[EdgeId]:
     `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its gradient,
     and nothing behind it: nobody waits for that gradient elsewhere.
     """
-    executed = [r for r in context.received if r.edge == met or will_execute(r.node)]
+    executed = [r for r in tuple(context.received) if r.edge == met or will_execute(r.node)]
     return frozenset([r.edge for r in executed if not leads_on(r)])
 
 
@@ -51,7 +51,7 @@ def plain_destination(context: Context) -> int:
 def sends_executed(context: Context) -> int:
     """The Sends of this worker that the current run executes, as a bitset."""
     executed = 0
-    for sent in context.sent:
+    for sent in tuple(context.sent):
         if sent is not None and will_execute(sent.node):
             executed |= 1 << sent.edge.n
     return executed

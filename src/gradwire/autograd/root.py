@@ -86,17 +86,16 @@ class Root:
         not among those it tells of.
         """
         self._check_whole(context)
-        with context.lock:
-            reached = [
-                received
-                for received in context.received
-                if received.edge == met or runs_through(received)
-            ]
-            plain = any(will_execute(accumulator(received)) for received in reached)
-            needed, stops = None, NO_STOPS
-            if not plain:
-                needed, stops = sends_executed(context), stops_of(context, met)
-                reached = [received for received in reached if received.edge not in stops]
+        reached = [
+            received
+            for received in tuple(context.received)
+            if received.edge == met or runs_through(received)
+        ]
+        plain = any(will_execute(accumulator(received)) for received in reached)
+        needed, stops = None, NO_STOPS
+        if not plain:
+            needed, stops = sends_executed(context), stops_of(context, met)
+            reached = [received for received in reached if received.edge not in stops]
         lineage = union([received.lineage for received in reached])
         destination = plain_destination(context) if plain else NOWHERE
         create_graph = torch.is_grad_enabled()
@@ -116,13 +115,11 @@ class Root:
         """Differentiate the roots into the context's map, on every worker."""
         self._check_whole(context, timeout)
         ledger = Ledger(self._locks, context.gradients)
-        with context.lock:
-            context.walk.origin([root.grad_fn for root in roots])
-            landmarks = context.walk.landmarks()
+        context.walk.origin([root.grad_fn for root in roots])
+        landmarks = context.walk.landmarks()
 
         def enter() -> None:
-            with context.lock:
-                lineages = [r.lineage for r in context.received if will_execute(r.node)]
+            lineages = [r.lineage for r in tuple(context.received) if will_execute(r.node)]
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
         try:

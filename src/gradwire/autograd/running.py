@@ -94,7 +94,7 @@ class Running:
         """what ended the pass, if something did"""
         self.untold: Sequence[WorkerId] = () if plan is None else plan.asked
         self._state = PassState(id, self.untold)
-        self._lock = threading.Lock()
+        self._lock = context.lock
         self._changed: threading.Condition | None = None
         """made by the first who sleeps: mostly nobody does, as who waits reads the channel"""
         self._inbox: dict[EdgeId, Settlement] = {}
@@ -291,8 +291,7 @@ class Running:
 
     def _awaits(self, worker: WorkerId) -> bool:
         """Whether gradients from this worker are to come: they may be lost with its link."""
-        with self.context.lock:
-            mine = [self.context.sent[n] for n in numbers(self.mine)]
+        mine = [self.context.sent[n] for n in numbers(self.mine)]
         edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
         with self._lock:
             return any(edge not in self._state.settled for edge in edges)

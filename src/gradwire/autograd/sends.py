@@ -21,21 +21,20 @@ def sends_of(running: Running, start: Start) -> tuple[list[Sent], list[Received]
     edges = bits_from_wire(start.edges)
     needed = None if start.needed is None else bits_from_wire(start.needed)
     mine, received = [], None
-    with context.lock:
-        if edges >> len(context.sent):
-            raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
-        for n in numbers(edges):
-            sent = context.sent[n]
-            if sent is not None and (needed is None or meets(sent.lineage, root, needed)):
-                mine.append(sent)
-                running.mine |= 1 << n
-        landmarks = context.walk.landmarks()
-        if start.destination == NOWHERE or _may_be_counted(landmarks):
-            received = [
-                crossed
-                for crossed in context.received
-                if needed is None or meets(crossed.lineage, root, needed)
-            ]
+    if edges >> len(context.sent):
+        raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
+    for n in numbers(edges):
+        sent = context.sent[n]
+        if sent is not None and (needed is None or meets(sent.lineage, root, needed)):
+            mine.append(sent)
+            running.mine |= 1 << n
+    landmarks = context.walk.landmarks()
+    if start.destination == NOWHERE or _may_be_counted(landmarks):
+        received = [
+            crossed
+            for crossed in tuple(context.received)
+            if needed is None or meets(crossed.lineage, root, needed)
+        ]
     return mine, received, landmarks
 
 

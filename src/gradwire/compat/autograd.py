@@ -54,20 +54,18 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, Node]:
         """By message, in the order they were sent."""
-        with self._context.lock:
-            return {
-                _as_int(sent.edge.worker, sent.edge.n): sent.node
-                for sent in self._context.sent
-                if sent is not None
-            }
+        return {
+            _as_int(sent.edge.worker, sent.edge.n): sent.node
+            for sent in tuple(self._context.sent)
+            if sent is not None
+        }
 
     def _recv_functions(self) -> dict[int, Node]:
         """By message, in the order they arrived."""
-        with self._context.lock:
-            return {
-                _as_int(received.edge.worker, received.edge.n): received.node
-                for received in self._context.received
-            }
+        return {
+            _as_int(received.edge.worker, received.edge.n): received.node
+            for received in tuple(self._context.received)
+        }
 
     def _known_worker_ids(self) -> set[WorkerId]:
         return self._context.known_workers()

@@ -48,7 +48,7 @@ class _Settled:
 
     def __init__(self, futures: Futures) -> None:
         self.failed: torch.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left = len(futures)
         self._over = threading.Event()
         self._told: Any = None

@@ -51,7 +51,7 @@ class Turns:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turns: dict[StepId, Turn] = {}
         self._waiting = 0

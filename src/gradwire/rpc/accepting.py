@@ -9,7 +9,7 @@ accepted by messages of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import RLock
 from typing import final
 
 from gradwire.ids import ForkId, WorkerId
@@ -27,7 +27,7 @@ class Accepting:
         self,
         me: WorkerId,
         table: RefTable,
-        lock: Lock,
+        lock: RLock,
         perform: Callable[[Sequence[Action]], None],
     ) -> None:
         self._me, self._table, self._lock, self._perform = me, table, lock, perform

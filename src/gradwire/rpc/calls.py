@@ -16,7 +16,6 @@ from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.deadlines import extent
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
-from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
@@ -32,7 +31,7 @@ from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
 from gradwire.rpc.parcels import Packed, Parcels, Unpacked, warn_if_cut
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
-from gradwire.rpc.scope import current_errand
+from gradwire.rpc.scope import callee_modes, current_errand
 from gradwire.rpc.sessions import Asked, current_session, waiting
 from gradwire.rpc.target import Created, Sent, Target, spoken
 from gradwire.rpc.window import Window
@@ -59,6 +58,7 @@ class Calls:
         self._parcels, self._manner = parcels, manner
         self._carries_modes = manner.carries_modes
         self._window = Window(in_flight, agent.clock)
+        agent.sections.add(self._window.lock)
         self._around = Surroundings(agent, self._depth_of, refs.on_death, manner.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(Made)
@@ -249,7 +249,7 @@ class Calls:
                 warn_if_cut(packed, what, partial(self._agent.directory.name, to))
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
-            grad, inference, anomaly = self._modes(grad)
+            grad, inference, anomaly = callee_modes(grad, carried=self._carries_modes)
             more = (seconds, keep, draws, anomaly, *extent(deadline))
             call, promise = self._agent.request(
                 to,
@@ -273,12 +273,6 @@ class Calls:
         self._parcels.undo(packed)
         if asked is not None:
             asked.place.failed()
-
-    def _modes(self, grad: bool) -> tuple[bool, bool, int]:
-        """Those in which the callee runs: grad, inference and anomaly mode."""
-        if self._carries_modes:
-            return grad, torch.is_inference_mode_enabled(), current_mode()
-        return True, False, current_mode()
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""

@@ -51,6 +51,10 @@ def as_it_is(opened: Opened) -> Opened:
     return opened
 
 
+def _being_opened(_: object) -> Unpacked:
+    raise AssertionError("it stands for what unpacks a future, while that is at work")
+
+
 @final
 class Unseen:
     """What a callback raised, until somebody asks the future of its result.
@@ -94,7 +98,7 @@ class Landing(Generic[T]):
         """how the log and warnings call it"""
         self.unseen: Unseen | None = None
         self._unpack: Callable[[Any], Opened | Landing[T]] | None = unpack
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._came: Opened | Landing[T]
 
     def unpacked(self) -> T | BaseException:
@@ -109,10 +113,18 @@ class Landing(Generic[T]):
     def _open(self) -> None:
         outcome = self.promise.wait()
         with self._lock:
-            if self._unpack is None:
+            unpack = self._unpack
+            if unpack is None:
                 return
+            if unpack is _being_opened:
+                raise UsageError(
+                    f"{self.what or 'a future'} was waited for by a finalizer or a signal handler "
+                    "which has interrupted the thread that unpacks it",
+                    hint="wait for it elsewhere",
+                )
+            self._unpack = _being_opened
             try:
-                self._came = self._unpack(outcome)
+                self._came = unpack(outcome)
             except BaseException as error:  # kept, and raised wherever it is waited for
                 # Without its frames: they hold the future, which holds this through C++.
                 self._came = error.with_traceback(None)

@@ -23,7 +23,7 @@ class Janitor:
 
     def __init__(self, name: str, ended: Callable[[Hold], None]) -> None:
         self._name, self._ended = name, ended
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._deaths: queue.SimpleQueue[Hold | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -52,10 +52,15 @@ class Janitor:
             self._thread.join(_JOIN_SECONDS)
 
     def _begin(self) -> None:
+        if self._thread is not None or self._closed:
+            return
+        thread = threading.Thread(target=self._clean, name=self._name, daemon=True)
         with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._clean, name=self._name, daemon=True)
-                self._thread.start()
+            is_first = self._thread is None
+            if is_first:
+                self._thread = thread
+        if is_first:
+            thread.start()
 
     def _died(self, call: Callable[[], None]) -> None:
         """Runs in a finalizer. When the worker has left, no thread takes notes any more."""

@@ -15,7 +15,7 @@ class Parts(Generic[W]):
     """The parts of one worker: each is made when it is first asked for, and only once."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._parts: dict[object, object] = {}
 
     def of(self, worker: W, kind: Callable[[W], T]) -> T:

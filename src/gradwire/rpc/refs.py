@@ -55,7 +55,7 @@ class Refs:
     def __init__(self, agent: Agent) -> None:
         me = self._me = agent.directory.myself
         self._agent = agent
-        self._lock = threading.Lock()
+        self._lock = agent.directory.lock
         self._counted = threading.Condition(self._lock)
         self._table = RefTable(me.id, first=first_of(me.life))
         self._values: dict[RefId, Promise[Content]] = {}

@@ -8,7 +8,6 @@ end of one that would say so.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +44,7 @@ class RefSender:
     ) -> None:
         self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
         self._floor = floor
-        self._lock = threading.RLock()  # a collection inside it may end more references
+        self._lock = agent.directory.lock
         self._later: list[tuple[float, Sending]] = []
         self._soon: dict[WorkerId, deque[Sending]] = {}
         self._unreached: dict[WorkerId, float] = {}

@@ -6,7 +6,7 @@ What is decided is in refs_state.py; who may say what, in rights.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import RLock
 from typing import final
 
 from gradwire.agent.agent import Agent
@@ -30,7 +30,7 @@ class RefServing:
         self,
         agent: Agent,
         table: RefTable,
-        lock: Lock,
+        lock: RLock,
         check_room: Callable[[WorkerId], None],
         perform: Callable[[Sequence[Action]], None],
     ) -> None:

@@ -8,7 +8,6 @@ the answers it would wait for may in turn wait for it.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import final
 
 from gradwire.agent.clock import Clock
@@ -22,27 +21,30 @@ class Window:
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most, self._clock = most, clock
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self._waiting = 0
-        self._under_way: Counter[WorkerId] = Counter()
+        self._under_way: dict[WorkerId, int] = {}
 
     def maybe_enter(self, peer: WorkerId, size: int) -> bool:
         """So many bytes are about to leave; False, and not counted, if they have to wait.
 
         hot: every call
         """
-        with self._lock:
-            under_way = self._under_way[peer]
-            if under_way and under_way + size > self._most:
-                return False
-            self._under_way[peer] = under_way + size
-        return True
+        sizes = self._under_way
+        with self.lock:  # no calls in here, see docs/threads.md
+            under_way = 0
+            if peer in sizes:
+                under_way = sizes[peer]
+            has_room = not under_way or under_way + size <= self._most
+            if has_room:
+                sizes[peer] = under_way + size
+        return has_room
 
     def enter(self, peer: WorkerId, size: int, deadline: float, what: str) -> None:
         """They wait for room if need be; a call larger than the window goes by itself."""
-        with self._lock:
-            under_way = self._under_way[peer]
+        with self.lock:
+            under_way = self._under_way.setdefault(peer, 0)
             if under_way and under_way + size > self._most:
                 self._waiting += 1
                 try:
@@ -64,12 +66,13 @@ class Window:
 
     def pass_by(self, peer: WorkerId, size: int) -> None:
         """They leave without waiting."""
-        with self._lock:
-            self._under_way[peer] += size
+        sizes = self._under_way
+        with self.lock:
+            sizes[peer] = sizes[peer] + size if peer in sizes else size
 
     def leave(self, peer: WorkerId, size: int, _outcome: object = None) -> None:
         """Their call was answered, or given up."""
-        with self._lock:
+        with self.lock:
             self._under_way[peer] -= size
             if self._waiting:
                 self._changed.notify_all()

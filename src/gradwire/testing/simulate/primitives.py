@@ -115,6 +115,9 @@ class RLock(Lock):
         self.acquire()
         self._depth = depth
 
+    def _is_owned(self) -> bool:
+        return self._owner is not None and self._owner is self._scheduler.current
+
 
 @final
 class Condition:

@@ -46,7 +46,7 @@ class Faults:
 
     def __init__(self, fail: Sequence[str], times: int, delay: Mapping[str, float]) -> None:
         self._fail, self._times, self._delay = set(fail), times, dict(delay)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._failed: Counter[bytes] = Counter()
 
     def wrap(self, channel: Channel) -> Channel:
