@@ -16,6 +16,7 @@ from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.deadlines import extent
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
+from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
