@@ -5,14 +5,16 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROGRAMS ?= 2000
+JOBS ?= 1
 SECONDS ?= 600
 ROUNDS ?= 500
 MINUTES ?= 30
+TIMES ?= 20
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples oracle fuzz soak faults conformance bench bench-peers chart docs clean
+.PHONY: help demo test check format lint types examples oracle fuzz soak storm repeat faults conformance bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -39,8 +41,8 @@ types: $(STAMP) ## mypy, strict
 examples: $(STAMP) ## run every example
 	@set -e; for example in examples/0*.py; do echo "== $$example"; $(PY) $$example; done
 
-oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000
-	$(PY) -m tests.oracle --programs $(PROGRAMS)
+oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000 JOBS=16
+	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)
 
 fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: make fuzz SECONDS=60
 	@for target in frame handshake message payload tensors world; do \
@@ -48,6 +50,12 @@ fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: mak
 
 soak: $(STAMP) ## train while workers are killed and started again: make soak MINUTES=5
 	$(PY) -m tests.soak --minutes $(MINUTES)
+
+storm: $(STAMP) ## calls from finalizers, signals, forks and threads, in real processes: make storm SECONDS=2000
+	$(PY) -m tests.storm --seconds $(SECONDS)
+
+repeat: $(STAMP) ## the tests with processes and deadlines, again and again: make repeat TIMES=20
+	$(PY) -m tests.repeat --times $(TIMES)
 
 faults: $(STAMP) ## kill, freeze and cut workers: make faults ROUNDS=500 MINUTES=60 (as root: networks too)
 	$(PY) -m tests.kills --rounds $(ROUNDS)

@@ -1,5 +1,8 @@
 """gradwire: one autograd graph over many machines."""
 
+import importlib
+import typing
+
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.api import backward, context, get_gradients
 from gradwire.errors import (
@@ -47,6 +50,10 @@ from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.retrying import idempotent, retrying
 from gradwire.rpc.rref import RRef
+
+if typing.TYPE_CHECKING:
+    from gradwire import compat as compat
+    from gradwire import testing as testing
 
 __version__ = "0.1.0.dev0"
 
@@ -108,3 +115,13 @@ __all__ = [  # in the order one learns them
     "GraphCutWarning",
     "RefLeakWarning",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:  # noqa: ANN401
+    """`gradwire.testing` and `gradwire.compat`, imported when first used: few programs need them.
+
+    An import puts a submodule into this module, so that this is asked once for each.
+    """
+    if name in ("compat", "testing"):
+        return importlib.import_module(f"gradwire.{name}")
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

@@ -7,6 +7,7 @@ default, which `init_rpc` sets; a process that hosts many workers has none.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -15,6 +16,11 @@ from typing import Generic, TypeVar, final
 from gradwire.errors import UsageError
 
 T = TypeVar("T")
+
+_LOADER = (
+    "a DataLoader's workers are processes of their own: make the calls in the process that "
+    "iterates over it, as with num_workers=0"
+)
 
 
 @final
@@ -41,14 +47,22 @@ class Door(Generic[T]):
         if found is None:
             raise UsageError(
                 "no worker is running here: RPC has not been initialized",
-                hint="call init_rpc() first, or run inside gradwire.run() or testing.cluster()",
+                hint=_LOADER
+                if _is_data_loader()
+                else "call init_rpc() first, or run inside gradwire.run() or testing.cluster()",
             )
         if self._is_forked:
             raise UsageError(
                 "this process was forked from a worker, whose threads and connections it lacks",
-                hint="start processes by spawn, and call init_rpc() in each that is to be a worker",
+                hint=_LOADER
+                if _is_data_loader()
+                else "start processes by spawn, and call init_rpc() in each that is to be a worker",
             )
         return found
+
+    def maybe_find(self) -> T | None:
+        """What the calling code belongs to, if there is any in this process."""
+        return None if self._is_forked else self._here.get(self._default)
 
     def maybe_default(self) -> T | None:
         """The default of the process, if it has one."""
@@ -75,3 +89,9 @@ class Door(Generic[T]):
             yield
         finally:
             self.leave(token)
+
+
+def _is_data_loader() -> bool:
+    """Whether this is a process that a torch DataLoader has started."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None

@@ -163,12 +163,21 @@ class RemoteError(GradwireError):
     """Your function raised on another worker.
 
     The instance you catch is also one of the original type where that type is a builtin, one of
-    ours or an exposed one, so `except ValueError` works as it did locally.
+    ours or an exposed one, so `except ValueError` works as it did locally. It has the original's
+    `args`, notes, `__cause__`, the members of a group, and the attributes that are plain data:
+    numbers, texts, bytes, and containers of these. `message` is its text.
     """
 
     worker: str
     type_name: str
     remote_traceback: str
+
+    def __init__(self, *args: object, hint: str | None = None) -> None:
+        # Those of the original: Python copies an exception by calling its type with its args.
+        Exception.__init__(self, *args)
+        if not isinstance(self, BaseExceptionGroup):  # which has a message of its own
+            self.message = str(args[0]) if args else ""
+        self.hint = hint
 
     def __str__(self) -> str:
         kind = self.type_name.rpartition(":")[2]

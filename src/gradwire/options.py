@@ -15,6 +15,23 @@ from urllib.parse import urlparse
 from gradwire.errors import UsageError
 from gradwire.ids import LAST_LIFE
 
+FOREVER = 1e9
+"""Seconds that stand for no deadline: more than any program runs, and less than what the waits of
+Python and of the kernel overflow at. The loss of the peer ends such a wait, and nothing else.
+"""
+
+
+class _Default(float):
+    """What a timeout is that was not given; told by identity."""
+
+    def __repr__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT: float = _Default(math.nan)
+Timeout = float | None
+"""Seconds; None or infinite: as long as the peer lives; DEFAULT: as the `Timeouts` say."""
+
 _TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
 
 
@@ -31,9 +48,11 @@ class Timeouts:
     call: float = 60.0
     """until a call is answered, unless the call says otherwise"""
     backward: float = 300.0
-    """until a whole backward pass is over"""
+    """until a whole backward pass is over; one that another worker began gets no more time here"""
     step: float = 60.0
-    """until every owner of an optimizer's parameters has taken one step"""
+    """until every owner of an optimizer's parameters has taken one step; a step that another worker
+    asks for gets no more time here
+    """
     shutdown: float = 60.0
     """until the others have finished too"""
     stall: float = 15.0
@@ -90,6 +109,8 @@ class Limits:
     """of one peer, over all contexts that are open here, and the depth of a graph"""
     passes: int = 1 << 16
     """over one context, begun by others, that this worker has heard of"""
+    runs: int = 1 << 8
+    """of backward passes that one peer began, under way here: each has a thread while it waits"""
     references: int = 1 << 18
     """to values of this worker, in the hands of one peer"""
 
@@ -248,6 +269,25 @@ def rendezvous_host(init_method: str) -> str:
     if init_method.startswith("env"):
         return os.environ.get("MASTER_ADDR", "")
     return urlparse(init_method).hostname or ""
+
+
+def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | None:
+    """Host and port of the store that another process serves; None for a file or a store of ours.
+
+    Under torchrun its own agent may serve the store; otherwise rank 0 does.
+    """
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    from_environment = init_method.startswith("env")
+    if rank is None and from_environment:
+        rank = _maybe_int("RANK")
+    if rank is None or (rank == 0 and not by_agent):  # without a rank torch refuses, at once
+        return None
+    if from_environment:
+        host, port = os.environ.get("MASTER_ADDR", ""), _maybe_int("MASTER_PORT")
+    else:
+        url = urlparse(init_method)
+        host, port = url.hostname or "", url.port
+    return (host, port) if host and port else None
 
 
 def put_first_on_python_path(directory: str) -> None:

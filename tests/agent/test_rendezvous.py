@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from gradwire.agent.clock import MonotonicClock
 from gradwire.agent.directory import check_name
@@ -13,7 +14,7 @@ from gradwire.agent.refusals import Refusals
 from gradwire.agent.rendezvous import meet, open_store
 from gradwire.agent.secret import fresh_secret
 from gradwire.agent.signed_store import SignedStore
-from gradwire.errors import JoinTimeout, UsageError
+from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, Timeouts
 from gradwire.testing.background import Background
 
@@ -83,6 +84,81 @@ def test_a_rank_0_that_never_comes_is_named(options):
 
     with pytest.raises(JoinTimeout, match="w1 waited in vain for rank 0 to join"):
         join(soon, 1, "there")
+
+
+# -- workers that were told different things
+
+
+def told(options, *workers):
+    """What each of these (name, rank, world size) gets, that join at once: an error, or None."""
+
+    def error_of(worker):
+        name, rank, world_size = worker
+        store = SignedStore(open_store(options, rank, world_size), SECRET, Refusals())
+        try:
+            meet(store, name, "there", rank, world_size, options, MonotonicClock())
+        except GradwireError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return list(pool.map(error_of, workers))
+
+
+def test_world_sizes_that_differ_are_named_with_who_was_told_which(options):
+    first, second = told(options, ("w0", 0, 2), ("w1", 1, 3))
+
+    assert isinstance(first, UsageError)
+    assert first.message == "w0 was told 2 workers, w1 was told 3"
+    assert second.message == "w1 was told 3 workers, w0 was told 2"
+    assert second.hint == "give every worker the same world_size, or the same WORLD_SIZE"
+
+
+def test_a_worker_that_was_told_less_does_not_begin_alone(options):
+    first, second = told(options, ("w0", 0, 3), ("w1", 1, 2))  # at once: it would take 20 s
+
+    assert isinstance(first, UsageError)
+    assert first.message == "w0 was told 3 workers, w1 was told 2"
+    assert second.message == "w1 was told 2 workers, w0 was told 3"
+
+
+def test_two_processes_of_one_rank_are_told_so(tmp_path):
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=Timeouts(join=2))
+
+    errors = told(options, ("w0", 0, 2), ("a", 1, 2), ("b", 1, 2))
+
+    joined, late = ("a", "b") if errors[1] is None else ("b", "a")
+    assert errors[0] is None
+    (error,) = [error for error in errors if error is not None]
+    assert error.message == (
+        f"{late} waited in vain: {joined} has joined as rank 1 before it, and rank 0 begins no "
+        "other meeting"
+    )
+    assert error.hint == "give every process a rank of its own"
+
+
+def test_two_processes_of_rank_0_are_told_so(tmp_path):
+    options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=Timeouts(join=1))
+
+    texts = [error.message for error in told(options, ("a", 0, 2), ("b", 0, 2))]
+
+    assert any(
+        "waited in vain: another process has begun a meeting here as rank 0" in text
+        for text in texts
+    )
+
+
+def test_the_loss_of_the_meeting_place_is_an_error_of_ours(options):
+    class Gone:
+        def check(self, names):
+            raise DistNetworkError("Failed to recv, got 0 bytes")
+
+    store = SignedStore(Gone(), SECRET, Refusals())
+    with pytest.raises(
+        PeerLost, match="the meeting place was lost before everyone had met"
+    ) as lost:
+        meet(store, "w1", "there", 1, 2, options, MonotonicClock())
+    assert "what it printed says why" in lost.value.hint
 
 
 @pytest.mark.parametrize("name", ["", "a b", "ü", "x" * 128, "a/b"])

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from gradwire.autograd.ledger import LeafLocks
+from gradwire.autograd.leaves import LeafLocks
 
 
 def test_a_leaf_has_one_lock_and_equal_leaves_have_two():

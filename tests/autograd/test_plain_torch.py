@@ -371,6 +371,136 @@ def test_backward_towards_inputs_fills_these_only(workers):
     assert gradients == [None] * 3
 
 
+@pytest.mark.parametrize("first", ["near", "far"])
+def test_backward_towards_a_received_value_fills_it_and_stops_there(workers, first):
+    """Whether the engine meets this value first or another one that leads to it."""
+
+    def program():
+        x = leaf()
+        y = call("w1", own_function, x)
+        z = call("w2", own_function, y)
+        loss = (y * 2 + z).sum() if first == "near" else (z + y * 2).sum()
+        loss.backward(inputs=[y])
+        return y.grad, x.grad
+
+    _, gradients, counts = assert_same(workers, program)
+    assert gradients == [None] * 3
+    assert counts == {"user backward on w2": 1}
+
+
+def test_backward_towards_a_received_value_alone_asks_nobody(workers):
+    def program():
+        x = leaf()
+        y = call("w1", own_function, x)
+        (y * y).sum().backward(inputs=[y], retain_graph=True)
+        y.sum().backward(inputs=[y])
+        return y.grad, x.grad
+
+    _, gradients, counts = assert_same(workers, program)
+    assert gradients == [None] * 3
+    assert counts == {}
+
+
+def test_a_worker_behind_a_received_input_hears_nothing(workers):
+    begin_anew()
+    sent = []
+
+    def program():
+        y = call("w1", own_function, leaf())
+        z = call("w2", own_function, y)
+        with workers[0].worker.events.subscribe(lambda event: sent.append(str(event))):
+            (z * y).sum().backward(inputs=[y])
+
+    workers[0].run(over_workers, program)
+    assert [event for event in sent if "gradients" in event] == ["w0>w2 gradients e2.0"]
+
+
+def test_backward_towards_the_loss_itself_that_was_received(workers):
+    def program():
+        y = call("w1", torch.sum, leaf() * 2)
+        y.backward(inputs=[y])
+        return y.grad
+
+    assert_same(workers, program)
+
+
+@pytest.mark.parametrize("of", ["xy", "yx", "yw", "zyx", "z", "zx"])
+def test_backward_towards_received_values_and_leaves(workers, of):
+    """Remote leaves are not among the inputs, whatever is."""
+
+    def program():
+        x = leaf()
+        y = call("w1", own_function, x)
+        z = call("w2", product, y, weight())
+        a = call("w1", own_function, z * y)
+        known = {"x": x, "y": y, "z": z, "w": weight()}
+        ((a + z) * x * weight()).sum().backward(inputs=[known[name] for name in of])
+        return x.grad, weight().grad, [known[name].grad for name in of]
+
+    _, gradients, _ = assert_same(workers, program)
+    assert gradients[1:] == [None, None]
+
+
+def towards_received_there(others, x):
+    """A backward of the callee's own towards what it was called with, and what it has received."""
+    y = call("w2", own_function, x)
+    inputs = [x, y, weight()] if others else [x]
+    (call("w2", weighted, y) * y * weight()).sum().backward(inputs=inputs)
+    return x.grad, y.grad if others else None
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_backward_towards_received_values_within_a_served_function(workers, others):
+    def program():
+        x = leaf()
+        first, second = call("w1", towards_received_there, others, x * 2)
+        return first, second, x.grad
+
+    _, gradients, _ = assert_same(workers, program)
+    assert [gradient is None for gradient in gradients] == [True, not others, True]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("create", [False, True])
+def test_a_pass_follows_a_backward_towards_a_received_value(workers, create):
+    """The first leaves nothing that the second could trip over, also of second order."""
+
+    def program():
+        x = leaf()
+        y = call("w1", cubed, x)
+        loss = (call("w2", cubed, y) * y).sum()
+        loss.backward(inputs=[y], retain_graph=True, create_graph=create)
+        slope, y.grad = y.grad, None
+        (slope.sum() if create else loss).backward()
+        return slope, x.grad
+
+    assert_same(workers, program)
+
+
+def test_inputs_that_are_received_and_changed_in_place(workers):
+    def program():
+        x = leaf()
+        y = call("w1", own_function, x)
+        y.mul_(2)
+        z = y * weight()
+        y.retain_grad()
+        z.sum().backward(inputs=[y])
+        return y.grad, x.grad
+
+    assert_same(workers, program)
+
+
+def test_hooks_of_a_received_input_run_as_in_one_process(workers):
+    def program():
+        y = call("w1", own_function, leaf())
+        y.register_hook(lambda g: note(f"hook at {g.sum().item()}") or g * 3)
+        (y * call("w2", weighted, y)).sum().backward(inputs=[y])
+        return y.grad
+
+    _, _, counts = assert_same(workers, program)
+    assert sum(counts.values()) == 1
+
+
 def test_the_result_of_a_call_itself_may_be_the_loss(workers):
     def program():
         x = leaf()

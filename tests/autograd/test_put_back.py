@@ -9,12 +9,13 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import gradwire as gw
-from gradwire.autograd import root, served
+from gradwire.autograd import ending, root, served
 from gradwire.errors import ContextClosed, UsageError
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
@@ -199,14 +200,12 @@ def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
     assert eventually(lambda: are_gone(tokens))
 
 
-@pytest.mark.parametrize("patience", [30, 0.01], ids=["waits for the run", "gives up on the run"])
-def test_a_context_that_was_not_put_back_everywhere_is_not_used_again(
-    workers, monkeypatch, caplog, patience
-):
+@contextmanager
+def a_run_that_does_not_return(monkeypatch):
+    """w1 is in a hook when w2 fails the pass; gives what lets the hook go on."""
     monkeypatch.setattr(root, "_END_SECONDS", 0.05)
-    monkeypatch.setattr(served, "_RUN_SECONDS", patience)
+    monkeypatch.setattr(root, "_END_LATE_SECONDS", 0.05)
     reached, goes_on = threading.Event(), threading.Event()
-    said = "w1 did not confirm that p0.1 was put back"
 
     def block(_):
         reached.set()
@@ -217,27 +216,75 @@ def test_a_context_that_was_not_put_back_everywhere_is_not_used_again(
         fail(gradient)
 
     HOOKS.update(block=block, fail=fail_meanwhile)
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
 
-    def program(_):
-        a = gw.rpc_sync("w1", hooked_leaf, args=("block",))
-        b = gw.rpc_sync("w2", hooked_leaf, args=("fail",))
-        with pytest.raises(ValueError, match="refused by a hook") as failed:
-            (a + b).sum().backward(retain_graph=True)
+
+def failed_meanwhile():
+    a = gw.rpc_sync("w1", hooked_leaf, args=("block",))
+    b = gw.rpc_sync("w2", hooked_leaf, args=("fail",))
+    with pytest.raises(ValueError, match="refused by a hook") as failed:
+        (a + b).sum().backward(retain_graph=True)
+    assert failed.value.__notes__ == [
+        "w1 has not confirmed that p0.1 was put back: "
+        "until then c0.0 cannot be differentiated again"
+    ]
+    return a
+
+
+def test_a_context_is_used_again_when_it_was_put_back_everywhere(workers, monkeypatch):
+    def program(context):
+        a = failed_meanwhile()
+        with pytest.raises(UsageError) as refused:
+            a.sum().backward(retain_graph=True)
+        assert str(refused.value) == (
+            "c0.0 cannot be differentiated until w1 confirms that p0.1 was put back\n"
+            "hint: try again when it has answered, or close the context and begin again"
+        )
+        goes_on.set()
+        assert eventually(lambda: not workers[0].worker.engine.contexts.find(context).endings)
+        assert LEAVES["leaf"].grad is None
+        a.sum().backward()
+        assert LEAVES["leaf"].grad is not None
+
+    with a_run_that_does_not_return(monkeypatch) as goes_on:
+        in_context(workers, program)
+    assert_nothing_left(workers)
+
+
+def test_a_context_that_was_not_put_back_in_time_is_not_used_again(workers, monkeypatch, caplog):
+    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.1)
+    said = "w1 did not confirm that p0.1 was put back"
+
+    def program(context):
+        a = failed_meanwhile()
+        assert eventually(lambda: workers[0].worker.engine.contexts.find(context).broken)
         with pytest.raises(UsageError) as refused:
             a.sum().backward()
-        assert failed.value.__notes__ == [f"{said}: close the context and begin again"]
         assert str(refused.value) == (
             f"c0.0 cannot be differentiated any more: {said}\n"
             "hint: close the context and begin again"
         )
 
-    try:
+    with a_run_that_does_not_return(monkeypatch):
         in_context(workers, program)
-    finally:
-        goes_on.set()
     assert f"w0: {said}" in [record.getMessage() for record in caplog.records]
     assert_nothing_left(workers)
     assert eventually(lambda: LEAVES["leaf"].grad is None)  # late, but put back
+
+
+@pytest.mark.parametrize("patience", [30, 0.01], ids=["waits for the run", "gives up on the run"])
+def test_a_context_may_close_before_it_was_put_back(workers, monkeypatch, caplog, patience):
+    monkeypatch.setattr(served, "_RUN_SECONDS", patience)
+
+    with a_run_that_does_not_return(monkeypatch):
+        in_context(workers, lambda _: failed_meanwhile())
+        assert eventually(lambda: workers[0].worker.agent.in_flight == 0)
+    assert_nothing_left(workers)
+    assert eventually(lambda: LEAVES["leaf"].grad is None)
+    assert not caplog.records
 
 
 # -- what a failed pass keeps alive

@@ -71,6 +71,7 @@ def test_the_root_waits_for_all_in_whatever_order(order):
     assert state.unfinished() == []
     assert state.concerns(0)
     assert not state.concerns(1)
+    assert state.concerns(3)  # if it is lost now it puts back what it has changed
     assert state.changed == {3, 4}
 
 

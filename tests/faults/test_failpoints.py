@@ -171,7 +171,7 @@ def test_a_delay_longer_than_a_deadline_is_a_timeout_that_names_the_worker(worke
     workers[1].run(faults.arm, "delay before-reply Call")
 
     with pytest.raises(CallTimeout, match="w1 did not answer"):
-        workers[0].run(lambda: gradwire.rpc_sync("w1", run, timeout=0.1))
+        workers[0].run(lambda: gradwire.rpc_sync("w1", run, timeout=0.25))
 
     workers[1].run(faults.release)
 

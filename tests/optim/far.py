@@ -32,6 +32,13 @@ class Part(nn.Module):
     def grads(self):
         return [parameter.grad for parameter in self.parameters()]
 
+    def remember(self):
+        self.remembered = [parameter.detach() for parameter in self.parameters()]
+
+    def write_where_it_was(self, by):
+        for old in self.remembered:
+            old.mul_(by)
+
     def slope(self, by=1.0):
         for parameter in self.parameters():
             parameter.grad = torch.full_like(parameter, by)

@@ -220,3 +220,134 @@ def test_nothing_is_hooked_where_no_parameter_is_left():
 
     with storages.saving():
         torch.func.grad(lambda x: (x**2).sum())(torch.ones(2))
+
+
+ALIASES = {
+    "detach": lambda p: p.detach(),
+    "view": lambda p: p.view(-1).detach(),
+    "data": lambda p: p.data,
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"],
+    "part": lambda p: p.detach()[:1],
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+}
+"""What a program may keep of a parameter's storage; torch counts writes by all but two of them."""
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize("use", [lambda p: p**3, lambda p: p.view(2) ** 3], ids=["itself", "view"])
+@pytest.mark.parametrize("kept_before", [True, False])
+def test_a_write_to_storage_that_a_step_has_left_reaches_no_graph(weights, alias, use, kept_before):
+    kept = alias(weights.p) if kept_before else None
+    with weights.saving():
+        y = use(weights.p).sum()
+    kept = alias(weights.p) if kept is None else kept
+    weights.step()
+    kept.mul_(100)
+
+    y.backward()
+
+    assert kept[0] == 200
+    assert weights.p.grad.tolist() == [12, 27]
+    assert weights.p.tolist() == [20, 30]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", ["detach", "view", "state_dict", "part"])
+def test_a_write_through_an_alias_before_the_step_is_told(weights, kind, stepped):
+    kept = ALIASES[kind](weights.p)
+    with weights.saving():
+        y = (weights.p**3).sum()
+    kept.mul_(100)
+    if stepped:
+        weights.step()
+
+    with pytest.raises(RuntimeError, match=r"is at version 1; expected version 0 instead"):
+        y.backward()
+
+
+def test_a_view_from_before_a_step_keeps_what_it_has_read(weights):
+    old = weights.p.view(-1)
+    alias = weights.p.detach()
+    weights.step()
+    with weights.saving():
+        y = (old**3).sum()
+    weights.step()
+    with torch.no_grad():
+        alias.mul_(100)
+
+    y.backward()
+
+    assert weights.p.grad.tolist() == [12, 27]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda p: torch.view_as_real(p), lambda p: p.conj().imag, lambda p: p[:, None].expand(2, 3)],
+    ids=["real", "negative", "expanded"],
+)
+def test_views_of_every_kind_are_kept_from_such_writes(use):
+    storages = Storages()
+    p = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+    storages.register([p])
+    x = torch.ones_like(use(p).detach()).requires_grad_()
+    (expected,) = torch.autograd.grad((x * use(p)).abs().sum(), x)
+    alias = p.detach()
+    with storages.saving():
+        y = (x * use(p)).abs().sum()
+    with torch.no_grad():
+        storages.replace([(p, p * 10)])
+        alias.mul_(100j)
+
+    y.backward()
+
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_sparse_parameter_is_kept_from_such_writes_too():
+    storages = Storages()
+    p = nn.Parameter(torch.tensor([[2.0, 0.0]]).to_sparse())
+    storages.register([p])
+    x = torch.ones(2, 1, requires_grad=True)
+    alias = p.detach()
+    with storages.saving():
+        y = torch.sparse.mm(p, x).sum()
+    with torch.no_grad():
+        storages.replace([(p, (p * 10).detach())])
+        alias.mul_(100)
+
+    y.backward()
+
+    assert x.grad.tolist() == [[2], [0]]
+
+
+def test_nothing_is_copied_where_nobody_else_looks(weights):
+    first, second = weights.p.data_ptr(), (weights.p * 10).detach()
+    with weights.saving():
+        y = weights.p**3
+    with torch.no_grad():
+        weights.storages.replace([(weights.p, second)])  # a stand-in shares it from now on
+    with weights.saving():
+        z = weights.p**3
+    weights.step()
+
+    assert y.grad_fn._saved_self.data_ptr() == first
+    assert z.grad_fn._saved_self.data_ptr() == second.data_ptr()
+
+
+def test_a_graph_whose_weights_cannot_be_copied_fails_if_they_are_written(weights, monkeypatch):
+    def no_memory(_):
+        raise torch.OutOfMemoryError
+
+    alias = weights.p.detach()
+    with weights.saving():
+        y, z = (weights.p**3).sum(), (weights.p**2).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "clone", no_memory)
+        weights.step()
+
+    y.backward()
+    assert weights.p.grad.tolist() == [12, 27]
+
+    alias.mul_(100)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()

@@ -45,6 +45,31 @@ def test_trainers_over_two_owners_never_wait_for_each_other():
         assert_nothing_left(workers)
 
 
+def test_an_alias_that_is_older_than_a_step_reaches_no_older_graph():
+    with cluster(2, expose=[far]) as workers:
+        workers[0].run(write_through_aliases)
+        assert_nothing_left(workers)
+
+
+def write_through_aliases():
+    part, x = gradwire.remote("w1", far.Part, args=(1,)), torch.ones(4, dtype=torch.float64)
+    optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, part.rpc_sync().refs(), lr=0.1)
+    local, x.requires_grad = far.Part(1), True
+    (expected,) = torch.autograd.grad(local(x).sum(), x)
+    part.rpc_sync().remember()
+    with gradwire.context():
+        loss = part.rpc_sync().forward(x).sum()
+        part.rpc_sync().slope()
+        optimizer.step()
+        part.rpc_sync().write_where_it_was(100)
+        loss.backward()
+
+    assert torch.equal(x.grad, expected)
+    moved = [v - old for v, old in zip(part.rpc_sync().values(), local.values(), strict=True)]
+    for by in moved:
+        torch.testing.assert_close(by, torch.full_like(by, -0.1))
+
+
 def step_crosswise():
     parts = [gradwire.remote(f"w{n}", far.Part, args=(n,)) for n in range(2)]
     orders = [parts, parts[::-1]]

@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from tests.oracle import dice
 from tests.oracle.state import Accumulator, Doubled, State, Stopped
 
 STATES: dict[str, State] = {}
@@ -38,7 +39,8 @@ def is_local() -> bool:
 def as_local(worker: str):
     token = _local.set(worker)
     try:
-        yield
+        with dice.of(worker):
+            yield
     finally:
         _local.reset(token)
 
@@ -181,7 +183,7 @@ def run_steps(block: list, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
     state = STATES[here()]
     values = list(arguments) or [state.parameter * 2]
     for kind, *details in block:
-        _STEPS[kind](state, values, *details)
+        STEPS[kind](state, values, *details)
     return values
 
 
@@ -244,24 +246,28 @@ def shaped(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _operator(state: State, values: list, operator: str, i: int, j: int) -> None:
+    values.append(operate(state, values, operator, i, j))
+
+
+def operate(state: State, values: list, operator: str, i: int, j: int) -> torch.Tensor:
     a, b = values[i % len(values)], values[j % len(values)]
     match operator:
         case "add":
-            values.append(a + b)
+            return a + b
         case "scaled":
-            values.append(a * 2 - b)
+            return a * 2 - b
         case "gated":
-            values.append(a.clamp(-3, 3) * b)
+            return a.clamp(-3, 3) * b
         case "relu":
-            values.append((a - 2).relu() + b)
+            return (a - 2).relu() + b
         case "of parameter":
-            values.append(a * state.parameter)
+            return a * state.parameter
         case "negated":
-            values.append(-a)
+            return -a
         case "indexed":
-            values.append(a[[2, 0, 1]])
+            return a[[2, 0, 1]]
         case _:
-            values.append(a.detach() + b)
+            return a.detach() + b
 
 
 def _function(state: State, values: list, i: int, of_parameter: bool) -> None:
@@ -364,7 +370,10 @@ def _checkpoint(state: State, values: list, reentrant: bool, block: list, i: int
         with as_local(worker) if is_local() else contextlib.nullcontext():
             return run_steps(block, [x])[-1]
 
-    values.append(checkpoint(recomputed, x, use_reentrant=reentrant, preserve_rng_state=False))
+    if state.draws and is_local():
+        recomputed = dice.repeated(recomputed)
+    preserve = state.draws and not is_local()
+    values.append(checkpoint(recomputed, x, use_reentrant=reentrant, preserve_rng_state=preserve))
 
 
 def _kept(state: State, values: list, to: int, pick: int) -> None:
@@ -396,7 +405,7 @@ def _method(state: State, values: list, owner: int, i: int, j: int) -> None:
     values.append(call_method(reference, "add", values[i % len(values)], 1))
 
 
-_STEPS = {
+STEPS = {
     "operator": _operator,
     "function": _function,
     "stopped": _stopped,

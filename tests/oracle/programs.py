@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 Step = list
 Block = list
+
+KINDS = ["threads", "finalizers", "inner backwards", "inputs", "draws"]
+"""Groups of steps and modes that can be left out of what is drawn."""
+DRAWN: tuple[str, ...] = ("threads",)
+"""Those that are drawn unless it is said otherwise."""
 
 MODES = [
     "backward",
@@ -27,11 +33,34 @@ MODES = [
     "context map twice",
     "reference backward",
     "served backward",
+    "backward into inputs",
+    "failed pass",
+    "failed pass into the map",
 ]
-INTO_MAP = ["context map", "context map twice", "reference backward"]
+KIND_OF_MODE = {
+    "backward into inputs": "inputs",
+    "failed pass": "inner backwards",
+    "failed pass into the map": "inner backwards",
+}
+INTO_MAP = ["context map", "context map twice", "reference backward", "failed pass into the map"]
+FAILING = ["failed pass", "failed pass into the map"]
 OPERATORS = ["add", "scaled", "gated", "relu", "of parameter", "negated", "indexed", "cut off"]
 SHAPES = ["0-dim", "empty", "non-contiguous", "expanded", "sparse"]
 CALLS = ["sync", "async", "remote"]
+PLACES = ["a pool", "a fresh thread", "a fresh thread with the context", "asyncio.to_thread"]
+DRAWS = ["dropout", "randint", "randperm"]
+THRESHOLDS = [(700, 10, 10), (50, 5, 5), (5, 2, 2)]
+INNER = ["hand-written checkpoint", "reversible block"]
+FEATURES_OF_KIND = {
+    "threads": [
+        *(f"operator in {place}" for place in PLACES),
+        "a deep chain and a shallow one, joined in another thread",
+    ],
+    "finalizers": ["finalizer that calls", "collector runs often"],
+    "inner backwards": [*INNER, "failing node"],
+    "inputs": [],
+    "draws": [*(f"draw: {draw}" for draw in DRAWS), "draw under a checkpoint"],
+}
 FEATURES = [
     *(f"mode: {mode}" for mode in MODES),
     *(f"operator: {operator}" for operator in OPERATORS),
@@ -67,7 +96,15 @@ FEATURES = [
     "function that gives no gradient",
     "checkpoint, reentrant",
     "checkpoint, not reentrant",
+    *(feature for features in FEATURES_OF_KIND.values() for feature in features),
 ]
+
+
+def features_of(kinds: Collection[str]) -> list[str]:
+    """What can be drawn if these kinds are."""
+    without = {feature for kind in KINDS if kind not in kinds for feature in FEATURES_OF_KIND[kind]}
+    without |= {f"mode: {mode}" for mode, kind in KIND_OF_MODE.items() if kind not in kinds}
+    return [feature for feature in FEATURES if feature not in without]
 
 
 @dataclass
@@ -80,31 +117,57 @@ class Program:
     body: Block
     losses: list[list[int]]
     leaf_hooks: list[int]
+    leaves: list[int]
+    """of the root, whose gradients are asked for beside those of received tensors"""
+    thresholds: tuple[int, int, int] | None = None
+    """of the garbage collector while it runs"""
     features: Counter = field(default_factory=Counter)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(self.features[f"draw: {draw}"] for draw in DRAWS)
+
+    @property
+    def adds_by_itself(self) -> bool:
+        """Whether a backward inside the pass adds to leaves."""
+        return any(self.features[feature] for feature in ("checkpoint, reentrant", *INNER))
 
     def __str__(self) -> str:
         return f"seed {self.seed}: {self.mode} on {self.workers} workers"
 
 
-def draw(seed: int) -> Program:
+def draw(seed: int, kinds: Collection[str] = DRAWN) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
-    mode = MODES[seed % len(MODES)]
-    drawer = _Drawer(rng, workers=rng.randint(2, 5), mode=mode)
+    modes = [mode for mode in MODES if KIND_OF_MODE.get(mode) in (None, *kinds)]
+    mode = modes[seed % len(modes)]
+    drawer = _Drawer(rng, workers=rng.randint(2, 5), mode=mode, kinds=kinds)
     drawer.note(f"mode: {mode}")
     body = drawer.block(worker=0, caller=None, depth=0, steps=rng.randint(2, 7))
     losses = [[rng.randrange(64) for _ in range(rng.randint(1, 5))] for _ in range(2)]
     hooked = [w for w in range(drawer.workers) if rng.random() < 0.4]
     if hooked:
         drawer.note("leaf hook", "post-accumulate hook", "accumulator hook")
-    return Program(seed, drawer.workers, mode, body, losses, hooked, drawer.features)
+    leaves = [leaf for leaf in range(2) if rng.random() < 0.4]
+    thresholds = None
+    if drawer.features["finalizer that calls"] and rng.random() < 0.8:
+        drawer.note("collector runs often")
+        thresholds = rng.choice(THRESHOLDS)
+    return Program(
+        seed, drawer.workers, mode, body, losses, hooked, leaves, thresholds, drawer.features
+    )
 
 
 class _Drawer:
-    def __init__(self, rng: random.Random, workers: int, mode: str) -> None:
-        self.rng, self.workers, self.mode = rng, workers, mode
+    def __init__(self, rng: random.Random, workers: int, mode: str, kinds: Collection[str]) -> None:
+        self.rng, self.workers, self.mode, self.kinds = rng, workers, mode, kinds
         self.features: Counter = Counter()
         self.budget = 30
+        self.may_draw = "draws" in kinds
+        self.checkpoints = 0
+        """around what is drawn now"""
+        self.may_checkpoint = True
 
     def note(self, *features: str) -> None:
         for feature in features:
@@ -134,12 +197,32 @@ class _Drawer:
         kinds = [self.operator] * 5 + [self.function, self.stopped]
         if not pure:
             kinds += [self.hook, self.keep]
+        if "threads" in self.kinds:
+            kinds += [self.elsewhere] * 4
+        if self.may_draw:
+            kinds += [self.random_draw] * (6 if self.checkpoints else 3)
+        if self.mode in FAILING:
+            kinds += [self.fuse] * 4
         if depth < 4 and self.budget > 0:
-            far = [self.call] * 6 + [self.shaped, self.failing, self.recursion, self.checkpoint]
-            if not pure:
-                far += [self.kept, self.fan_out, self.reference, self.method]
-            kinds += far
+            kinds += self.far_steps(pure)
         return self.rng.choice(kinds)(worker, caller, depth, pure)
+
+    def far_steps(self, pure: bool) -> list:
+        """The steps that reach other workers."""
+        far = [self.call] * 6 + [self.shaped, self.failing, self.recursion]
+        if self.may_checkpoint:
+            far += [self.checkpoint] * (4 if self.may_draw else 1)
+        if "threads" in self.kinds:
+            far += [self.chains] * 2
+        if "inner backwards" in self.kinds:
+            far += [self.inner_backward] * 3
+        if self.may_draw:
+            far += [self.draw_there] * (6 if self.checkpoints else 1)
+        if not pure:
+            far += [self.kept, self.fan_out, self.reference, self.method]
+            if "finalizers" in self.kinds:
+                far += [self.finalizer] * 3
+        return far
 
     # -- steps on the worker itself
 
@@ -166,7 +249,68 @@ class _Drawer:
     def keep(self, *_: object) -> Step:
         return ["keep", self.index()]
 
+    def elsewhere(self, *_: object) -> Step:
+        place, name = self.rng.choice(PLACES), self.rng.choice(OPERATORS)
+        self.note(f"operator in {place}", f"operator: {name}")
+        return ["elsewhere", place, name, self.index(), self.index()]
+
+    def random_draw(self, *_: object) -> Step:
+        draw = self.rng.choice(DRAWS)
+        self.note(f"draw: {draw}")
+        if self.checkpoints:
+            self.note("draw under a checkpoint")
+        return ["draw", draw, self.index()]
+
+    def draw_there(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
+        """A call whose last step draws, and whose result is used."""
+        step = self.call(worker, caller, depth, pure)
+        details = step[1]
+        details["block"].append([*self.random_draw()[:2], -1])
+        details["returned"].append(-1)
+        details["used"].append(-1)
+        return step
+
+    def fuse(self, *_: object) -> Step:
+        self.note("failing node")
+        return ["fuse", self.index()]
+
     # -- steps that reach other workers
+
+    def chains(self, worker: int, caller: int | None, *_: object) -> Step:
+        self.note("a deep chain and a shallow one, joined in another thread")
+        places = [*PLACES, "a fresh thread", None]
+        lengths = [self.rng.randint(4, 7), self.rng.randint(1, 2)]
+        self.rng.shuffle(lengths)
+        chains = [
+            [
+                [self.target(worker, caller), self.rng.choice(places), self.rng.choice(places)]
+                for _ in range(length)
+            ]
+            for length in lengths
+        ]
+        return ["chains", chains, self.rng.choice(PLACES), self.index()]
+
+    def finalizer(self, worker: int, caller: int | None, *_: object) -> Step:
+        self.note("finalizer that calls")
+        return ["finalizer", self.target(worker, caller), self.index()]
+
+    def inner_backward(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
+        kind = self.rng.choice(INNER)
+        self.note(kind)
+        if kind == "reversible block":
+            to = self.target(worker, caller) if self.rng.random() < 0.5 else None
+            return ["reversible", to, self.index(), self.index()]
+        return ["hand-written", self.recomputed(worker, caller, depth, draws=False), self.index()]
+
+    def recomputed(self, worker: int, caller: int | None, depth: int, *, draws: bool) -> Block:
+        """A block that runs again in the backward."""
+        before = self.may_draw
+        self.may_draw = before and draws
+        self.checkpoints += 1
+        block = self.block(worker, caller, depth + 1, self.rng.randint(1, 3), pure=True)
+        self.checkpoints -= 1
+        self.may_draw = before
+        return [step for step in block if step != ["modify received"]]
 
     def target(self, worker: int, caller: int | None) -> int:
         to = self.rng.randrange(self.workers)
@@ -181,7 +325,10 @@ class _Drawer:
 
     def call(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         to = self.target(worker, caller)
-        how = self.rng.choice(CALLS)
+        # A reference's value may be there before the numbers that its function drew are told; a
+        # recomputation that needs them is then refused.
+        repeats = self.may_draw and self.checkpoints
+        how = self.rng.choice(CALLS[:2] if repeats else CALLS)
         self.note(f"call: {how}")
         mode = self.rng.choice(["grad"] * 6 + ["no_grad", "inference_mode"])
         if mode != "grad":
@@ -228,11 +375,13 @@ class _Drawer:
         return ["recursion", self.target(worker, caller), self.rng.randint(1, 4), self.index()]
 
     def checkpoint(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
-        # The inner backward of a reentrant checkpoint has only `.grad` to write to, and says so.
-        reentrant = self.rng.random() < 0.3 and self.mode not in INTO_MAP
+        reentrant = self.rng.random() < 0.3
         self.note("checkpoint, reentrant" if reentrant else "checkpoint, not reentrant")
-        block = self.block(worker, caller, depth + 1, self.rng.randint(1, 3), pure=True)
-        block = [step for step in block if step != ["modify received"]]
+        # Numbers that are drawn in a checkpoint inside a reentrant one are refused, not repeated.
+        before = self.may_checkpoint
+        self.may_checkpoint = before and not (reentrant and self.may_draw)
+        block = self.recomputed(worker, caller, depth, draws=True)
+        self.may_checkpoint = before
         return ["checkpoint", reentrant, block, self.index()]
 
     def kept(self, worker: int, caller: int | None, *_: object) -> Step:
@@ -242,9 +391,11 @@ class _Drawer:
     def fan_out(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
         self.note("fan-out joined later")
         branches = []
+        may_draw, self.may_draw = self.may_draw, False  # they would draw in any order
         for _ in range(self.rng.randint(2, 3)):
             to = self.target(worker, caller)
             branches.append([to, self.inner(to, worker, depth, True), self.index()])
+        self.may_draw = may_draw
         threads = self.rng.random() < 0.4
         if threads:
             self.note("fan-out from threads")

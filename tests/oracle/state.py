@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections import Counter, deque
 
 import torch
 
@@ -18,18 +17,32 @@ def _seen(leaf: torch.Tensor) -> str:
 class State:
     """Fresh for every program."""
 
-    def __init__(self, seed: int, worker: int) -> None:
+    def __init__(self, seed: int, worker: int, *, draws: bool = False) -> None:
+        self.seed, self.draws = seed, draws
         generator = torch.Generator().manual_seed(seed * 16 + worker)
         values = torch.randint(1, 4, (3,), dtype=torch.float64, generator=generator)
         self.parameter = torch.nn.Parameter(values)
         self.kept: list[torch.Tensor] = []
-        self.counts: Counter = Counter()
         self.alive: list[object] = []
-        self._lock = threading.Lock()
+        self.fails = False
+        # Appending is one step: a finalizer may run while its own thread counts.
+        self._said: deque[str] = deque()
+        self._owed: deque[int] = deque()
 
     def count(self, what: str) -> None:
-        with self._lock:
-            self.counts[what] += 1
+        self._said.append(what)
+
+    @property
+    def counts(self) -> Counter:
+        return Counter(self._said)
+
+    def owe(self, more: int) -> None:
+        self._owed.append(more)
+
+    @property
+    def owed(self) -> int:
+        """Finalizers that have not ended."""
+        return sum(tuple(self._owed))
 
     def watch_leaf(self, *, sums: bool) -> None:
         """Every kind of hook a leaf may have; `sums` says whether what they see is compared."""

@@ -7,6 +7,7 @@ import pytest
 from gradwire import Options, Timeouts
 from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
+from tests.oracle import dice
 from tests.oracle.check import Checker, exposed
 
 PROGRAMS = 600
@@ -17,7 +18,7 @@ OPTIONS = Options(timeouts=Timeouts(call=30, backward=15))
 
 @pytest.fixture(scope="module")
 def checker():
-    with cluster(5, expose=exposed(), options=OPTIONS) as workers:
+    with cluster(5, expose=exposed(), options=OPTIONS, generators=dice.owned(5)) as workers:
         yield Checker(workers[0].run)
 
 
@@ -38,7 +39,9 @@ def test_every_feature_was_drawn_and_few_programs_were_skipped(checker):
 @pytest.mark.slow
 def test_random_programs_with_one_edge_per_message_are_as_in_one_process():
     manner = Manner(edge_per_message=True)
-    with cluster(5, expose=exposed(), options=OPTIONS, manner=manner) as workers:
+    with cluster(
+        5, expose=exposed(), options=OPTIONS, manner=manner, generators=dice.owned(5)
+    ) as workers:
         checker = Checker(workers[0].run, together=True)
         failures = [checker.failure(seed) for seed in range(PROGRAMS_TOGETHER)]
 

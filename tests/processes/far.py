@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from gradwire.compat import autograd as dist_autograd
@@ -49,6 +50,24 @@ class Layer(torch.nn.Module):
 
     def mapped_gradient(self, context):
         return gradwire.get_gradients(context)[self.weight]
+
+    def has_mapped_gradient(self, context):
+        return self.weight in gradwire.get_gradients(context)
+
+
+def trains(layer, value):
+    """One pass of a trainer of its own, over a layer that it shares with others."""
+    with gradwire.context():
+        layer.rpc_sync().forward(torch.tensor(value, dtype=torch.float64)).backward()
+
+
+def recomputed(first, second, x):
+    """A checkpoint that runs a backward of its own, over a layer here and a call."""
+
+    def block(x):
+        return second.rpc_sync().forward(first.local_value()(x))
+
+    return checkpoint(block, x, use_reentrant=True, preserve_rng_state=False)
 
 
 class Kept:
@@ -385,3 +404,51 @@ def die_prepared(layers):
         gradwire.backward(context, [sum(layer.rpc_sync().forward(x) for layer in layers)])
         with home_door.find().events.subscribe(die):
             optimizer.step(context)
+
+
+class Noisy(torch.nn.Module):
+    """A layer whose results are random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(self.weight * x, 0.5)
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+
+
+def drawn() -> torch.Tensor:
+    return torch.rand(3)
+
+
+def noisy(x):
+    return torch.nn.functional.dropout(x.sin(), 0.5)
+
+
+def noisy_there(x, to):
+    """Draws here, there, and here again."""
+    return noisy(gradwire.rpc_sync(to, noisy, args=(noisy(x),)))
+
+
+def noisy_twice(x, to):
+    first = gradwire.rpc_async(to, noisy, args=(x,))
+    second = gradwire.rpc_async(to, noisy, args=(x.cos(),))
+    return noisy(first.wait() * second.wait())
+
+
+def recursive(levels: int, seconds: float = 0.0) -> str:
+    """Calls the next worker, and so on; the innermost takes its time."""
+    if levels == 0:
+        time.sleep(seconds)
+        return gradwire.get_worker_info().name
+    return gradwire.rpc_sync(f"w{levels % 3}", recursive, args=(levels - 1, seconds))
+
+
+def raises_below(levels: int) -> None:
+    if levels == 0:
+        raise Refused("the culprit")
+    gradwire.rpc_sync(f"w{levels % 3}", raises_below, args=(levels - 1,))

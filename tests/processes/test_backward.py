@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -105,6 +107,78 @@ def test_grad_leaves_the_parameters_elsewhere_alone(workers):
 
     assert gradient == 2
     assert layer.rpc_sync().gradient() is None
+
+
+def test_a_received_tensor_may_be_the_input_of_a_backward(workers):
+    x = _x(4)
+    first, second = (gradwire.remote(w, far.Layer, args=(3.0,)) for w in ("w1", "w2"))
+
+    with gradwire.context():
+        y = first.rpc_sync().forward(x)
+        z = second.rpc_sync().forward(y)
+        (z * y).sum().backward(inputs=[y])
+
+    assert y.grad == 2 * 3 * 12
+    assert x.grad is None
+    assert _gradients_of(first, second) == [None, None]
+
+
+def test_a_failed_pass_is_gone_also_if_another_trainer_has_added_since(workers):
+    layer = gradwire.remote("w1", far.Layer, args=(3.0,))
+
+    def fail(_):
+        with ThreadPoolExecutor(1) as outside:  # in no context
+            outside.submit(gradwire.rpc_sync, "w2", far.trains, args=(layer, 0.1)).result()
+        assert layer.rpc_sync().gradient() == 100 + torch.tensor(0.1, dtype=torch.float64)
+        raise far.Refused("no gradient for you")
+
+    with gradwire.context():
+        x = _x(100) * 1
+        x.register_hook(fail)
+        loss = layer.rpc_sync().forward(x).sum()
+        with pytest.raises(far.Refused, match="no gradient for you"):
+            loss.backward()
+
+    assert layer.rpc_sync().gradient() == torch.tensor(0.1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("into_map", [False, True], ids=["grad", "map"])
+def test_a_function_that_runs_a_backward_of_its_own_there(workers, into_map):
+    x = _x(2)
+    first, second = (gradwire.remote(w, far.Layer, args=(3.0,)) for w in ("w1", "w2"))
+
+    with gradwire.context() as context:
+        loss = gradwire.rpc_sync("w1", far.recomputed, args=(first, second, x * 1)).sum()
+        if into_map:
+            gradwire.backward(context, [loss])
+            there = [layer.rpc_sync().mapped_gradient(context) for layer in (first, second)]
+            assert _gradients_of(first, second) == [None, None]
+            assert gradwire.get_gradients(context)[x] == 9
+        else:
+            loss.backward()
+            there = _gradients_of(first, second)
+            assert x.grad == 9
+
+    assert there == [6, 6]
+
+
+@pytest.mark.parametrize("into_map", [False, True], ids=["grad", "map"])
+def test_a_failed_pass_takes_back_a_backward_inside_it_everywhere(workers, into_map):
+    first, second = (gradwire.remote(w, far.Layer, args=(3.0,)) for w in ("w1", "w2"))
+
+    def fail(_):
+        raise far.Refused("no gradient for you")
+
+    with gradwire.context() as context:
+        x = _x(2) * 1
+        x.register_hook(fail)
+        loss = gradwire.rpc_sync("w1", far.recomputed, args=(first, second, x)).sum()
+        with pytest.raises(far.Refused, match="no gradient for you"):
+            gradwire.backward(context, [loss]) if into_map else loss.backward()
+        there = [layer.rpc_sync().has_mapped_gradient(context) for layer in (first, second)]
+
+    assert _gradients_of(first, second) == [None, None]
+    assert there == [False, False]
 
 
 def test_a_failure_in_one_worker_s_backward_is_raised_here(workers):

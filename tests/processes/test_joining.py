@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 import gradwire
 from gradwire import JoinTimeout, Options, Timeouts, UsageError
+from gradwire.agent.secret import write_secret
 from gradwire.rpc.joining import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
@@ -116,3 +120,51 @@ def test_a_second_init_is_refused_and_the_first_goes_on(workers):
     with pytest.raises(UsageError, match="RPC is already initialized"):
         gradwire.init_rpc("again", 0, 1)
     assert gradwire.rpc_sync("w1", far.here) == "w1"
+
+
+_JOINER = """
+import sys, threading
+import gradwire
+from gradwire import Options, Timeouts
+
+def tell():
+    main, pause = threading.main_thread().ident, threading.Event()
+    while True:
+        names, frame = set(), sys._current_frames()[main]
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        if names & {"open_store", "meet", "before"}:
+            print("joining", flush=True)
+            return
+        pause.wait(0.01)
+
+threading.Thread(target=tell, daemon=True).start()
+rank, size = int(sys.argv[2]), int(sys.argv[3]) or None
+options = Options(init_method=sys.argv[1], timeouts=Timeouts(join=100), is_open=size is None)
+gradwire.init_rpc(f"w{rank}", rank, size, options)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("meeting", ["tcp", "file"])
+def test_an_interrupt_ends_joining_at_once(tmp_path, meeting, rank):
+    places = {"tcp": f"tcp://127.0.0.1:{_free_port()}", "file": f"file://{tmp_path}/meeting"}
+    secret = tmp_path / "secret"
+    write_secret(secret)
+    joiner = subprocess.Popen(
+        [sys.executable, "-c", _JOINER, places[meeting], str(rank), "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GRADWIRE_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1"},
+    )
+    with joiner:
+        try:
+            assert joiner.stdout.readline() == "joining\n", joiner.stderr.read()
+            joiner.send_signal(signal.SIGINT)
+            _, errors = joiner.communicate(timeout=30)  # joining itself has 100 s
+        finally:
+            joiner.kill()
+    assert "KeyboardInterrupt" in errors
+    assert joiner.returncode == -signal.SIGINT

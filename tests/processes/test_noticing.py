@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,8 @@ from tests.leftovers import eventually
 from tests.processes import far
 
 TIMEOUTS = Timeouts(join=60, call=60, backward=60, step=60, shutdown=60)
-HASTY = Timeouts(join=60, call=60, backward=60, shutdown=60, suspect=0.25, dead=1.0)
+HASTY = Timeouts(join=60, call=60, backward=60, shutdown=60, suspect=0.5, dead=3.0)
+"""Not shorter: a worker that a busy machine does not run for a second is not dead."""
 
 
 @pytest.fixture
@@ -192,7 +194,7 @@ def test_a_frozen_worker_is_suspected_and_given_up_and_may_come_back(hasty, capl
         call.wait()
 
     assert "w1 was lost before answering w0#" in str(lost.value)
-    assert "no sign of life for 1" in str(lost.value)
+    assert re.search(r"no sign of life for [\d.]+ s", str(lost.value))
     assert (lost.value.peer, lost.value.phase) == ("w1", "call")
     assert "w0: w1 has given no sign of life for" in caplog.text
     assert gradwire.rpc_sync("w1", far.here) == "w1"
@@ -206,8 +208,8 @@ def test_a_frozen_worker_is_suspected_and_given_up_and_may_come_back(hasty, capl
 def test_a_timeout_says_that_the_worker_is_silent(hasty):
     gradwire.rpc_sync("w1", far.here)
 
-    with frozen(hasty["w1"]), pytest.raises(CallTimeout, match="no sign of life for 0") as late:
-        gradwire.rpc_sync("w1", far.here, timeout=0.7)
+    with frozen(hasty["w1"]), pytest.raises(CallTimeout, match="no sign of life for") as late:
+        gradwire.rpc_sync("w1", far.here, timeout=1.5)
 
     assert (late.value.peer, late.value.phase) == ("w1", "call")
 
@@ -229,7 +231,7 @@ def test_what_a_worker_says_that_was_given_up_is_refused_and_counted(hasty):
 
 @pytest.mark.parametrize("busy", [far.hold_interpreter, far.doze], ids=lambda f: f.__name__)
 def test_a_busy_worker_is_not_given_up(hasty, busy):
-    seconds = 0.6 if busy is far.hold_interpreter else 2.5
+    seconds = 1.0 if busy is far.hold_interpreter else 1.5 * HASTY.dead
 
     assert gradwire.rpc_sync("w1", busy, args=(seconds,)) == "w1"
     assert gradwire.rpc_sync("w1", far.here) == "w1"
@@ -264,7 +266,7 @@ def test_a_call_that_timed_out_stops_where_it_runs(workers, tmp_path):
     path = tmp_path / "marker"
     far.forget()
     with pytest.raises(CallTimeout):
-        gradwire.rpc_sync("w1", far.mark_when_told, args=(str(path),), timeout=0.3)
+        gradwire.rpc_sync("w1", far.mark_when_told, args=(str(path),), timeout=2)
     gradwire.rpc_sync("w1", far.wait_until_it_blocks)
     gradwire.rpc_sync("w1", far.open_gate)
 

@@ -297,7 +297,7 @@ def test_a_future_does_not_travel(workers):
     def sent():
         gw.rpc_sync("w1", echoed, args=(gw.rpc_async("w1", name),))
 
-    with pytest.raises(CannotTravel, match=r"gradwire\.rpc\.futures\.Future does not travel"):
+    with pytest.raises(CannotTravel, match="a future does not travel"):
         workers[0].run(sent)
 
 
@@ -346,13 +346,16 @@ def test_what_cannot_be_called_is_a_type_error(workers, how):
 # -- how long it may take
 
 
-@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("-inf"), float("nan")])
 @pytest.mark.parametrize("how", [gw.rpc_sync, gw.rpc_async, gw.remote])
 def test_a_timeout_that_is_no_time_is_refused(workers, how, timeout):
     with pytest.raises(UsageError) as raised:
         workers[0].run(how, "w1", name, timeout=timeout)
 
-    assert str(raised.value) == (f"timeout={timeout!r} is not a positive, finite number of seconds")
+    assert str(raised.value) == (
+        f"timeout={timeout!r} is not a positive number of seconds\n"
+        "hint: timeout=None waits as long as the other worker lives"
+    )
 
 
 @pytest.mark.parametrize("field", ["join", "connect", "call", "backward", "shutdown", "stall"])
@@ -381,7 +384,7 @@ def test_a_call_that_is_not_answered_in_time_says_who_which_and_how_long(workers
 
     message, hint = str(raised.value).split("\n")
     assert re.fullmatch(
-        r"w1 did not answer w0#\d+ \(tests\.rpc\.test_calls\.nap\) within 0\.0[45]\d* s", message
+        r"w1 did not answer w0#\d+ \(tests\.rpc\.test_calls\.nap\) within 0\.0\d+ s", message
     )
     assert hint.startswith("hint: a longer timeout= on the call, or Timeouts(call=…)")
     assert isinstance(raised.value, TimeoutError)

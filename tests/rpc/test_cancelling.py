@@ -14,6 +14,7 @@ from gradwire.errors import CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.options import Options
 from gradwire.rpc.manner import Manner
 from gradwire.testing import cluster
+from gradwire.testing.clock import ManualClock
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
@@ -211,13 +212,21 @@ def test_it_spreads_to_the_calls_that_were_made_for_it(workers, gate):
     assert SEEN[gate][1].startswith("Cancelled: the call that this one is made in was called off")
 
 
-def test_a_timeout_is_told(workers, gate):
-    with cancelled_on(workers[1]), pytest.raises(CallTimeout):
-        workers[0].run(gw.rpc_sync, "w1", hold, args=(gate,), timeout=0.05)
-    GATES[gate].set()
+def test_a_timeout_is_told(gate):
+    clock = ManualClock()
+    with cluster(3, expose=[HERE], clock=clock) as three:
+        call = three[0].run(gw.rpc_async, "w1", hold, args=(gate,), timeout=10)
+        begun(gate)
+        with cancelled_on(three[1]):
+            clock.advance(10.01)
+            with pytest.raises(CallTimeout):
+                call.wait()
+        GATES[gate].set()
 
-    assert eventually(lambda: SEEN[gate])
-    assert "went on" not in SEEN[gate]
+        assert eventually(lambda: SEEN[gate])
+        assert "went on" not in SEEN[gate]
+        del call
+        assert_nothing_left(three)
 
 
 @pytest.mark.skipif(

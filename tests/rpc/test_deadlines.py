@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.errors import BackwardTimeout, CallTimeout, DeadlinePassed, StepFailed, UsageError
+from gradwire.agent.deadlines import nested
+from gradwire.errors import (
+    BackwardTimeout,
+    CallTimeout,
+    DeadlinePassed,
+    PeerLost,
+    StepFailed,
+    UsageError,
+)
 from gradwire.options import Options, Timeouts
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
@@ -67,6 +75,27 @@ def passed_on(through, gate, timeout=None):
         nap(gate)
 
 
+def recursive(levels):
+    """Calls the next worker, and so on."""
+    if levels == 0:
+        return gw.get_worker_info().name
+    return gw.rpc_sync(f"w{levels % 3}", recursive, args=(levels - 1,))
+
+
+def raises_below(levels):
+    if levels == 0:
+        raise ValueError("the culprit")
+    return gw.rpc_sync(f"w{levels % 3}", raises_below, args=(levels - 1,))
+
+
+def works_for(seconds, levels, clock):
+    """At the innermost of so many calls; the time is that of the test's clock."""
+    if levels:
+        return gw.rpc_sync(f"w{levels % 3}", works_for, args=(seconds, levels - 1, clock))
+    GATES[clock].advance(seconds)
+    return gw.rpc_sync("w2", torch.add, args=(torch.ones(1), 1)).item()
+
+
 def weight():
     return torch.nn.Parameter(torch.ones(()))
 
@@ -94,7 +123,7 @@ def differentiates(gate):
 # -- the tests
 
 SMALL = [1e-9, 1e-6, 1e-3]
-LARGE = [1e3, 1e9, 1e300]
+LARGE = [1e3, 1e9, 1e300, float("inf"), None]
 
 
 @pytest.mark.parametrize("seconds", SMALL)
@@ -138,13 +167,13 @@ def test_a_long_one_is_no_mistake(workers, gate, seconds):
         del optimizer, reference
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_what_is_no_time_is_refused(workers, gate, seconds):
     with workers[0].worker.scope(), gw.context() as context:
         y = gw.rpc_sync("w1", torch.mul, args=(torch.ones((), requires_grad=True), 2.0))
-        with pytest.raises(UsageError, match="not a positive, finite number"):
+        with pytest.raises(UsageError, match="not a positive number"):
             gw.backward(context, [y], timeout=seconds)
-        with pytest.raises(UsageError, match="not a positive, finite number"):
+        with pytest.raises(UsageError, match="not a positive number"):
             gw.rpc_sync("w1", nap, args=(gate,), timeout=seconds)
 
 
@@ -187,7 +216,10 @@ def test_of_nested_calls_the_one_that_is_late_is_named(gate, through):
         reached = GATES["w3"] = threading.Event()
         late = threads.submit(four[0].run, passed_on, [*through, "w3"], gate, 10)
         assert reached.wait(10)
-        clock.advance(10.01 - 0.5 * len(through))
+        due = 10.0
+        for _ in through:
+            due = nested(due, 0.0, 60.0)
+        clock.advance(due + 0.001)
 
         asker = through[-1]
         with pytest.raises(
@@ -216,3 +248,76 @@ def test_a_step_ends_by_its_own_timeout(gate):
             failed.value.__cause__ = None
             del refs, optimizer, failed
         assert_nothing_left(three)
+
+
+def test_many_instant_calls_within_calls_are_no_reason_to_give_up(workers):
+    assert workers[0].run(gw.rpc_sync, "w1", recursive, args=(300,), timeout=60) == "w1"
+
+
+@pytest.mark.parametrize("seconds", [6, 9])
+def test_calls_within_calls_may_use_nearly_all_of_the_time(seconds):
+    clock = GATES["clock"] = ManualClock()
+    with cluster(3, expose=[HERE], clock=clock) as three:
+        args = (seconds, 8, "clock")
+        assert three[0].run(gw.rpc_sync, "w1", works_for, args=args, timeout=10) == 2
+
+
+def test_a_call_that_another_one_cuts_short_says_so(gate):
+    clock = ManualClock()
+    with cluster(4, expose=[HERE], clock=clock) as four, ThreadPoolExecutor(1) as threads:
+        reached = GATES["w3"] = threading.Event()
+        late = threads.submit(four[0].run, passed_on, ["w1", "w3"], gate, 10)
+        assert reached.wait(10)
+        clock.advance(9.99)
+
+        with pytest.raises(
+            CallTimeout,
+            match=r"w3 did not answer w1#\d+ .* within 9\.8 s, all that the call around it had "
+            r"left \(no deadline was asked for\)",
+        ) as told:
+            late.result(10)
+        assert "hint: a longer timeout= on the outermost call waits more" in str(told.value)
+        GATES[gate].set()
+        told.value.with_traceback(None)
+        assert_nothing_left(four)
+
+
+@pytest.mark.parametrize("timeout", [None, float("inf")])
+def test_without_a_deadline_a_call_ends_with_its_worker(gate, timeout):
+    clock = ManualClock()
+    options = Options(timeouts=Timeouts(suspect=1000, dead=1000))
+    with cluster(2, expose=[HERE], clock=clock, options=options) as two:
+        with two[0].worker.scope():
+            reference = gw.remote("w1", nap, args=(gate,), timeout=timeout)
+            futures = [
+                gw.rpc_async("w1", nap, args=(gate,), timeout=timeout),
+                reference.rpc_async(timeout=timeout).anything(),
+            ]
+            bounded = gw.rpc_async("w1", nap, args=(gate,), timeout=90)
+        clock.advance(100)
+        with pytest.raises(CallTimeout):
+            bounded.wait()
+        assert not any(future.done() for future in futures)
+        two[1].worker.close(0.01)
+
+        for future in futures:
+            with pytest.raises(PeerLost, match="w1 was lost before answering"):
+                future.wait()
+        GATES[gate].set()
+
+
+def test_an_omitted_timeout_is_that_of_the_options(gate):
+    options = Options(timeouts=Timeouts(call=0.02))
+    with cluster(2, expose=[HERE], options=options) as two:
+        with pytest.raises(CallTimeout), two[0].worker.scope():
+            gw.rpc_sync("w1", nap, args=(gate,))
+        GATES[gate].set()
+
+
+def test_the_text_of_an_error_that_came_a_long_way_stays_short(workers):
+    with pytest.raises(ValueError, match=r"^ValueError on w1: the culprit") as raised:
+        workers[0].run(gw.rpc_sync, "w1", raises_below, args=(200,))
+
+    assert len(str(raised.value)) < 20_000
+    assert raised.value.worker == "w1"
+    assert str(raised.value).rstrip().endswith("ValueError: the culprit")

@@ -262,6 +262,108 @@ def test_a_done_callback_that_raises_harms_nobody(workers):
     assert workers[0].run(gw.rpc_sync, "w1", double, args=(2,)) == 4
 
 
+def logged(caplog):
+    """What the library has said, one text for each record."""
+    return [record.getMessage() for record in caplog.records if record.name == "gradwire"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("no"), SystemExit(3)], ids=repr)
+def test_what_a_done_callback_raises_is_logged_with_its_traceback(workers, caplog, error):
+    def unlucky_callback(_):
+        raise error
+
+    workers[0].run(gw.rpc_async, "w1", double, args=(1,)).add_done_callback(unlucky_callback)
+
+    assert eventually(lambda: logged(caplog))
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert (
+        record.getMessage()
+        == f"w0: a callback of the future of {HERE.__name__}.double on w1 raised"
+    )
+    assert record.exc_info[1] is error
+    assert "in unlucky_callback" in caplog.text
+
+
+def unlucky_callback(future):
+    raise ZeroDivisionError(f"callback of {future.wait()}")
+
+
+def test_what_a_callback_of_then_raises_is_logged_if_nobody_asks(workers, caplog):
+    future = workers[0].run(gw.rpc_async, "w1", double, args=(1,)).then(unlucky_callback)
+
+    assert eventually(future.done)
+    assert logged(caplog) == []  # somebody may still ask
+    del future
+    assert eventually(lambda: gc.collect() or logged(caplog))
+    (text,) = logged(caplog)
+    double_on_w1 = f"{HERE.__name__}.double on w1"
+    said = f"w0: a callback of the future of {double_on_w1} raised, and nobody has asked"
+    assert text.startswith(said)
+    assert "in unlucky_callback" in text
+    assert text.endswith("ZeroDivisionError: callback of 2")
+
+
+def test_a_chain_that_nobody_asks_tells_of_what_nobody_saw(workers, caplog):
+    made = workers[0].run(gw.rpc_async, "w1", double, args=(1,))
+    made.then(unlucky_callback).then(lambda _: "does not look")
+
+    assert eventually(lambda: gc.collect() or logged(caplog))
+    (text,) = logged(caplog)
+    assert text.endswith("ZeroDivisionError: callback of 2")
+
+
+def asked_by_wait(future):
+    with pytest.raises(ZeroDivisionError):
+        future.wait()
+
+
+def asked_by_torch(future):
+    with pytest.raises(ZeroDivisionError):
+        torch.futures.wait_all([future])
+
+
+def asked_by_await(future):
+    async def main():
+        await future
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+
+
+def asked_by_a_callback(future):
+    def rescued(failed):
+        with pytest.raises(ZeroDivisionError):
+            failed.wait()
+
+    future.then(rescued).wait()
+
+
+@pytest.mark.parametrize(
+    "ask", [asked_by_wait, asked_by_torch, asked_by_await, asked_by_a_callback]
+)
+def test_what_somebody_has_asked_for_is_not_logged(workers, caplog, ask):
+    future = workers[0].run(gw.rpc_async, "w1", double, args=(1,)).then(unlucky_callback)
+    ask(future)
+    gone = weakref.ref(future)
+    del future
+
+    assert eventually(lambda: gc.collect() or gone() is None)
+    janitor = workers[0].worker.refs._janitor
+    assert eventually(lambda: not janitor.is_busy)
+    assert logged(caplog) == []
+
+
+def test_what_nobody_has_asked_for_is_logged_after_the_worker_has_left_too(caplog):
+    with cluster(2, expose=[HERE]) as made:
+        future = made[0].run(gw.rpc_async, "w1", double, args=(1,)).then(unlucky_callback)
+        assert eventually(future.done)
+
+    del future
+    assert eventually(lambda: gc.collect() or logged(caplog))
+    assert logged(caplog)[0].endswith("ZeroDivisionError: callback of 2")
+
+
 def test_a_callback_runs_on_a_thread_that_may_block(workers):
     """One that reads would wait for itself: its answer comes by the same channel."""
 

@@ -255,6 +255,7 @@ PLAIN_LOCKS = {
     "agent/agent.py": 1,  # taken without waiting
     "agent/promise.py": 2,  # made to be waited for
     "rpc/futures.py": 1,  # taken without waiting
+    "rpc/sessions.py": 1,  # waited for a second at most
 }
 
 
@@ -279,4 +280,4 @@ def test_where_no_calls_are_promised_there_are_none():
                 made = {ast.Call, ast.For, ast.While, ast.List, ast.Dict, ast.Tuple, ast.ListComp}
                 assert not made & set(inside), f"{path}:{node.lineno}"
                 checked += 1
-    assert checked == 5
+    assert checked == 6

@@ -203,13 +203,14 @@ def test_a_joiner_that_died_halfway_is_passed_over(world):
     assert names(world("dead", 1)) == ["a", "dead", "b"]
 
 
+@pytest.mark.slow
 def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
     a = world("a", 0)
     roster, text = roster_in(world.signed)
     half, slow = roster.taken("slow", 1, a.directory.myself.address)  # somebody listens there
     assert put_roster(world.signed, half, text)
 
-    world("b", 2, options=Options(listen="unix", timeouts=Timeouts(join=0.4)))
+    world("b", 2, options=Options(listen="unix", timeouts=Timeouts(join=2)))
 
     assert names(a) == ["a", "b"]
     assert not roster_in(world.signed)[0].has(slow.life)

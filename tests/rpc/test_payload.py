@@ -153,7 +153,7 @@ def codec():
 
 
 def crossed(codec, value):
-    data, tensors = codec.pack(value)
+    data, tensors, _ = codec.pack(value)
     assert type(data) is bytes
     return codec.unpack(data, tensors)
 
@@ -261,7 +261,7 @@ def test_a_state_dict_arrives_with_its_metadata(codec):
 def test_tensors_are_listed_in_the_order_of_the_walk_and_each_time_they_appear(codec):
     a, b = torch.ones(2), nn.Parameter(torch.zeros(3))
 
-    data, tensors = codec.pack(([a, {"b": b}], a))
+    data, tensors, _ = codec.pack(([a, {"b": b}], a))
     got = codec.unpack(data, tensors)
 
     assert [id(tensor) for tensor in tensors] == [id(a), id(b), id(a)]
@@ -294,7 +294,7 @@ def test_tensors_are_listed_in_the_order_of_the_walk_and_each_time_they_appear(c
     ids=lambda array: f"{array.dtype.str} {array.shape}",
 )
 def test_an_array_arrives_with_its_dtype_shape_and_order_and_may_be_written_to(codec, array):
-    data, (tensor,) = codec.pack(array)
+    data, (tensor,), _ = codec.pack(array)
     got = codec.unpack(data, [tensor.clone()])
 
     assert type(got) is np.ndarray
@@ -307,7 +307,7 @@ def test_an_array_arrives_with_its_dtype_shape_and_order_and_may_be_written_to(c
 def test_the_bytes_of_a_contiguous_array_are_not_copied(codec):
     array = np.zeros(4)
 
-    _, (tensor,) = codec.pack(array)
+    _, (tensor,), _ = codec.pack(array)
     array[0] = 1.0
 
     assert tensor.view(torch.float64)[0] == 1.0

@@ -310,12 +310,12 @@ def test_a_value_of_ones_own_that_is_not_made_in_time_is_a_call_timeout(workers,
     assert rref.to_here().content == 1
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
 def test_a_timeout_that_is_no_time_is_refused(workers, timeout):
     rref = workers[0].run(gw.remote, "w1", Box, args=(1,))
 
     for use in (rref.to_here, lambda timeout: rref.rpc_sync(timeout=timeout).get()):
-        with pytest.raises(UsageError, match="is not a positive, finite number of seconds"):
+        with pytest.raises(UsageError, match="is not a positive number of seconds"):
             use(timeout=timeout)
 
 
@@ -580,7 +580,7 @@ def test_values_that_hold_references_are_forgotten_one_after_the_other(workers):
 
 def test_an_answer_with_a_reference_that_nobody_waits_for_is_released(workers, gate):
     with pytest.raises(CallTimeout):
-        workers[0].run(gw.rpc_sync, "w1", slow_reference, args=(gate,), timeout=0.02)
+        workers[0].run(gw.rpc_sync, "w1", slow_reference, args=(gate,), timeout=0.25)
     GATES[gate].set()
 
     assert eventually(lambda: "w1" in MADE and is_forgotten("w1"))

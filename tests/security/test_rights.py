@@ -20,9 +20,10 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
-from gradwire.errors import BadMessage, ContextClosed
+from gradwire.errors import BadMessage, ContextClosed, OverLimit
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
 from gradwire.optim.messages import Abort, Commit, Prepare
+from gradwire.optim.stepped import Stepped
 from gradwire.optim.turns import StepId
 from gradwire.rpc.calls import Target
 from gradwire.rpc.contents import Value
@@ -366,3 +367,186 @@ def test_calls_still_work(workers):
     target = Target(f"{__name__}:echo", (5,), {})
     worker = workers[0].worker
     assert worker.calls.call(1, target, worker.deadline(5)) == 5
+
+
+RUNS = 4
+BOUNDED = gradwire.Options(
+    limits=gradwire.Limits(runs=RUNS), timeouts=gradwire.Timeouts(backward=30.0)
+)
+
+
+def starts(context, root, count, edges=b"\1", seconds=1e9):
+    """Passes of a worker over the first edge of another, whose gradients will never come."""
+    for n in range(count):
+        yield Start(context, PassId(root, n + 1), edges, None, 0, False, False, seconds, None)
+
+
+def passes_of(worker, root):
+    return worker.engine.passes.rooted_at(root)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_no_run_begins_for_whoever_has_no_part_in_a_context(at):
+    """It waits for gradients that nobody sends; no thread does, and the graph is not used up."""
+    with cluster(3, expose=[HERE], options=BOUNDED) as workers:
+        victim = workers[at].worker
+
+        def attack(context):
+            for start in starts(context, 2, 3 * RUNS):
+                say(workers[2].worker, at, start)
+            assert eventually(lambda: workers[at].run(gradwire.refusals) == {"over limit": 8})
+            assert eventually(lambda: victim.agent.dispatch.active == 0)
+            parked = passes_of(victim, 2)
+            assert all(running.ledger is None for running in parked)
+            now = victim.agent.clock.now()
+            assert all(running.deadline <= now + 30 for running in parked)
+
+        assert workers[0].run(in_a_context, attack) == 2
+        assert_nothing_left(workers)
+
+
+def test_a_member_of_a_context_has_so_many_runs_at_once_and_no_more():
+    with cluster(2, expose=[HERE], options=BOUNDED) as workers:
+        hostile, victim = workers[0].worker, workers[1].worker
+
+        def attack(context):
+            for start in starts(context, 0, 3 * RUNS):
+                say(hostile, 1, start)
+            assert eventually(lambda: workers[1].run(gradwire.refusals) == {"over limit": 8})
+            assert eventually(lambda: victim.agent.dispatch.active == RUNS)
+            now = victim.agent.clock.now()
+            assert all(running.deadline <= now + 30 for running in passes_of(victim, 0))
+
+        with pytest.raises(OverLimit, match="a peer has 4 runs open here already"):
+            workers[0].run(in_a_context, attack)
+        assert_nothing_left(workers)
+
+
+def test_a_place_is_free_again_when_a_run_is_over():
+    with cluster(2, expose=[HERE], options=BOUNDED) as workers:
+        for _ in range(3 * RUNS):
+            assert workers[0].run(in_a_context, lambda _: None) == 2
+
+
+def finish(y):
+    y.backward()
+    return True
+
+
+def test_a_worker_that_was_passed_a_tensor_may_be_the_root_of_a_pass():
+    """w2 and w3 know nothing of each other: w3 is reached by way of w1."""
+    with cluster(4, expose=[HERE], options=BOUNDED) as workers:
+
+        def train():
+            x = torch.ones(1, requires_grad=True)
+            with gradwire.context():
+                y = doubled(["w1", "w3"], x)
+                assert gradwire.rpc_sync("w2", finish, (y,))
+            return x.grad.item()
+
+        for _ in range(2 * RUNS):
+            assert workers[0].run(train) == 4
+        assert_nothing_left(workers)
+
+
+def test_a_pass_that_waits_to_begin_is_not_begun_twice():
+    with cluster(3, expose=[HERE], options=BOUNDED) as workers:
+
+        def attack(context):
+            for _ in range(3 * RUNS):
+                for start in starts(context, 2, 1):
+                    say(workers[2].worker, 1, start)
+            agent, victim = workers[2].worker.agent, workers[1].worker
+            ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0), 0))
+            assert eventually(lambda: agent.dispatch.active == victim.agent.dispatch.active == 0)
+            assert len(passes_of(victim, 2)) == 1
+
+        assert workers[0].run(in_a_context, attack) == 2
+        assert workers[1].run(gradwire.refusals) == {}
+        assert_nothing_left(workers)
+
+
+def test_an_end_of_a_pass_that_has_to_wait_is_told_so_often_and_no_more():
+    """Each of them has a thread, until the function in the backward of w1 returns."""
+    failure = Failure("ValueError", "an attack", None, "", "w0")
+    reached, opened = (_gate(name) for name in ("in", "out"))
+    with cluster(2, expose=[HERE], options=BOUNDED) as workers:
+        hostile, victim = workers[0].worker, workers[1].worker
+
+        def train():
+            with gradwire.context() as context:
+                y = gradwire.rpc_sync("w1", gated, (torch.ones(1, requires_grad=True),))
+                failing = threading.Thread(target=attack, args=(context,))
+                failing.start()
+                try:
+                    y.backward()
+                finally:
+                    failing.join(10)
+
+        def attack(context):
+            assert reached.wait(10)
+            (running,) = hostile.engine.passes.in_context(context)
+            ended = PassEnded(context, running.id, failure)
+            limit = hostile.agent.clock.now() + 10
+            asked = [
+                hostile.agent.request(1, ended, deadline=limit, what="an attack")[1]
+                for _ in range(3 * RUNS)
+            ]
+            assert eventually(lambda: workers[1].run(gradwire.refusals) == {"over limit": 8})
+            assert victim.agent.dispatch.active == 1 + RUNS
+            opened.set()
+            outcomes = [promise.wait(10) for promise in asked]
+            assert sum(isinstance(outcome, OverLimit) for outcome in outcomes) == 2 * RUNS
+
+        with pytest.raises(gradwire.RemoteError, match="ValueError on w0: an attack"):
+            workers[0].run(train)
+        assert_nothing_left(workers)
+
+
+def weigh(x):
+    return gated(x) * HERE.weight
+
+
+def test_a_run_that_was_given_up_here_is_not_told_to_be_done(workers, monkeypatch):
+    """Its time is over here before it is at the root; what it has done is put back."""
+    reached, opened = (_gate(name) for name in ("in", "out"))
+    weight = torch.full((1,), 3.0, requires_grad=True)
+    monkeypatch.setattr(HERE, "weight", weight, raising=False)
+    victim = workers[1].worker
+
+    def train():
+        x = torch.ones(1, requires_grad=True)
+        with gradwire.context():
+            y = gradwire.rpc_sync("w1", weigh, (x,))
+            late = threading.Thread(target=expire)
+            late.start()
+            y.backward()
+
+    def expire():
+        assert reached.wait(10)
+        (running,) = passes_of(victim, 0)
+        running.expire(victim.directory)
+        opened.set()
+
+    with pytest.raises(gradwire.BackwardTimeout, match=r"p0\.1 of c0\.0 was given up on w1"):
+        workers[0].run(train)
+    assert weight.grad is None
+    assert_nothing_left(workers)
+
+
+def test_a_step_of_another_gets_no_more_time_than_one_of_our_own():
+    options = gradwire.Options(timeouts=gradwire.Timeouts(step=30.0))
+    with cluster(2, expose=[HERE], options=options) as workers:
+        owner = workers[1].worker
+
+        def attack():
+            weight = gradwire.rpc_sync("w1", weights)
+            optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+            shard, step = optimizer._shards[1].hold.ref, StepId(0, 99)
+            ask(workers[0].worker, 1, Prepare(shard, step, None, None, 1e9, True, False))
+            turns = owner.part(Stepped).turns
+            (turn,) = turns._turns.values()
+            assert turn.deadline <= owner.agent.clock.now() + 30
+            ask(workers[0].worker, 1, Abort(shard, step, 1e9))
+
+        workers[0].run(attack)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
+from gradwire.testing.background import Background, raised
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.listener import SocketListener
 from gradwire.transport.sockets import SocketChannel
@@ -398,18 +399,24 @@ def test_a_connection_that_ends_within_a_message_says_so(pair, already_sent):
             channel.recv()
 
 
-def test_a_reset_is_told_apart_from_a_close():
+@pytest.mark.parametrize("already_sent", [0, 1, 26])
+def test_a_reset_is_told_as_a_close_is(already_sent):
+    """Which of the two a dead process leaves depends on what it had not read."""
+    said = "connection closed by peer" + " in the middle of a message" * bool(already_sent)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
     channel = as_channel(ours)
+    theirs.sendall(BYTES[:already_sent])
+    began = Background(channel.recv)
+    if already_sent:  # a reset would discard what has not been read yet
+        assert eventually(lambda: channel.watches_itself)
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
-    for _ in range(2):
-        with pytest.raises(PeerLost, match=r"^connection reset by peer$"):
-            channel.recv()
-    with pytest.raises(PeerLost, match=r"^connection reset by peer$"):
-        channel.send(FRAME, soon())
+    errors = [began.error(PeerLost), raised(PeerLost, channel.recv)]
+    errors.append(raised(PeerLost, lambda: channel.send(FRAME, soon())))
+    assert [str(error) for error in errors] == [said] * 3
+    assert isinstance(errors[0].__cause__, ConnectionResetError)
 
 
 def test_a_send_to_a_peer_that_left_says_so(pair):

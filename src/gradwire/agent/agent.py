@@ -36,6 +36,7 @@ from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
 from gradwire.transport.base import Channel
+from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
 from gradwire.wire.message import Kinds, Message, encode
 
@@ -71,10 +72,8 @@ class Agent:
         refusals: Refusals,
     ) -> None:
         self.noting = Noting(directory, refusals)
-        self.directory = directory
-        self.clock = clock
-        self.events = events
-        self.limits = limits
+        self.directory, self.clock = directory, clock
+        self.events, self.limits = events, limits
         self.kinds = Kinds([Failure, Done], limits.elements)
         self.dispatch = Dispatch(self.kinds, directory.me.name, threads, limits.unserved)
         self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
@@ -93,6 +92,7 @@ class Agent:
         self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
         self.timer.watch(self._expire)
         self._cancelling = Cancelling(directory, self.dispatch, clock, events, self._nested)
+        let_go_in_forks(self)
 
     def start(self) -> None:
         """Begin to accept and serve; every handler is registered by now."""
@@ -288,6 +288,10 @@ class Agent:
         self.timer.close()
         return stuck
 
+    def forked(self) -> None:
+        """In a process forked from this one: this agent has left, without a word to anybody."""
+        self._closed = FORKED
+
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
@@ -375,9 +379,8 @@ class Agent:
             self._lost(worker, reason, link)
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
-        name = self.directory.name(worker)
         for listener in self._lost_listeners:
-            listener(worker, verdicts.gone(name, reason, link))
+            listener(worker, verdicts.gone(self.directory.name(worker), reason, link))
 
 
 _FAILURE_SECONDS = 10.0

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, cast, final
 
 from gradwire.agent import handshake, introduction
 from gradwire.agent.clock import Clock
@@ -28,11 +28,19 @@ from gradwire.agent.messages import Hello
 from gradwire.agent.pool import Job
 from gradwire.agent.refusals import Refusals
 from gradwire.agent.secret import Secret
-from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, OverLimit, PeerLost
+from gradwire.errors import (
+    DeadlinePassed,
+    GradwireError,
+    NotTrusted,
+    OverLimit,
+    PeerLost,
+    UsageError,
+)
 from gradwire.ids import WorkerId
 from gradwire.options import Options
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
+from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
@@ -41,6 +49,7 @@ OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 """Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
 
 _JOIN_SECONDS = 5.0
+IN_A_FORK = "start processes by spawn, or wait in the worker and hand over the value"
 _HELLO = Kinds([Hello])
 
 
@@ -53,6 +62,11 @@ class _Greeted(NamedTuple):
 
     here: int
     there: int
+
+
+def _refuse_to_wait(*_: object) -> NoReturn:
+    """What would be waited for comes by a thread that a forked process does not have."""
+    raise UsageError(FORKED, hint=IN_A_FORK)
 
 
 @final
@@ -95,6 +109,7 @@ class Connections:
         self.on_opened: Callable[[], None] = lambda: None
         self.on_reborn: Callable[[WorkerId, PeerLost], None] = lambda worker, error: None
         """told that a worker's earlier life is over, as a later one is there"""
+        let_go_in_forks(self)
 
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
@@ -143,6 +158,14 @@ class Connections:
         self.lines.close()
         for thread in threads:
             thread.join(_JOIN_SECONDS)
+
+    def forked(self) -> None:
+        """In a process forked from this one: use no channel, dial none, let nobody wait."""
+        cast(Any, self._lock)._at_fork_reinit()  # a thread that is gone may have had it
+        self._closed = True
+        self.channels, self._turns, self._dialling = {}, {}, {}
+        self.lines.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
+        self.to = _refuse_to_wait  # type: ignore[method-assign,assignment]
 
     def _dial(self, worker: WorkerId, deadline: float) -> Channel:
         if worker == self._directory.me.id:

@@ -23,6 +23,8 @@ class Source(msgspec.Struct, eq=False):
     request: int
     cancelled: str = ""
     """why nobody waits for the answer any more, once that is so"""
+    note: bytes = b""
+    """what the layer above sends home along with its answer"""
 
 
 @final

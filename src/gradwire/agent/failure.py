@@ -1,7 +1,8 @@
 """An exception as data, and back.
 
-It travels as the name of its type, its text and its traceback. Only the types that the receiver
-already knows (builtins, ours, exposed ones) are looked up again; nothing is imported for a peer.
+It travels as the name of its type, its text, its traceback and what it holds besides
+(exception_contents.py). Only the types that the receiver already knows (builtins, ours, exposed
+ones) are looked up again; nothing is imported for a peer, and no constructor is called.
 """
 
 from __future__ import annotations
@@ -9,17 +10,41 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from gradwire.agent.exception_contents import (
+    OURS,
+    Contents,
+    Linked,
+    args_of,
+    dict_of,
+    found_on,
+    members_of,
+    pack_contents,
+    set_attribute,
+    slots_of,
+    unpack_contents,
+)
 from gradwire.agent.messages import Failure
-from gradwire.errors import CannotTravel, GradwireError, RemoteError
+from gradwire.errors import BadMessage, CannotTravel, GradwireError, RemoteError
+
+T = TypeVar("T", bound=BaseException)
 
 _log = logging.getLogger("gradwire")
 _MOST_TEXT = 1 << 20
+_set_args = BaseException.__dict__["args"].__set__
+_set_cause = BaseException.__dict__["__cause__"].__set__
+# Set by CPython on every class that a class statement made.
+_IS_HEAP_TYPE = 1 << 9
+_MOST_TRACEBACK = 1 << 14
+"""characters of what all workers that an exception has passed say of it. The first part is of the
+last worker; the end, which is longer, of the one that raised it.
+"""
 
 TypeOf = Callable[[str], type[BaseException] | None]
 NameOf = Callable[[type[BaseException]], str]
@@ -31,70 +56,121 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     An exception that came from further away keeps the worker where it was raised; the traceback of
     each worker it passed is added on the way.
     """
-    story = _safe(lambda: "".join(traceback.format_exception(error)))
+    story = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
+    text, contents = _safe_text(error), _safe_contents(error, name_of)
     if not isinstance(error, GradwireError):
-        return Failure(name_of(type(error)), _safe(lambda: _text(error)), None, story, worker)
+        name = name_of(type(error))
+        return Failure(name, text, None, story, worker, contents=contents)
     about = (error.peer, error.link, error.phase)
     if isinstance(error, RemoteError):
-        return Failure(error.type_name, error.message, error.hint, story, error.worker, *about)
-    text = _safe(lambda: _text(error))
-    return Failure(name_of(type(error)), text, error.hint, story, worker, *about)
+        worker = error.worker
+        return Failure(error.type_name, text, error.hint, story, worker, *about, contents)
+    return Failure(name_of(type(error)), text, error.hint, story, worker, *about, contents)
 
 
 def clipped(failure: Failure, most: int) -> Failure:
     """The same with the end of its traceback and the beginning of its text, to fit a limit."""
     return msgspec.structs.replace(
-        failure, text=failure.text[:most], traceback=failure.traceback[-most:], hint=None
+        failure,
+        text=failure.text[:most],
+        traceback=failure.traceback[-most:],
+        hint=None,
+        contents=b"",
     )
 
 
 def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
     """What to raise here: a RemoteError that is also of the original type where we know it.
 
-    An exposed type may have ideas of its own about how it is made; then it is a plain RemoteError.
+    Nothing of the type's own is called: what it held is put into it as data. An exposed type may
+    have ideas of its own about how it is made; then it is a plain RemoteError. Contents that do
+    not fit are left out: whoever waits must hear of the failure itself.
     """
+    try:
+        contents = unpack_contents(failure.contents)
+    except BadMessage:
+        _log.debug("what a %s held was left out", failure.type_name, exc_info=True)
+        contents = Contents()
+    return _made(failure, contents, type_of)
+
+
+def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
+    members = [_made_of_link(link, failure.worker, type_of) for link in contents.members]
     original = type_of(failure.type_name)
+    error: RemoteError | None = None
     if original is not None:
         try:
-            error = _blank(original)
-            if error is not None:
-                return _filled(error, failure)
+            error = _blank(original, contents.args, members)
         except Exception:
             _log.debug("%s could not be made again", failure.type_name, exc_info=True)
-    return _filled(RemoteError.__new__(RemoteError), failure)
+    error = _filled(error or RemoteError.__new__(RemoteError), failure)
+    if contents.args is not None and not isinstance(error, BaseExceptionGroup):
+        _set_args(error, contents.args)
+    for name, value in contents.attributes.items():
+        set_attribute(error, name, value)
+    if contents.notes:
+        dict_of(error)["__notes__"] = list(contents.notes)
+    if contents.cause is not None:
+        _set_cause(error, _made_of_link(contents.cause, failure.worker, type_of))
+    return error
+
+
+def _made_of_link(link: Linked, worker: str, type_of: TypeOf) -> RemoteError:
+    """A cause or a member: its own traceback is in that of the exception that holds it."""
+    failure = Failure(link.type_name, link.text, link.hint, "", link.worker or worker)
+    return _made(failure, link.contents, type_of)
 
 
 def _filled(error: RemoteError, failure: Failure) -> RemoteError:
-    error.args = (failure.text,)
-    error.message = failure.text
-    error.hint = failure.hint
-    error.worker = failure.worker
-    error.peer, error.link, error.phase = failure.peer, failure.link, failure.phase
-    error.type_name = failure.type_name
-    error.remote_traceback = failure.traceback
+    if not isinstance(error, BaseExceptionGroup):  # which has both from its making
+        _set_args(error, (failure.text,))
+        dict_of(error)["message"] = failure.text
+    dict_of(error).update(
+        hint=failure.hint,
+        worker=failure.worker,
+        peer=failure.peer,
+        link=failure.link,
+        phase=failure.phase,
+        type_name=failure.type_name,
+        remote_traceback=failure.traceback,
+    )
     return error
 
 
 def fresh(error: BaseException) -> BaseException:
     """A copy to raise: the one we keep must not gather the frames of all who wait for it."""
     try:
-        again = copy.copy(error)
+        again = _copied(error) if isinstance(error, RemoteError) else copy.copy(error)
     except Exception:  # its constructor wants more than it kept
         return error
     if type(again) is not type(error):
         return error
-    again.__cause__, again.__context__ = error.__cause__, error.__context__
-    return again.with_traceback(error.__traceback__)
+    for name in ("__cause__", "__context__", "__suppress_context__"):  # the cause sets the last
+        slot = BaseException.__dict__[name]
+        slot.__set__(again, slot.__get__(error))
+    return BaseException.with_traceback(again, error.__traceback__)
 
 
-def _safe(text: Callable[[], str]) -> str:
+def _copied(error: RemoteError) -> BaseException:
+    """Without its constructor, which need not take its `args`."""
+    kind = type(error)
+    again = _instance(kind, error.message, members_of(error))
+    _set_args(again, args_of(error))
+    for slot in slots_of(kind).values():
+        with suppress(AttributeError, TypeError):  # it is empty, or Python's own to write
+            slot.__set__(again, slot.__get__(error, kind))
+    dict_of(again).update(dict_of(error))
+    return again
+
+
+def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
     """A text that can travel, whatever the exception makes of the attempt to print it."""
     try:
         said = text()
     except Exception as failed:
         return f"(it cannot be printed: {type(failed).__name__})"
-    if len(said) > _MOST_TEXT:
-        said = f"{said[: _MOST_TEXT // 2]}\n…\n{said[-_MOST_TEXT // 2 :]}"
+    if len(said) > most:
+        said = f"{said[: most // 4]}\n…\n{said[-(most - most // 4) :]}"
     return said.encode("utf-8", "backslashreplace").decode()
 
 
@@ -109,26 +185,59 @@ def _text(error: BaseException) -> str:
     return str(error)
 
 
-def _blank(original: type[BaseException]) -> RemoteError | None:
-    """An instance made without the original's constructor, whose arguments we do not have."""
+def _safe_text(error: BaseException) -> str:
+    return _safe(lambda: error.message if isinstance(error, RemoteError) else _text(error))
+
+
+def _safe_contents(error: BaseException, name_of: NameOf) -> bytes:
+    try:
+        return pack_contents(error, name_of, _safe_text)
+    except Exception:  # a type of the user's may have properties that raise
+        _log.debug("what a %s held was left out", type(error).__name__, exc_info=True)
+        return b""
+
+
+def _blank(
+    original: type[BaseException], args: tuple[object, ...] | None, members: list[RemoteError]
+) -> RemoteError | None:
+    """An instance made without the original's constructor; None if there cannot be one."""
     if not issubclass(original, Exception):
         return None
-    try:
-        remote = _remote_type(original)  # type: ignore[arg-type]  # classes are hashable
-    except TypeError:  # two layouts that do not mix
+    remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
+    if remote is None:
         return None
-    for base in remote.__mro__:  # the first of them that knows how an instance is laid out
-        try:
-            error = cast(RemoteError, cast(Any, base).__new__(remote))
-        except TypeError:
-            continue
-        BaseException.__init__(error)
-        return error
-    return None
+    if not issubclass(remote, BaseExceptionGroup):
+        return _instance(remote)
+    if not members or not args or type(args[0]) is not str:
+        return None
+    return _instance(remote, args[0], members)
+
+
+def _instance(kind: type[T], message: str = "", members: Sequence[BaseException] = ()) -> T:
+    """A blank one. Only a constructor written in C knows how it is laid out, and runs no code."""
+    if issubclass(kind, BaseExceptionGroup):
+        return cast(T, BaseExceptionGroup.__new__(kind, message, members))
+    for base in kind.__mro__:
+        if not base.__flags__ & _IS_HEAP_TYPE:
+            try:
+                error = cast(Any, base).__new__(kind)
+            except TypeError:  # the layout is that of another base
+                continue
+            BaseException.__init__(error)
+            return cast(T, error)
+    raise TypeError(f"{kind.__name__} cannot be laid out")
 
 
 @cache
-def _remote_type(original: type[Exception]) -> type[RemoteError]:
+def _maybe_remote_type(original: type[Exception]) -> type[RemoteError] | None:
+    """The type of a RemoteError that is an `original`, too; None if the two do not mix."""
     if issubclass(original, RemoteError):
         return original
-    return type(f"Remote{original.__name__}", (RemoteError, original), {"__module__": __name__})
+    name = f"Remote{original.__name__}"
+    try:
+        remote = type(name, (RemoteError, original), {"__module__": __name__})
+    except TypeError:  # two layouts
+        return None
+    # A property of the original in the place of an attribute of ours would run its code.
+    is_taken = any(hasattr(type(found_on(original, name)), "__set__") for name in OURS - {"args"})
+    return None if is_taken and not issubclass(original, BaseExceptionGroup) else remote

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from gradwire.ids import WorkerId
 from gradwire.wire.message import Message
+
+MOST_CONTENTS = 1 << 16
+"""bytes of what an exception holds besides its type, text and traceback"""
+BytesUpTo64KiB = Annotated[bytes, msgspec.Meta(max_length=MOST_CONTENTS)]
 
 
 class Hello(Message, frozen=True, tag=0x01):
@@ -35,6 +43,10 @@ class Failure(Message, frozen=True, tag=0x02):
     """whom it is about, over which link and in which phase; see GradwireError"""
     link: str = ""
     phase: str = ""
+    contents: BytesUpTo64KiB = b""
+    """what it holds besides: args, attributes, notes, cause, members; as msgpack, see
+    exception_contents.py
+    """
 
 
 class Done(Message, frozen=True, tag=0x03):

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
+from gradwire.transport.forking import let_go_in_forks
+
 _log = logging.getLogger("gradwire")
 
 Job = Callable[[], object]
@@ -47,6 +49,7 @@ class ElasticPool:
         """what runs on threads that are not ours; it grows and shrinks in one step, without lock"""
         self._closed = False
         self.mine = _Mine()
+        let_go_in_forks(self)
 
     @property
     def active(self) -> int:
@@ -127,6 +130,13 @@ class ElasticPool:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return sorted(thread.name for thread in threads if thread.is_alive())
+
+    def forked(self) -> None:
+        """In a process forked from this one: its threads are gone, and none is started."""
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._closed = True
+        self._jobs = deque()
 
     def _start_one_if_needed(self) -> None:
         """With the lock held: let a queued job begin, if there is room."""

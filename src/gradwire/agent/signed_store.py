@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hmac
 import struct
-from datetime import timedelta
 from typing import final
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -84,10 +83,6 @@ class SignedStore:
     def has(self, names: list[str]) -> bool:
         """Whether something stands under all of them, whatever it is."""
         return bool(self.inner.check(names))
-
-    def wait(self, names: list[str], seconds: float) -> None:
-        """Until something stands under all of them; RuntimeError if that is not in time."""
-        self.inner.wait(names, timedelta(seconds=seconds))
 
     def _value(self, name: str, text: bytes, round: str) -> str:
         value = opened(self._key, name, text, round)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradwire.agent.calls_state import Pending
+from gradwire.agent.deadlines import spoken
 from gradwire.errors import CallTimeout, DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import CallId
 
@@ -11,10 +12,11 @@ def late(name: str, call: CallId, pending: Pending, silence: float) -> CallTimeo
     """Its deadline is over; `silence` is how long the worker gave no sign of life at all."""
     waited = pending.deadline - pending.opened
     silent = f"; it has given no sign of life for {silence:.3g} s" if silence else ""
-    within = f"within {float(f'{waited:.2g}'):g} s"
+    within, cut = f"within {float(f'{waited:.2g}'):g} s", spoken(pending.deadline)
+    longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
     error = CallTimeout(
-        f"{name} did not answer {call} ({pending.what}) {within}{silent}",
-        hint="a longer timeout= on the call, or Timeouts(call=…) in the options, wait more",
+        f"{name} did not answer {call} ({pending.what}) {within}{cut}{silent}",
+        hint=f"a longer timeout= on {longer} waits more",
     )
     return error.about(name, phase=pending.phase)
 

@@ -13,6 +13,7 @@ from gradwire.autograd.scope import current_context, enter, inside, leave
 from gradwire.door import Door
 from gradwire.errors import UsageError, WrongType
 from gradwire.ids import ContextId, spoken_context
+from gradwire.options import DEFAULT, Timeout
 
 door: Door[Engine] = Door("gradwire engine")
 
@@ -71,7 +72,7 @@ def backward(
     roots: Sequence[torch.Tensor],
     retain_graph: bool = False,
     *,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> None:
     """Differentiate scalar roots into the context's own map, on every worker; see `get_gradients`.
 
@@ -80,7 +81,8 @@ def backward(
     thread may use it meanwhile with a plain `loss.backward()` or an optimizer of its own.
 
     A pass that is not over within `timeout` seconds, by default `Timeouts(backward=…)`, ends on
-    every worker with BackwardTimeout, and leaves nothing.
+    every worker with BackwardTimeout, and leaves nothing. With None or infinity it may take as long
+    as each worker that takes part allows, by its own `Timeouts(backward=…)`.
     """
     engine = door.find()
     _check_types(context_id, roots)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import final
+from typing import Protocol, final
 
 import msgspec
 import torch
@@ -53,6 +53,16 @@ class Join:
     token: torch.Tensor
 
 
+class Ending(Protocol):
+    """See ending.py."""
+
+    def wait(self, deadline: float, seconds: float, lost_seconds: float) -> str:
+        """Who has not confirmed by then that it was put back, if anybody."""
+
+    def drop(self) -> None:
+        """The context is closed."""
+
+
 @final
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Context:
@@ -75,6 +85,8 @@ class Context:
     joins: list[Join] = field(default_factory=list)
     broken: str | None = None
     """why nothing more can be differentiated here"""
+    endings: dict[PassId, Ending] = field(default_factory=dict)
+    """failed passes of our own that some worker has not put back yet"""
     ended: set[PassId] = field(default_factory=set)
     passes: int = 0
     """how many that others began were heard of"""

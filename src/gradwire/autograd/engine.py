@@ -23,12 +23,13 @@ from gradwire.agent.errands import Source
 from gradwire.agent.pool import Job
 from gradwire.agent.quota import Quota
 from gradwire.autograd import crossing, ordering
+from gradwire.autograd.admission import Admission
 from gradwire.autograd.checking import check_crossing, check_gradients
 from gradwire.autograd.context import Context
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.forgetting import Forgetting
 from gradwire.autograd.graph import tensors_in
-from gradwire.autograd.ledger import LeafLocks
+from gradwire.autograd.leaves import LeafLocks
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.nodes import WayHome
 from gradwire.autograd.passes import Passes
@@ -39,7 +40,7 @@ from gradwire.autograd.served import Served
 from gradwire.autograd.torch_private import current_run
 from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
-from gradwire.options import Timeouts
+from gradwire.options import Timeout, Timeouts
 from gradwire.wire.tensor import encode_tensors
 
 
@@ -52,7 +53,7 @@ class Engine:
         agent: Agent,
         timeouts: Timeouts,
         inside: Callable[[ContextId], AbstractContextManager[None]],
-        due: Callable[[float | None], float],
+        due: Callable[[Timeout], float],
         *,
         edge_per_message: bool = False,
     ) -> None:
@@ -80,7 +81,9 @@ class Engine:
         self.passes = Passes(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
-        self._served = Served(agent, self.contexts, self.passes, locks, inside)
+        admission = Admission(agent, seconds)
+        self.deadline_for_peer = admission.deadline
+        self._served = Served(agent, self.contexts, self.passes, locks, inside, admission)
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
@@ -169,13 +172,16 @@ class Engine:
         peer: WorkerId,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Called by a Recv: settle its edge. See Note [Gradients are never shared].
+        """Called by a Recv: settle its edge, unless the pass ends at that Recv.
 
-        The last gradients of a run, if for the root, leave when it has returned, and say so.
+        See Note [Gradients are never shared]. The last gradients of a run, if for the root, leave
+        when it has returned, and say so.
         Under create_graph a gradient that wants one itself crosses as values do.
         """
         running = self._running(context, edge)
         running.shipped.add(edge)
+        if edge in running.stops:
+            return
         present = [gradient for gradient in gradients if gradient is not None]
         crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
         headers, payload = encode_tensors(present, self.limits)
@@ -227,6 +233,8 @@ class Engine:
         for running in self.passes.all():
             running.fail(PeerLost(reason))
             self.passes.over(running)
+            if running.ledger is not None and running.wait_for_run(0):
+                running.ledger.drop()
         for id in self.contexts.all():
             self.contexts.close(id)
 
@@ -277,6 +285,8 @@ class Engine:
             edges_of, context.edges_of = context.edges_of, {}
         for peer, count in edges_of.items():
             self._edges.give_back(peer, count)
+        for ending in list(context.endings.values()):
+            ending.drop()
         for running in self.passes.in_context(id):
             why = "" if lost is None else f", as {lost} was lost"
             here = self._agent.directory.me.name

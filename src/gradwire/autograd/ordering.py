@@ -195,8 +195,11 @@ def runs_through(received: Received) -> bool:
     `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
     that is executed has a next one that is.
     """
-    if not will_execute(received.node):
-        return False
+    return will_execute(received.node) and leads_on(received)
+
+
+def leads_on(received: Received) -> bool:
+    """Whether the current run executes something behind this Recv."""
     for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
         if node is not None and will_execute(node):
             return True

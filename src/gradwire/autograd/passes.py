@@ -19,6 +19,7 @@ from gradwire.autograd.context import Context
 from gradwire.autograd.running import Plan, Running
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId, first_of
+from gradwire.options import Timeout
 
 
 @final
@@ -28,13 +29,13 @@ class Passes:
     def __init__(
         self,
         directory: Directory,
-        due: Callable[[float | None], float],
+        due: Callable[[Timeout], float],
         seconds: float,
         clock: Clock,
         timer: Timer,
         most: int,
     ) -> None:
-        self._directory, self._due, self._seconds = directory, due, seconds
+        self._directory, self.due, self._seconds = directory, due, seconds
         self._me = directory.me.id
         self._clock, self._timer, self._most = clock, timer, most
         self._lock = directory.lock
@@ -46,9 +47,9 @@ class Passes:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, context: Context, run: int, plan: Plan, timeout: float | None) -> Running:
+    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> Running:
         """A pass begins here in an engine run, and is given up after so many seconds."""
-        deadline, now = self._due(timeout), self._clock.now()
+        deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
             id = PassId(self._me, self._count)

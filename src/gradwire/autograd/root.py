@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,19 +9,20 @@ from typing import final
 
 import torch
 
-from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.failure import fresh
-from gradwire.agent.promise import Promise
 from gradwire.autograd import run
 from gradwire.autograd.checking import check_asked
-from gradwire.autograd.context import Context, Received
-from gradwire.autograd.ledger import LeafLocks, Ledger
+from gradwire.autograd.context import Context
+from gradwire.autograd.ending import Ending
+from gradwire.autograd.inner import watch_backwards
+from gradwire.autograd.leaves import LeafLocks
+from gradwire.autograd.ledger import Ledger, ledger_of_run
 from gradwire.autograd.lineage import Lineage, bits_to_wire, union
 from gradwire.autograd.messages import (
     NOWHERE,
-    TO_GRAD,
     TO_MAP,
     Gradients,
     HasEnded,
@@ -32,29 +32,30 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
+from gradwire.autograd.nested import Nested, Outcomes, inside_now
 from gradwire.autograd.ordering import runs_through
 from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
-from gradwire.autograd.running import Plan, Running
+from gradwire.autograd.reach import accumulator, plain_destination, sends_executed, stops_of
+from gradwire.autograd.running import NO_STOPS, Plan, Running
 from gradwire.autograd.torch_private import (
-    AccumulateGrad,
-    Node,
     current_run,
     is_profiled,
     keeps_graph,
     when_run_ends,
     will_execute,
 )
-from gradwire.errors import CallTimeout, GradwireError, PeerLost, UsageError
+from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
+from gradwire.options import DEFAULT, Timeout
 from gradwire.wire.frame import Buffer
 
-_log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
-"""How long a worker may take to put back what a failed pass has changed, before its deadline."""
+"""How long a pass that has failed before its deadline waits until a worker has put it back."""
 _END_LATE_SECONDS = 1.5
-"""The same after it, or close to it; or for one that was lost, which may be back already."""
-_KEPT_REMEMBERED = 20_000
+"""The same for one that was lost, which may be back already; and for the next pass."""
+_GRACE_SECONDS = 0.01
+"""The same after the deadline: enough for those who answer at once."""
 
 
 @final
@@ -70,12 +71,12 @@ class Root:
     ) -> None:
         self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
         self._me = agent.directory.me.id
+        watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
         agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
         agent.handle(HowEnded, self._serve_how_ended, Lane.SERVICE)
         agent.kinds.add(HasEnded)
-        self._kept: dict[int, None] = {}
-        """by the number of each pass of ours that ended well, for those who did not hear it"""
+        self._outcomes = Outcomes()
 
     def begin_native(self, context: Context, met: EdgeId) -> Running:
         """A backward of the user's has met its first crossing of this context.
@@ -83,18 +84,24 @@ class Root:
         That one is executed whatever the engine says of it: the node that a backward begins with is
         not among those it tells of.
         """
-        _check_whole(context)
+        self._check_whole(context)
         reached = [
             received
             for received in tuple(context.received)
             if received.edge == met or runs_through(received)
         ]
-        plain = any(will_execute(_accumulator(received)) for received in reached)
-        needed = None if plain else _sends_executed(context)
+        plain = any(will_execute(accumulator(received)) for received in reached)
+        needed, stops = None, NO_STOPS
+        if not plain:
+            needed, stops = sends_executed(context), stops_of(context, met)
+            reached = [received for received in reached if received.edge not in stops]
         lineage = union([received.lineage for received in reached])
-        destination = TO_GRAD if plain else NOWHERE
+        destination = plain_destination(context) if plain else NOWHERE
         create_graph = torch.is_grad_enabled()
-        return self._begin(context, lineage, needed, destination, keeps_graph(), create_graph)
+        keep = keeps_graph()
+        running = self._begin(context, lineage, needed, destination, keep, create_graph)
+        running.stops, running.around = stops, ledger_of_run() or inside_now()
+        return running
 
     def backward(
         self,
@@ -102,16 +109,15 @@ class Root:
         roots: Sequence[torch.Tensor],
         *,
         retain_graph: bool,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
-        _check_whole(context)
+        self._check_whole(context, timeout)
         ledger = Ledger(self._locks, context.gradients)
         context.walk.origin([root.grad_fn for root in roots])
         landmarks = context.walk.landmarks()
 
         def enter() -> None:
-            ledger.run = current_run()
             lineages = [r.lineage for r in tuple(context.received) if will_execute(r.node)]
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
@@ -138,7 +144,7 @@ class Root:
         destination: int,
         retain_graph: bool,
         create_graph: bool,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> Running:
         """Every worker that owns a Send of the pass takes part.
 
@@ -196,10 +202,22 @@ class Root:
         except BaseException as error:  # also an interrupt: the others must not wait for us
             self.give_up(running, error if isinstance(error, Exception) else None)
             raise
-        self._kept[running.id.n] = None
-        if len(self._kept) > _KEPT_REMEMBERED:
-            del self._kept[next(iter(self._kept))]
         self._passes.over(running)
+        if running.around is None or not running.changed_workers():
+            self._end_well(running)
+        else:
+            self._outcomes.put_off(running.id.n)
+            end_well, give_up = partial(self._end_well, running), partial(self._take_back, running)
+            running.around.nested.append(Nested(end_well, give_up))
+
+    def _take_back(self, running: Running) -> bool:
+        """A pass had ended well, the backward around it has not."""
+        self.give_up(running, None)
+        self._outcomes.decide(running.id.n, well=False)
+        return running.context.broken is None
+
+    def _end_well(self, running: Running) -> None:
+        self._outcomes.decide(running.id.n, well=True)
         for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
             try:
@@ -219,35 +237,48 @@ class Root:
         )
         running.fail(told)
         self._passes.over(running)
-        failure = self._agent.describe(told)
-        now = self._agent.clock.now()
-        late = max(now, running.deadline) + _END_LATE_SECONDS
-        answers: dict[WorkerId, Promise[Outcome]] = {}
-        for worker in running.asked:
-            ended = PassEnded(running.context.id, running.id, failure)
-            is_there = self._agent.is_connected(worker)
-            limit = min(now + (_END_SECONDS if is_there else _END_LATE_SECONDS), late)
-            try:
-                what = f"end of {running.id}"
-                _, answer = self._agent.request(
-                    worker, ended, deadline=limit, what=what, phase="backward"
-                )
-            except GradwireError:  # lost, or shut down: it ends its passes by itself
-                continue
-            answers[worker] = answer
+        ending = Ending(self._agent, running.context, running.id, running.asked)
+        ending.begin(self._agent.describe(told))
+        deadline = max(running.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         with self._waiting():
-            heard = {worker: answer.wait() for worker, answer in answers.items()}
+            silent = ending.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
         self._agent.events.emit("fail", running.id)
-        silent = [worker for worker, outcome in heard.items() if isinstance(outcome, CallTimeout)]
+        for remark in ending.remarks:
+            told.add_note(remark)
         if silent:
-            names = ", ".join(self._agent.directory.name(worker) for worker in silent)
-            running.context.broken = f"{names} did not confirm that {running.id} was put back"
-            _log.error("%s: %s", me, running.context.broken)
-            told.add_note(f"{running.context.broken}: close the context and begin again")
+            told.add_note(
+                f"{silent} has not confirmed that {running.id} was put back: until then "
+                f"{running.context} cannot be differentiated again"
+            )
+
+    def _check_whole(self, context: Context, timeout: Timeout = DEFAULT) -> None:
+        """Whether another pass may begin. What an earlier one has changed is waited for a while."""
+        for pass_id, ending in list(context.endings.items()):
+            with self._waiting():
+                silent = ending.wait(
+                    self._passes.due(timeout), _END_LATE_SECONDS, _END_LATE_SECONDS
+                )
+            if silent:
+                raise UsageError(
+                    f"{context} cannot be differentiated until {silent} confirms that {pass_id} "
+                    "was put back",
+                    hint="try again when it has answered, or close the context and begin again",
+                )
+        if context.broken is not None:
+            raise UsageError(
+                f"{context} cannot be differentiated any more: {context.broken}",
+                hint="close the context and begin again",
+            )
 
     def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
-        """While it runs it has not ended well, and cannot any more: it needed who asks."""
-        ended_well = message.pass_id.worker == self._me and message.pass_id.n in self._kept
+        """While it runs it has not ended well, and cannot any more: it needed who asks.
+
+        One inside another backward ends as that one does: until then there is no answer.
+        """
+        is_mine = message.pass_id.worker == self._me
+        ended_well = is_mine and self._outcomes.of(message.pass_id.n, _END_SECONDS)
+        if ended_well is None:
+            return
         limit = self._agent.clock.now() + _END_SECONDS
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
@@ -305,27 +336,3 @@ def _start(
         seconds,
         first,
     )
-
-
-def _check_whole(context: Context) -> None:
-    if context.broken is not None:
-        raise UsageError(
-            f"{context} cannot be differentiated any more: {context.broken}",
-            hint="close the context and begin again",
-        )
-
-
-def _accumulator(received: Received) -> Node:
-    """The node of the Recv's anchor, which backward() executes and grad() does not."""
-    for node, _ in received.node.next_functions:
-        if isinstance(node, AccumulateGrad) and node.variable is received.anchor:  # type: ignore[attr-defined]
-            return node
-    raise AssertionError(f"{received.edge} has lost its anchor")
-
-
-def _sends_executed(context: Context) -> int:
-    executed = 0
-    for sent in tuple(context.sent):
-        if sent is not None and will_execute(sent.node):
-            executed |= 1 << sent.edge.n
-    return executed

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -21,7 +21,6 @@ from gradwire.autograd.torch_private import (
     when_run_ends,
     will_execute,
 )
-from gradwire.errors import UsageError
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -49,7 +48,7 @@ def accumulate(
 
     Without `gradients` the roots are tokens.
     """
-    begin = partial(_enter_among, landmarks, ledger, enter) if any(landmarks) else enter
+    begin = partial(_enter_among, landmarks, ledger, enter)
     watched = ledger.watch(landmarks.accumulators)
     try:
         if gradients is None:
@@ -64,20 +63,11 @@ def accumulate(
 
 
 def _enter_among(landmarks: Landmarks, ledger: Ledger, enter: Enter) -> None:
+    ledger.enter()
     enter()
-    if landmarks.checkpoints and ledger.into is not None:
-        _refuse_executed(landmarks.checkpoints)
-    unused = _unused_behind(landmarks.sinks) if landmarks.sinks else ()
-    when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
-
-
-def _refuse_executed(checkpoints: Iterable[Node]) -> None:
-    if any(will_execute(node) for node in checkpoints):
-        raise UsageError(
-            "a reentrant checkpoint runs a backward of its own, "
-            "which writes to .grad and not to the context's map",
-            hint="use checkpoint(…, use_reentrant=False), or call loss.backward()",
-        )
+    if any(landmarks):
+        unused = _unused_behind(landmarks.sinks) if landmarks.sinks else ()
+        when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
 
 
 def _unused_behind(sinks: Iterable[Node]) -> Tensors:
@@ -88,16 +78,28 @@ def _unused_behind(sinks: Iterable[Node]) -> Tensors:
 def run_towards(
     anchors: Tensors,
     tokens: Tensors,
+    ledger: Ledger,
     enter: Enter,
     *,
     retain_graph: bool,
     create_graph: bool,
     span: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Run from these tokens, only to what leads to the anchors; leaves keep nothing."""
-    _entrance.bell.enter = enter
+    """Run from these tokens, only to what leads to the anchors; leaves keep nothing.
+
+    The ledger is for what Functions on the way do by backwards of their own.
+    """
+
+    def begin() -> None:
+        ledger.enter()
+        enter()
+
+    _entrance.bell.enter = begin
     roots, inputs = (*tokens, _entrance.token), (*anchors, _entrance.way_in)
-    _run(roots, (_ONE,) * len(roots), inputs, retain_graph, create_graph, span)
+    try:
+        _run(roots, (_ONE,) * len(roots), inputs, retain_graph, create_graph, span)
+    finally:
+        ledger.unwatch([])
 
 
 def _run(
@@ -140,10 +142,15 @@ class _Bell:
     def __init__(self) -> None:
         self.enter: Enter | None = None
 
-    def __call__(self, _: Any) -> tuple[None]:  # noqa: ANN401
+    def ring(self, _: object) -> None:
+        """The run has begun."""
         enter, self.enter = self.enter, None
         assert enter is not None, "a run that nobody began"
         enter()
+
+    def ring_for_leaf(self, _: object) -> tuple[None]:
+        """The same where the entrance is a leaf, which shall keep nothing."""
+        self.ring(_)
         return _NO_GRADIENT
 
 
@@ -166,10 +173,21 @@ class _Entrance(threading.local):
         node = self.token.grad_fn
         assert node is not None
         set_sequence_number(node, _BEFORE_ALL)
-        node.register_prehook(self.bell)
+        node.register_prehook(self.bell.ring)
         accumulator, _ = node.next_functions[0]
         assert accumulator is not None
-        accumulator.register_prehook(self.bell)
+        accumulator.register_prehook(self.bell.ring_for_leaf)
 
 
 _entrance = _Entrance()
+
+
+def entrance(enter: Enter, *, is_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """One more root and input for a backward() or grad() of somebody else's: they call this."""
+    _entrance.bell.enter = enter
+    return _entrance.token if is_grad else _entrance.way_in, _entrance.way_in
+
+
+def cancel_entrance() -> None:
+    """The run is over, perhaps before it came to the entrance."""
+    _entrance.bell.enter = None

@@ -14,12 +14,14 @@ from typing import final
 import msgspec
 import torch
 
+from gradwire.agent.deadlines import spoken
 from gradwire.agent.directory import Directory
 from gradwire.agent.failure import fresh
 from gradwire.autograd.context import Context
 from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.lineage import Lineage, numbers
 from gradwire.autograd.messages import Crossing, Gradients
+from gradwire.autograd.nested import Inside
 from gradwire.autograd.state import PassState
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
@@ -45,6 +47,9 @@ class Plan(msgspec.Struct, frozen=True):
     create_graph: bool
     asked: Sequence[WorkerId]
     """the workers that are told"""
+
+
+NO_STOPS: frozenset[EdgeId] = frozenset()
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -77,6 +82,10 @@ class Running:
         """the edges of this worker that others settle in the pass, as a bitset"""
         self.ledger: Ledger | None = None
         self.run, self.plan = run, plan
+        self.around: Ledger | Inside | None = None
+        """at the root: the backward inside which this one runs, if it does; see nested.py"""
+        self.stops = NO_STOPS
+        """at the root: the edges of the Recvs behind which the pass has nothing to run"""
         self.shipped: set[EdgeId] = set()
         """the edges whose gradients have left, or are about to; see ordering.py"""
         self.held: Held | None = None
@@ -91,6 +100,7 @@ class Running:
         self._awaited: set[EdgeId] = set()
         self._leaves = 0
         self._run_over = False
+        self._parked: Callable[[], object] | None = None
 
     @property
     def asked(self) -> frozenset[WorkerId]:
@@ -122,6 +132,28 @@ class Running:
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
 
+    def park(self, begin: Callable[[], object]) -> bool:
+        """Call this when the first gradients have come, or the pass has failed; False if it is so.
+
+        Then it is not called.
+        """
+        with self._lock:
+            if self.error is not None or self._state.settled:
+                return False
+            if self._parked is not None:
+                raise BadMessage(f"{self.id} was begun twice")
+            self._parked = begin
+            return True
+
+    def _unpark(self) -> None:
+        """Without the lock: it takes the thread that settles or fails the pass."""
+        if self._parked is None:
+            return
+        with self._lock:
+            begin, self._parked = self._parked, None
+        if begin is not None:
+            begin()
+
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
         """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
         with self._lock:
@@ -133,6 +165,7 @@ class Running:
                 self._inbox[edge] = settlement
             if self._changed is not None:
                 self._changed.notify_all()
+        self._unpark()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -179,7 +212,7 @@ class Running:
         """Here, a Recv runs: whether nothing is left to run after it."""
         if not self._state.recv_through() or self.ledger is None:
             return False
-        return len(self.ledger.entries) == self._leaves
+        return len(self.ledger.entries) - self.ledger.inner == self._leaves
 
     def run_begins(self, ledger: Ledger) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""
@@ -236,6 +269,7 @@ class Running:
             self._fail(error)
             if self._changed is not None:
                 self._changed.notify_all()
+        self._unpark()
 
     def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """With the lock held: wait until it is so, as seen after each change."""
@@ -271,7 +305,7 @@ class Running:
         seconds = self.deadline - self._began
         error = BackwardTimeout(
             f"{self.id} of {self.context} was given up on {directory.me.name} "
-            f"after {seconds:.3g} s{waited}{unfinished}",
+            f"after {seconds:.3g} s{spoken(self.deadline)}{waited}{unfinished}",
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))

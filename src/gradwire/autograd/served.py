@@ -14,15 +14,19 @@ from msgspec.structs import replace
 from gradwire.agent.agent import Agent, Answer
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
+from gradwire.agent.failure import fresh
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.pool import Job
 from gradwire.agent.promise import Promise
+from gradwire.agent.quota import Quota
 from gradwire.autograd import run
+from gradwire.autograd.admission import Admission, Failed
 from gradwire.autograd.checking import check_gradients, check_root
 from gradwire.autograd.context import Context, Received, Sent
 from gradwire.autograd.contexts import Contexts
 from gradwire.autograd.graph import Landmarks
-from gradwire.autograd.ledger import LeafLocks, Ledger
+from gradwire.autograd.leaves import LeafLocks
+from gradwire.autograd.ledger import Ledger
 from gradwire.autograd.lineage import bits_from_wire, meets, numbers
 from gradwire.autograd.messages import (
     NOWHERE,
@@ -38,7 +42,6 @@ from gradwire.autograd.passes import Passes
 from gradwire.autograd.profiling import span
 from gradwire.autograd.running import Running
 from gradwire.autograd.torch_private import (
-    current_run,
     is_profiled,
     is_recording,
     recording,
@@ -68,37 +71,60 @@ class Served:
         passes: Passes,
         locks: LeafLocks,
         inside: Callable[[ContextId], AbstractContextManager[None]],
+        admission: Admission,
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
-        self._locks, self._inside = locks, inside
+        self._locks, self._inside, self._admission = locks, inside, admission
+        self._ends = Quota("runs", agent.limits.runs)
+        """ends of failed passes that wait, each on a thread, for the run here to be over"""
         self._doubts: dict[WorkerId, list[Promise[None]]] = {}
         """the roots that were lost, until what their passes have changed is kept or put back"""
+        self._in_doubt: set[Running] = set()
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
-        check_root(start.pass_id, source.worker)
-        limit = self._agent.clock.now() + start.seconds
+        root = source.worker
+        check_root(start.pass_id, root)
+        limit = self._admission.deadline(start.seconds)
+        failed = partial(self._tell_failed, start, root, limit)
+        run = partial(self._begin, start, payload, source, limit, failed)
+        self._admission.admit(root, run, failed)
+
+    def _begin(
+        self, start: Start, payload: Payload, source: Source, limit: float, failed: Failed
+    ) -> bool:
+        """Take part, now or later; True if later. See Note [Who may have us run], admission.py."""
+        root, admission = source.worker, self._admission
+        context = self._contexts.maybe(start.context) or self._find(start, root)
+        running = self._passes.heard_of(context, start.pass_id, limit)
+        if running is None:  # it failed before it reached us
+            self._agent.noting.came_late(root)
+            return False
         try:
-            context = self._contexts.maybe(start.context) or self._find(start, source.worker)
-            running = self._passes.heard_of(context, start.pass_id, limit)
-            if running is None:  # it failed before it reached us
-                self._agent.noting.came_late(source.worker)
-                return
-            try:
-                self._agent.check_asker(source)
-            except PeerLost:  # which may have been dealt with before the pass came to be
-                self._passes.over(running)
-                raise
-            if self._doubts.get(source.worker):
-                self._wait_while_in_doubt(source.worker, running, start.seconds)
-            first = start.first
-            if first is not None and check_gradients(context, first.edge, source.worker):
-                running.settle_with(first, payload, self._agent.limits)
+            self._agent.check_asker(source)
+        except PeerLost:  # which may have been dealt with before the pass came to be
+            self._passes.over(running)
+            raise
+        if self._doubts.get(root):
+            self._wait_while_in_doubt(root, running, limit - self._agent.clock.now())
+        first = start.first
+        if first is not None and check_gradients(context, first.edge, root):
+            running.settle_with(first, payload, self._agent.limits)
+        run = partial(self._take_part_and_tell, running, start, limit)
+        if not admission.is_known(context, root) and _mine(running, start)[0]:
+            return admission.park(running, run, failed) or run()
+        return run()
+
+    def _take_part_and_tell(self, running: Running, start: Start, limit: float) -> bool:
+        try:
             self._take_part(running, start)
-            self._tell_done(running, source.worker, limit)
-        except BaseException as error:  # an error ends the pass everywhere
-            self._tell_failed(start, source.worker, error, limit)
+        except BaseException:
+            # It has put back what it did. If its root never ends the pass, nothing is left of it.
+            self._passes.over(running)
+            raise
+        self._tell_done(running, start.pass_id.worker, limit)
+        return False
 
     def _wait_while_in_doubt(self, root: WorkerId, running: Running, seconds: float) -> None:
         """A root that was lost and is back may meet leaves that its last pass has changed."""
@@ -118,7 +144,7 @@ class Served:
     def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:
         """If nothing was changed here, the pass is over here too."""
         assert running.ledger is not None, "its run is over"
-        has_changed = bool(running.ledger.entries)
+        has_changed = running.ledger.has_changed
         if not has_changed:
             self._passes.over(running)
         held = running.held
@@ -130,7 +156,7 @@ class Served:
         self._agent.tell(root, done, deadline=limit, phase="backward")
 
     def _tell_failed(
-        self, start: Start, root: WorkerId, error: BaseException, limit: float
+        self, start: Start, root: WorkerId, limit: float, error: BaseException
     ) -> None:
         failed = RunFailed(start.context, start.pass_id, self._agent.describe(error))
         try:
@@ -150,11 +176,16 @@ class Served:
             running.check_collected()
         except BaseException as error:
             ledger.undo()
+            if stays := ledger.what_stays(self._agent.directory.me.name):
+                error.add_note(stays)
             running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
-            if running.run_over():  # given up meanwhile, perhaps by those who put back
+            given_up = running.run_over()
+            if given_up:  # meanwhile, perhaps by those who put back
                 ledger.undo()
+        if given_up and running.error is not None:  # the root must not take it for done
+            raise fresh(running.error)
 
     def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
         if not is_recording():
@@ -165,7 +196,6 @@ class Served:
             return None
 
         def enter() -> None:
-            ledger.run = current_run()
             self._passes.enter(running, ledger.run)
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
@@ -180,7 +210,7 @@ class Served:
         if start.destination == NOWHERE:
             anchors = tuple([r.anchor for r in received or ()])
             run.run_towards(
-                anchors, tokens, enter, retain_graph=retain, create_graph=create, span=named
+                anchors, tokens, ledger, enter, retain_graph=retain, create_graph=create, span=named
             )
         else:
             run.accumulate(
@@ -202,9 +232,10 @@ class Served:
         connection. Where nobody listens any more there is nobody who could count on it. Until that
         is settled no pass of the same root begins here.
         """
-        rooted = self._passes.rooted_at(worker)
-        if not rooted:
+        rooted = [one for one in self._passes.rooted_at(worker) if one not in self._in_doubt]
+        if not rooted:  # or it was lost before, and that is being settled
             return lambda: None
+        self._in_doubt.update(rooted)
         doubt: Promise[None] = Promise()
         self._doubts.setdefault(worker, []).append(doubt)
         return partial(self._settle, worker, rooted, doubt)
@@ -219,6 +250,7 @@ class Served:
                         running.ledger.undo()
                 self._passes.over(running)
         finally:
+            self._in_doubt.difference_update(rooted)
             self._doubts[worker].remove(doubt)
             doubt.settle(None)
 
@@ -250,12 +282,21 @@ class Served:
             if running is not None:
                 self._passes.over(running)
                 if running.ledger is not None:
-                    running.ledger.keep()
+                    running.ledger.keep(self._agent.dispatch.service.submit)
             return
+        self._ends.take(source.worker)
         put_back = partial(self._put_back, message, message.failure, source)
         self._agent.dispatch.service.submit(partial(self._agent.guarded, source, put_back))
 
     def _put_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
+        try:
+            is_back = self._is_put_back(message, failure)
+        finally:
+            self._ends.give_back(source.worker)
+        if is_back:  # else the root says that we did not confirm
+            self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
+
+    def _is_put_back(self, message: PassEnded, failure: Failure) -> bool:
         running = self._passes.maybe(message.context, message.pass_id)
         context = self._contexts.maybe(message.context)
         if running is None and context is not None:
@@ -264,11 +305,13 @@ class Served:
             running.fail(self._agent.revive(failure))
             over = running.wait_for_run(_RUN_SECONDS)
             self._passes.over(running)
-            if not over:  # the root says that we did not confirm
-                return
+            if not over:
+                return False
             if running.ledger is not None:
                 running.ledger.undo()
-        self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
+                if stays := running.ledger.what_stays(self._agent.directory.me.name):
+                    raise GradwireError(stays)
+        return True
 
 
 def _mine(running: Running, start: Start) -> tuple[list[Sent], list[Received] | None, Landmarks]:

@@ -89,8 +89,12 @@ class PassState:
         return sorted(self.waiting_for)
 
     def concerns(self, worker: WorkerId) -> bool:
-        """Whether the pass cannot end well without this worker, whatever is settled."""
-        return worker in self.waiting_for or worker == self.id.worker
+        """Whether the pass cannot end well without this worker, whatever is settled.
+
+        One that is done and has changed leaves asks how the pass has ended when it loses the root.
+        While the pass runs the answer is that it has not ended well.
+        """
+        return worker in self.waiting_for or worker in self.changed or worker == self.id.worker
 
     def pass_failed(self) -> bool:
         """An error ends the pass; True for the first one, which is the one to tell."""

@@ -23,6 +23,7 @@ _NEEDED = (
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._functions.AccumulateGrad",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
@@ -62,7 +63,8 @@ if lacking := missing_names():
 
 AccumulateGrad = cast(type[Node], _find("torch._C._functions.AccumulateGrad"))
 current_run = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
-"""The number of the engine run that executes the calling node; -1 outside of one."""
+"""The number of the engine run that executes the calling node; NO_RUN outside of one."""
+NO_RUN = -1
 _profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
 will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
 """Whether the current run executes a node, or captures a gradient at it."""
@@ -73,6 +75,9 @@ _keep_graph = cast(
 
 _is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
 _unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
+_is_wrapped = cast(
+    Callable[[torch.Tensor], bool], _find("torch._C._functorch.is_functorch_wrapped_tensor")
+)
 _is_threaded = cast(Callable[[], bool], _find("torch._C._is_multithreading_enabled"))
 _set_threaded = cast(Callable[[bool], object], _find("torch._C._set_multithreading_enabled"))
 _no_torch_function = cast(
@@ -138,6 +143,11 @@ def run_engine(
     )
 
 
+def is_transformed() -> bool:
+    """Whether the code around is inside vmap, grad or another of torch.func."""
+    return _is_functorch()
+
+
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
     """From now on, let this start each engine run that Python code asks for.
 
@@ -195,6 +205,17 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     dual = cast(Any, forward_ad)
     return any(dual.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The place of the first that a transform of torch.func has made, if one is under way.
+
+    hot: every message with tensors
+    """
+    if not _is_functorch():
+        return None
+    wrapped = map(_is_wrapped, tensors)
+    return next((n for n, is_wrapped in enumerate(wrapped) if is_wrapped), None)
 
 
 def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:

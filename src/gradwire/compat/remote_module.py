@@ -17,6 +17,7 @@ from gradwire.errors import UsageError
 from gradwire.nn import owner
 from gradwire.nn import remote_module as native
 from gradwire.nn.place import parse_place
+from gradwire.rpc.arguments import keywords, of_sequence
 
 __all__ = ["RemoteModule"]
 
@@ -81,7 +82,7 @@ class _RemoteModule(native.RemoteModule):
     ) -> None:
         nn.Module.__init__(self)
         self._settle(remote_device, _module_interface_cls)
-        made = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        made = (module_cls, of_sequence(args), keywords(kwargs), self.device)
         self.module_rref = api.remote(self.on, _create_module, made)
 
     @staticmethod

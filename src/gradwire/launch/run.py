@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar, assert_never, cast, final
+from typing import Any, NoReturn, TypeVar, assert_never, cast, final
 
 import msgspec
 
@@ -42,7 +43,8 @@ from gradwire.launch.watch_state import (
     Watch,
 )
 from gradwire.options import Options, Timeouts
-from gradwire.rpc.registry import exception_name
+from gradwire.rpc.arguments import positional
+from gradwire.rpc.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
 
 T = TypeVar("T")
@@ -55,7 +57,7 @@ _EXIT_SECONDS = 10.0
 def run(
     fn: Callable[..., T],
     world_size: int,
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     *,
     expose: Exposed = (),
     options: Options | None = None,
@@ -91,10 +93,11 @@ def run(
     ...     print(gradwire.run(main, 2, args=(torch.ones(3, requires_grad=True),)))
     """
     _refuse_in_import()
+    _refuse_without_file(fn)
     options = options or Options()
     check(world_size, options, timeout, restarts)
     given = packed(
-        (fn, tuple(args), tuple(expose)),
+        (fn, positional(args), listed(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
@@ -176,13 +179,30 @@ class _Supervision:
                 watch.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
 
 
+def _refuse_without_file(fn: Callable[..., object]) -> None:
+    """Each worker is a new process that runs the file of the script again: there must be one."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None and getattr(fn, "__module__", None) == "__main__":
+        where = "at a prompt, in a notebook or after `python -c`"
+    elif path is not None and main.__spec__ is None and not Path(path).exists():
+        where = f"in {path}, which is no file"
+    else:
+        return
+    raise UsageError(
+        f"run() was given a program that is written {where}: its workers cannot import it",
+        hint="write it to a file, and run that: python program.py",
+    )
+
+
 def _raise(
     verdict: Failed | Died | Overdue, workers: list[Orders], timeout: float | None
 ) -> NoReturn:
     names = [orders.name for orders in workers]
     match verdict:
         case Failed(worker):
-            raise _revived(workers[worker]) from None
+            error = _revived(workers[worker])
+            raise error from error.__cause__
         case Died(felt_by=int(worker)):
             raise spoken.death(verdict, names) from _revived(workers[worker])
         case Died():

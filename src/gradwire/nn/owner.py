@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gradwire.errors import UsageError
+from gradwire.options import DEFAULT
 from gradwire.rpc.lending import Borrowed
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef, home_door, reference_to
@@ -117,7 +118,7 @@ def module_of(module: Module) -> nn.Module:
     """The module that a peer's reference stands for."""
     if isinstance(module, Borrowed):
         home = home_door.find()
-        value = home.refs.value_here(module.hold, home.deadline(None))
+        value = home.refs.value_here(module.hold, home.deadline(DEFAULT))
     else:
         value = module.local_value()
     if not isinstance(value, nn.Module):

@@ -17,7 +17,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import owner
 from gradwire.nn.place import parse_place
-from gradwire.rpc.api import get_worker_info, remote, rpc_async, rpc_sync
+from gradwire.rpc.api import call_as, call_async_as, get_worker_info, remote
+from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.futures import Future
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
@@ -52,18 +53,22 @@ class RemoteModule(nn.Module):
     """the name of the worker"""
     device: str
     module_rref: RRef[nn.Module]
+    _class_name = "RemoteModule"
+    """of the module there, for errors and warnings, if it was made through this object"""
 
     def __init__(
         self,
         remote_device: str,
         module_cls: Maker,
-        args: tuple[object, ...] | None = None,
+        args: tuple[object, ...] | list[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         place = parse_place(remote_device)
         self.on, self.device = get_worker_info(place.worker).name, place.device
-        made = (module_cls, tuple(args or ()), dict(kwargs or {}), place.device)
+        args = () if args is None else positional(args)
+        self._class_name = getattr(module_cls, "__name__", self._class_name)
+        made = (module_cls, args, keywords(kwargs), place.device)
         self.module_rref = remote(self.on, owner.create, made)
 
     @classmethod
@@ -85,12 +90,14 @@ class RemoteModule(nn.Module):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
         """Like `forward`, but returns a future at once."""
-        there = self.module_rref.owner()
-        return rpc_async(there, owner.forward, (self.module_rref, self.device, *args), kwargs)
+        rref = self.module_rref
+        what = f"{self._class_name}.forward"
+        return call_async_as(what, rref.owner(), owner.forward, (rref, self.device, *args), kwargs)
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         rref = self.module_rref
-        return rpc_sync(rref.owner(), func, (rref._lent(), *args), kwargs)
+        what = f"{self._class_name}.{func.__name__}"
+        return call_as(what, rref.owner(), func, (rref._lent(), *args), kwargs)
 
     # -- its parts
 

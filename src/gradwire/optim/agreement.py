@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 import msgspec
@@ -17,6 +19,7 @@ from gradwire.optim.serving import StepServing
 from gradwire.optim.shard import Options, Shard
 from gradwire.optim.stepped import Stepped
 from gradwire.optim.turns import StepId
+from gradwire.options import Timeout
 from gradwire.rpc.rights import check_life
 from gradwire.rpc.rref import RRef
 
@@ -25,6 +28,8 @@ Asking = Prepare | Commit | Abort
 _ABORT_SECONDS = 5.0
 _TOLD_SECONDS = 1.0
 """For a shard to say that it has dropped a step that failed; it does so anyway."""
+_GRACE_SECONDS = 0.01
+"""The same, if the step failed at its deadline: enough for those who answer at once."""
 _LATE = " after all workers were prepared"
 _ALONE_SHARE = 0.9
 """Of the time: whoever waits for its turn in vain must say so before we have to guess."""
@@ -66,14 +71,14 @@ class Agreement:
             return {owner: _outcome(answer) for owner, answer in asked.items()}
 
     def step(
-        self, context: ContextId | None, options: dict[int, Options], timeout: float | None
+        self, context: ContextId | None, options: dict[int, Options], timeout: Timeout
     ) -> None:
         """Take one step everywhere, or raise StepFailed."""
         deadline, step = self._here.worker.step_deadline(timeout), self._here.next_step()
         plain = maybe_plain(options)
         if plain is None:
             ahead = self.ask("set_options", lambda _: (options,), None, self._left(deadline))
-            self._check_prepared(step, ahead)
+            self._check_prepared(step, ahead, deadline)
         asked = _Asked(step, context, plain, deadline)
         if len(self._shards) == 1:
             self._step_alone(asked)
@@ -89,22 +94,22 @@ class Agreement:
             return
         if isinstance(answer, Promise) and _is_silence(outcome):
             self._check_committed(asked.step, {owner: outcome})
-        self._check_prepared(asked.step, {owner: outcome})
+        self._check_prepared(asked.step, {owner: outcome}, asked.deadline)
 
     def _step_together(self, asked: _Asked) -> None:
         step, known = asked.step, dict(self._here.lost)
         answers = self._tell({o: self._prepare(asked, o) for o in self._shards}, asked.deadline)
-        self._check_prepared(step, answers)
+        self._check_prepared(step, answers, asked.deadline)
         if not all(answers.values()):  # See Note [Turns on many workers], optimizer.py
-            self._abort(step, answers)
+            self._abort(step, answers, asked.deadline)
             answers = {}
             for owner in sorted(self._shards):
                 message = self._prepare(asked, owner, wait=True)
                 answers |= self._tell({owner: message}, asked.deadline)
-                self._check_prepared(step, answers)
+                self._check_prepared(step, answers, asked.deadline)
         self._here.worker.events.emit("prepared", step)
         lost = {o: e for o, e in self._here.lost.items() if known.get(o) is not e}
-        self._check_prepared(step, answers | lost)
+        self._check_prepared(step, answers | lost, asked.deadline)
         seconds = self._left(asked.deadline)
         commits = {o: Commit(s.hold.ref, step, seconds) for o, s in self._shards.items()}
         self._check_committed(step, self._tell(commits, asked.deadline))
@@ -153,26 +158,46 @@ class Agreement:
 
     # -- what has come of it
 
-    def _check_prepared(self, step: StepId, answers: Answers) -> None:
+    def _check_prepared(self, step: StepId, answers: Answers, deadline: float) -> None:
         failed = {owner: answers[owner] for owner in self._shards if _is_error(answers.get(owner))}
         if not failed:
             return
-        self._abort(step, answers, _TOLD_SECONDS)
+        self._drop(step, answers, deadline)
         first = next(iter(failed.values()))
         who = "; ".join(f"{self._name(owner)}: {error}" for owner, error in failed.items())
         error = StepFailed(f"{step} failed, and no worker has stepped. {who}")
         raise error.about(self._names(list(failed)), phase="step") from first
 
-    def _abort(self, step: StepId, answers: Answers, wait: float = _ABORT_SECONDS) -> None:
-        deadline = self._here.worker.agent.clock.now() + wait
-        self._tell(
-            {
-                o: Abort(s.hold.ref, step, _ABORT_SECONDS)
-                for o, s in self._shards.items()
-                if o in answers
-            },
-            deadline,
-        )
+    def _abort(self, step: StepId, answers: Answers, deadline: float) -> None:
+        """Have it dropped where it is prepared, before it is tried again."""
+        limit = min(deadline, self._here.worker.agent.clock.now() + _ABORT_SECONDS)
+        told = [owner for owner in self._shards if owner in answers]
+        self._tell({owner: self._aborted(step, owner) for owner in told}, limit)
+
+    def _aborted(self, step: StepId, owner: WorkerId) -> Abort:
+        return Abort(self._shards[owner].hold.ref, step, _ABORT_SECONDS)
+
+    def _drop(self, step: StepId, answers: Answers, deadline: float) -> None:
+        """The same for a step that has failed, without waiting beyond its deadline.
+
+        A shard that does not hear of it in time drops the step when its time is over there. One
+        that is silent may not read: to send to it may block, so another thread does.
+        """
+        agent = self._here.worker.agent
+        now = agent.clock.now()
+        limit, told = now + _ABORT_SECONDS, []
+        for owner in [owner for owner in self._shards if owner in answers]:
+            abort = self._aborted(step, owner)
+            if _is_silence(answers[owner]):
+                agent.dispatch.service.submit(partial(self._send, owner, abort, limit))
+            else:
+                told.append(self._send(owner, abort, limit))
+        until = max(min(now + _TOLD_SECONDS, deadline), now + _GRACE_SECONDS)
+        with agent.dispatch.user.waiting():
+            for answer in told:
+                if isinstance(answer, Promise):
+                    with suppress(TimeoutError):
+                        answer.wait(until - agent.clock.now())
 
     def _check_committed(self, step: StepId, answers: Answers) -> None:
         if all(answer is True for answer in answers.values()):

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, WrongType
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.agreement import Agreement
 from gradwire.optim.checkpoints import PARAMETERS, fetched, written
@@ -32,6 +32,7 @@ from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.optim.stepped import stepped_here
 from gradwire.optim.torch_private import seen_by_hooks
+from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
 
@@ -63,6 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **kwargs: object,
     ) -> None:
         _check_class(optimizer_class)
+        if isinstance(params_rref, RRef):
+            raise WrongType("params_rref is one reference, not a list of them", hint="pass [rref]")
         self._here = stepped_here()
         self._cls, self._args, self._kwargs = optimizer_class, args, dict(kwargs)
         self._shards: dict[WorkerId, RRef[Shard]] = {}
@@ -84,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         context_id: ContextId | None = None,
         closure: Callable[[], object] | None = None,
         *,
-        timeout: float | None = None,
+        timeout: Timeout = DEFAULT,
     ) -> None:
         """Step all parameters that have a gradient in the context, or in `.grad`; or none of them.
 

@@ -19,6 +19,14 @@ ones. So a thread that has kept a parameter is noted, with the instruction it is
 until it has gone on. It waits for an operator, never for user code. Nor may the version move while
 an operator's inputs are being kept: torch would take it for a write of the hook's. It moves only
 for a parameter that something besides operators holds.
+
+Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_dict()` older than a
+step still has the old storage, and shares a version counter with the parameter, which has a new
+storage by now. So a later version says nothing about the old storage: either may have been written.
+If anything but graphs holds the old storage when a step leaves it, the graphs get a copy of their
+own, and later writes do not reach them. After the step, the old storage can be reached through one
+of those holders only. One that holds it for a moment, such as an operator in another thread, costs
+a copy and does no harm.
 """
 
 from __future__ import annotations
@@ -33,7 +41,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.optim.torch_private import kept_by_graphs
+from gradwire.optim.torch_private import holders_of, is_over, kept_by_graphs, same_over
 
 _POLL_SECONDS = 0.0002
 _OPERATOR_SECONDS = 5.0
@@ -46,10 +54,23 @@ _POLLS_OF_GRAPHS = 5000
 class _Generation:
     """One storage of a parameter. `last`: the version at which it was left; None while in use."""
 
-    __slots__ = ("last",)
+    __slots__ = ("_kept", "copies", "last")
 
     def __init__(self) -> None:
         self.last: int | None = None
+        self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.copies: dict[int, torch.Tensor] = {}
+        """once it is left: what graphs get in the place of what they keep, by identity"""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A graph keeps this one. hot: for each parameter that an operator saves"""
+        number, kept = id(tensor), self._kept
+        kept[number] = weakref.ref(tensor, lambda _: kept.pop(number, None))
+
+    def kept(self) -> list[torch.Tensor]:
+        """Those that graphs keep still."""
+        alive = [reference() for reference in list(self._kept.values())]
+        return [tensor for tensor in alive if tensor is not None]
 
 
 @final
@@ -59,12 +80,20 @@ class _Entry:
     an operator that saves nothing may still read it. A generation that no graph keeps is None.
     """
 
-    __slots__ = ("before", "generation", "is_strided", "parameter")
+    __slots__ = ("before", "generation", "is_strided", "parameter", "stand_ins")
 
     def __init__(self, parameter: weakref.ref[torch.Tensor], is_strided: bool) -> None:
         self.parameter, self.is_strided = parameter, is_strided
         self.generation: _Generation | None = None
         self.before: object = None
+        self.stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
+        """of all optimizers that step it: they may share its storage, and never write there"""
+
+    def shares_with(self, stand_in: torch.Tensor) -> None:
+        """From this step on."""
+        number, known = id(stand_in), self.stand_ins
+        if number not in known:
+            known[number] = weakref.ref(stand_in, lambda _: known.pop(number, None))
 
 
 _Saved = tuple[torch.Tensor, int, _Generation | None]
@@ -175,11 +204,11 @@ class Storages:
                     parameter.copy_(stand_in)
                     apart.append((parameter, stand_in))
                     continue
-                if entry.generation is not None:
-                    entry.generation.last = parameter._version
-                    entry.generation = None
                 entry.before = own
                 parameter.data = stand_in
+                entry.shares_with(stand_in)
+                if entry.generation is not None:
+                    _leave(entry, own, parameter)
                 if kept and parameter in kept:
                     torch.autograd.graph.increment_version(parameter)
         return apart
@@ -198,7 +227,9 @@ class Storages:
                         self._note(sys._getframe(1), id(tensor))
                     if entry.generation is None:
                         entry.generation = _Generation()
-                    return tensor.detach(), tensor._version, entry.generation
+                    stored = tensor.detach()
+                    entry.generation.keep(stored)
+                    return stored, tensor._version, entry.generation
         # The output of a node would hold that node, which holds us.
         kept = tensor if tensor.is_leaf else tensor.detach()
         return kept, tensor._version, None
@@ -256,8 +287,49 @@ def _unpack(saved: _Saved) -> torch.Tensor:
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{kind}] is at version {now}; expected version {version} instead."
         )
+    if generation is None or last is None:
+        return tensor
     # What was left has no version in common with the parameter any more.
-    return tensor if last is None else tensor.data
+    copy = generation.copies.get(id(tensor))
+    return (tensor if copy is None else copy).data
+
+
+def _leave(entry: _Entry, own: Any, parameter: torch.Tensor) -> None:  # noqa: ANN401
+    """The parameter has another storage. See Note [Storage that a step has left]."""
+    generation, entry.generation = entry.generation, None
+    assert generation is not None
+    if kept := generation.kept():
+        try:
+            generation.copies = _copies(entry, own, kept)
+        except RuntimeError:  # no memory: versions are still compared, and any write is an error
+            return
+    # Read after the copies were made: a write that came in between fails the graphs.
+    generation.last = parameter._version
+
+
+def _copies(
+    entry: _Entry,
+    own: Any,  # noqa: ANN401
+    kept: Sequence[torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """The same tensors over memory of their own, by identity, where others may write to theirs."""
+    if not entry.is_strided:
+        return {id(tensor): tensor.clone() for tensor in kept}
+    stand_ins = [reference() for reference in list(entry.stand_ins.values())]
+    known = [
+        tensor for tensor in (*kept, *stand_ins) if tensor is not None and is_over(own, tensor)
+    ]
+    is_held = holders_of(own) > len(known) + 1  # and `own`
+    copied: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+    copies = {}
+    for tensor in kept:
+        if is_over(own, tensor) and not is_held:
+            continue  # a view from before an earlier step is on a storage that was left already
+        storage = tensor.untyped_storage()
+        if storage not in copied:
+            copied[storage] = storage.clone()  # type: ignore[no-untyped-call]
+        copies[id(tensor)] = same_over(copied[storage], tensor)
+    return copies
 
 
 def _is_looked_at(storage: torch.UntypedStorage, parameter: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ class StepServing:
         agent.kinds.add(Agreed)
 
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
-        deadline = self._worker.agent.clock.now() + message.seconds
+        deadline = self._deadline(message.seconds)
         step, context, options = message.step, message.context, message.options
         with self._worker.serving(None, deadline):
             shard = self._shard(message, source, deadline)
@@ -39,14 +39,18 @@ class StepServing:
         self._worker.agent.answer(source, Agreed(done), deadline=deadline)
 
     def _commit(self, message: Commit, _: Payload, source: Source) -> None:
-        deadline = self._worker.agent.clock.now() + message.seconds
+        deadline = self._deadline(message.seconds)
         done = self._shard(message, source, deadline).commit(message.step)
         self._worker.agent.answer(source, Agreed(done), deadline=deadline)
 
     def _abort(self, message: Abort, _: Payload, source: Source) -> None:
-        deadline = self._worker.agent.clock.now() + message.seconds
+        deadline = self._deadline(message.seconds)
         self._shard(message, source, deadline).abort(message.step)
         self._worker.agent.answer(source, Agreed(True), deadline=deadline)
+
+    def _deadline(self, seconds: float) -> float:
+        """Not later than that of a step of our own: others may wait for the same parameters."""
+        return min(self._worker.agent.clock.now() + seconds, self._worker.step_deadline())
 
     def _shard(self, message: Prepare | Commit | Abort, source: Source, deadline: float) -> Shard:
         """The shard of a step: whoever asks must hold it, and asks for a step of its own."""

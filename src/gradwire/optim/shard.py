@@ -20,6 +20,7 @@ from gradwire.optim.aside import Aside, Pairs, Prepared, plainly
 from gradwire.optim.messages import PlainOptions
 from gradwire.optim.stepped import stepped_here
 from gradwire.optim.turns import StepId
+from gradwire.options import DEFAULT
 from gradwire.rpc.registry import expose
 from gradwire.rpc.rref import RRef
 
@@ -289,7 +290,7 @@ class Shard:
     def _turn_of_its_own(self) -> Iterator[None]:
         """No step is under way on these parameters inside the block."""
         here = self._here
-        step, deadline = here.next_step(), here.worker.deadline(None)
+        step, deadline = here.next_step(), here.worker.deadline(DEFAULT)
         turn = here.turns.take(step, self._names, deadline, wait=True)
         assert turn is not None
         try:

@@ -70,6 +70,28 @@ def kept_by_graphs(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if leaf._use_count() > 2]  # type: ignore[attr-defined]
 
 
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors have this storage; and one for its own Python object."""
+    return cast(int, cast(Any, torch._C)._storage_Use_Count(storage._cdata))
+
+
+def is_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has this storage."""
+    return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+
+def same_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over another storage, as this one is over its own; of a class of its own, a copy."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    same.set_(storage, offset, size, stride)
+    if tensor.is_conj():
+        same = same.conj()
+    return torch._neg_view(same) if tensor.is_neg() else same
+
+
 def cloned(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """A clone of each, made by one call where this torch has one for it."""
     return _clone(tensors) if tensors else ()

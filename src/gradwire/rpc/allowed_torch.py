@@ -49,6 +49,7 @@ _HOMES: Mapping[str, object] = {
 _ATEN = "torch.ops.aten:"
 _PACKET, _OVERLOAD = type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)
 _COMPILED_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, _OVERLOAD)
+_COMPILED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")
 _NAMED_KINDS = (type, FunctionType, MethodType, *_COMPILED_KINDS)
 
 
@@ -107,6 +108,28 @@ def is_compiled(target: object) -> bool:
 def lists_method(cls: type, method: str) -> bool:
     """Whether the lists allow calling `method` on objects of exactly this torch class."""
     return method in _methods().get(cls, ())
+
+
+def is_forward(value: object, definer: type, name: str) -> bool:
+    """Whether this is the forward or the call of a module, as one of torch's classes defines it.
+
+    Module.__call__ is listed, and runs the forward of the object, whichever that is: so neither a
+    `__call__` of torch's own that does the same (of compiled and fx modules), nor a forward that
+    torch has put together (fx, TorchScript) or declared for others to set on the object
+    (torch.compile) opens more than that line does.
+    """
+    if name not in ("forward", "__call__") or not isinstance(value, torch.nn.Module):
+        return False
+    return definer.__module__.partition(".")[0] == "torch"
+
+
+def maybe_compiled_from(value: object) -> object | None:
+    """The module that `torch.compile` was given, to which what it made passes attributes on."""
+    cls = type(value)
+    if (cls.__module__, cls.__qualname__) != _COMPILED_MODULE:  # without an import of dynamo
+        return None
+    inner: object | None = vars(value)["_modules"].get("_orig_mod")
+    return inner
 
 
 @functools.cache

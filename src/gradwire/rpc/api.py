@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
-from gradwire.errors import UsageError
-from gradwire.options import Options, place_from_environment
+from gradwire.errors import UsageError, WrongType
+from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
+from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.calls import Target
 from gradwire.rpc.futures import Future
 from gradwire.rpc.joining import join, move_out, settle_here
 from gradwire.rpc.registry import name_of
 from gradwire.rpc.retrying import again_until, is_idempotent
 from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.torch_options import checked_rank, options_for
 from gradwire.rpc.worker import Exposed, Worker
 
 P = ParamSpec("P")
@@ -33,6 +35,8 @@ def init_rpc(
     options: Options | None = None,
     *,
     expose: Exposed = (),
+    backend: object = None,
+    rpc_backend_options: object = None,
 ) -> None:
     """Make this process a worker, and wait until all `world_size` workers have joined.
 
@@ -41,12 +45,15 @@ def init_rpc(
     and this one joins those that are there. `expose` names the modules, functions and classes that
     peers may run here besides those of the `__main__` script, those decorated with
     `@gradwire.expose`, and torch's own operators.
+
+    `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that move
+    over: init_method, rpc_timeout and num_worker_threads are taken from them.
     """
     if home_door.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
-    options = options or Options()
+    options = options_for(backend, rpc_backend_options, options)
     place = place_from_environment()
-    rank = place.rank if rank is None else rank
+    rank = place.rank if checked_rank(rank) is None else rank
     if world_size is None and not options.is_open:
         world_size = place.world_size
     if rank is None:
@@ -107,15 +114,17 @@ def refusals() -> dict[str, int]:
 def rpc_sync(
     to: To,
     func: Callable[..., T],
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
     Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
     is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
-    marked `idempotent` is asked for again.
+    marked `idempotent` is asked for again. It is waited for `timeout` seconds, by default
+    `Timeouts(call=…)`, and never longer than the call that it is made in; with None or infinity, as
+    long as the other worker lives.
     """
     worker: Worker = home_door.find()  # type: ignore[assignment]
     number = worker.directory.number(to)
@@ -134,9 +143,9 @@ def rpc_sync(
 def rpc_async(
     to: To,
     func: Callable[..., T],
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
     worker: Worker = home_door.find()  # type: ignore[assignment]
@@ -148,9 +157,9 @@ def rpc_async(
 def remote(
     to: To,
     func: Callable[..., T],
-    args: Iterable[object] = (),
+    args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    timeout: float | None = None,
+    timeout: Timeout = DEFAULT,
 ) -> RRef[T]:
     """Run `func` on another worker and keep the result there; a reference to it, at once.
 
@@ -163,12 +172,32 @@ def remote(
     return cast(RRef[T], worker.refs.make(created.hold))
 
 
-def _target(
-    func: Callable[..., Any], args: Iterable[object], kwargs: dict[str, Any] | None
-) -> Target:
+def call_as(
+    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> T:
+    """`rpc_sync` for a function of gradwire's own, which errors and warnings call `what`."""
+    worker = _here()
+    target = Target(name_of(func), args, kwargs, what)
+    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(DEFAULT))
+    return result
+
+
+def call_async_as(
+    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+) -> Future[T]:
+    """`rpc_async`, likewise."""
+    worker = _here()
+    target = Target(name_of(func), args, kwargs, what)
+    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(DEFAULT))
+
+
+def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
     if not callable(func):
-        raise TypeError("function should be callable.")
-    return Target(name_of(func), tuple(args), {} if kwargs is None else dict(kwargs))
+        raise WrongType(
+            f"function should be callable. A {type(func).__name__} is not",
+            hint="pass the function itself, and its arguments as args=(...)",
+        )
+    return Target(name_of(func), positional(args), {} if kwargs is None else keywords(kwargs))
 
 
 def _here() -> Worker:

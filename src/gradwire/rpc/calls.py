@@ -6,14 +6,14 @@ See docs/design.md, section 3, for the stairs it walks down here and up there.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any, final
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
 from gradwire.autograd.engine import Engine
@@ -22,47 +22,22 @@ from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
 from gradwire.autograd.torch_private import is_profiled
 from gradwire.errors import BadMessage
-from gradwire.ids import CallId, ContextId, WorkerId
+from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result
-from gradwire.rpc.parcels import Parcels, Unpacked, cut_tensors
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
+from gradwire.rpc.parcels import Packed, Parcels, Unpacked, warn_if_cut
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import current_errand
+from gradwire.rpc.sessions import Asked, current_session, waiting
+from gradwire.rpc.target import Created, Sent, Target, spoken
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
-
-class Target(msgspec.Struct, frozen=True):
-    """What to run and its arguments. See Note [How a call names its function], messages.py."""
-
-    name: str
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-
-
-@lru_cache(1 << 10)
-def spoken(name: str) -> str:
-    """The name of a function of ours in errors and warnings."""
-    return name.replace(":", ".").lstrip(".!")
-
-
-class _Sent(msgspec.Struct, frozen=True):
-    """A call on its way, and how much of the window it takes."""
-
-    call: CallId
-    promise: Promise[Outcome]
-    size: int
-
-
-class Created(NamedTuple):
-    """A reference to a value that is being made, and the answer to the call that makes it."""
-
-    hold: Hold
-    answer: Promise[Outcome]
+__all__ = ["Calls", "Created", "Target", "spoken"]
 
 
 @final
@@ -81,10 +56,12 @@ class Calls:
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._manner = parcels, manner
+        self._carries_modes = manner.carries_modes
         self._window = Window(in_flight, agent.clock)
         agent.sections.add(self._window.lock)
-        self._around = Surroundings(agent, self._depth_of, manner.of_callback)
+        self._around = Surroundings(agent, self._depth_of, refs.on_death, manner.of_callback)
         agent.kinds.add(Result)
+        agent.kinds.add(Made)
         agent.on_late(Result, self._late)
 
     # -- the worker that calls
@@ -105,16 +82,22 @@ class Calls:
         try:
             if context is not None or self._agent.events.are_heard:
                 self._left(sent, to, context)
-            outcome = self._outcome(sent.promise, to, context)
+            if sent.asked is None:
+                outcome = self._outcome(sent.promise, to, context)
+            else:
+                with sent.asked.session.waiting():
+                    outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._manner.of_call(outcome, self._agent.directory))
-        came = self._opened(outcome, to, context)
+        recorded = self._carries_modes or torch.is_grad_enabled()
+        came = self._opened(outcome, to, context, recorded)
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut and torch.is_grad_enabled():
-            warn_of_cut(came.cut, f"the result of {spoken(target.name)}")
+        if (came.cut or came.copies) and torch.is_grad_enabled():
+            what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+            warn_of_cut(came.cut, f"the result of {what}", came.copies)
         return came.value
 
     def _outcome(
@@ -140,7 +123,8 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        landing = self._landing(promise, to, context, spoken(target.name), self._manner.of_call)
+        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+        landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
@@ -193,7 +177,8 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        landing = self._landing(promise, hold.owner, context, what, self._manner.of_fetch)
+        on = f"{what} on {self._agent.directory.name(hold.owner)}"
+        landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
         return self._wait_for(hold.owner, landing)
 
     def _ask(
@@ -249,23 +234,27 @@ class Calls:
         context: ContextId | None,
         deadline: float,
         keep: Kept | None = None,
-    ) -> _Sent:
+    ) -> Sent:
         """When its answer has come, it has to leave the window."""
+        asked = None if (now := current_session()) is None else now.calling((to, target.name))
+        draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
-        parcel, size, what, counted = packed.parcel, packed.size, spoken(target.name), False
+        parcel, size, counted = packed.parcel, packed.size, False
+        what = target.what or spoken(target.name)
         try:
             grad = torch.is_grad_enabled()
-            if grad and parcel.tensors:
-                cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut:
-                    warn_of_cut(len(cut), f"the arguments of {what}")
+            if grad and (parcel.tensors or packed.copies):
+                warn_if_cut(packed, what, partial(self._agent.directory.name, to))
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
             inference = torch.is_inference_mode_enabled()
+            if not self._carries_modes:
+                grad, inference = True, False
+            cut = (deadline.depth, deadline.room) if type(deadline) is Cut else ()
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, seconds, keep),
+                Call(target.name, parcel, context, grad, inference, seconds, keep, draws, *cut),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -274,11 +263,17 @@ class Calls:
                 tells=keep is None and not self._manner.runs_what_is_late,
             )
         except BaseException:
-            if counted:
-                self._window.leave(to, size)
-            self._parcels.undo(packed)
+            self._not_sent(to, size if counted else 0, packed, asked)
             raise
-        return _Sent(call, promise, size)
+        return Sent(call, promise, size, None if asked is None else asked.sent(promise))
+
+    def _not_sent(self, to: WorkerId, size: int, packed: Packed, asked: Asked | None) -> None:
+        """A call that was packed did not leave; `size` is what it takes of the window so far."""
+        if size:
+            self._window.leave(to, size)
+        self._parcels.undo(packed)
+        if asked is not None:
+            asked.place.failed()
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
@@ -288,7 +283,7 @@ class Calls:
             self._window.enter(to, size, deadline, what)
         return True
 
-    def _left(self, sent: _Sent, to: WorkerId, context: ContextId | None) -> None:
+    def _left(self, sent: Sent, to: WorkerId, context: ContextId | None) -> None:
         self._engine.called(context, to)
         if self._agent.events.are_heard:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
@@ -316,22 +311,30 @@ class Calls:
     ) -> Opened:
         if isinstance(outcome, Exception):
             return translated(outcome, self._agent.directory)
-        came = self._opened(outcome, source, context)
-        return replace(came, cut=0) if came.cut and not differentiable else came
+        came = self._opened(outcome, source, context, self._carries_modes or differentiable)
+        if (came.cut or came.copies) and not differentiable:
+            return replace(came, cut=0, copies=0)
+        return came
 
-    def _opened(self, answer: Answer, peer: WorkerId, context: ContextId | None) -> Unpacked:
+    def _opened(
+        self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
+    ) -> Unpacked:
         result = answer.message
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.accepting.heard(result.accepted, peer)
-        return self._parcels.unpack(result.parcel, answer.payload, source=peer, context=context)
+        came = self._parcels.unpack(
+            result.parcel, answer.payload, source=peer, context=context, is_recorded=recorded
+        )
+        return replace(came, copies=result.copies) if result.copies > 0 else came
 
     def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
         promise = landing.promise
         try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            promise.wait()
+            with waiting():
+                self._agent.wait(peer, lambda: promise.settled, promise.wait)
+                promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, final
 
 import torch
@@ -27,10 +31,13 @@ from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
+from gradwire.rpc.sessions import current_session
 
 INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
 S = TypeVar("S")
+
+_log = logging.getLogger("gradwire")
 
 _Native = torch._C.Future
 """what torch's own futures pass on to"""
@@ -49,13 +56,36 @@ def _being_opened(_: object) -> Unpacked:
 
 
 @final
+class Unseen:
+    """What a callback raised, until somebody asks the future of its result.
+
+    If nobody does, it is logged once that future is gone, as asyncio does: else it would be lost.
+    The traceback is kept as text: its frames hold the future, which would never be gone.
+    """
+
+    __slots__ = ("_callback_of", "_story", "is_seen")
+
+    def __init__(self, callback_of: str, error: BaseException) -> None:
+        self._callback_of = callback_of
+        self._story = traceback.TracebackException.from_exception(error, lookup_lines=False)
+        self.is_seen = False
+
+    def report(self) -> None:
+        """The future is gone."""
+        if not self.is_seen:
+            story = "".join(self._story.format()).rstrip()
+            told = "%s raised, and nobody has asked for its result\n%s"
+            _log.error(told, self._callback_of, story)
+
+
+@final
 class Landing(Generic[T]):
     """What a promise brings, unpacked once, by whichever thread asks first.
 
     What `unpack` makes of it may also be another landing: that of a future that is followed.
     """
 
-    __slots__ = ("_came", "_lock", "_unpack", "_what", "promise")
+    __slots__ = ("__weakref__", "_came", "_lock", "_unpack", "promise", "unseen", "what")
 
     def __init__(
         self,
@@ -64,8 +94,10 @@ class Landing(Generic[T]):
         what: str = "",
     ) -> None:
         self.promise = promise
+        self.what = what
+        """how the log and warnings call it"""
+        self.unseen: Unseen | None = None
         self._unpack: Callable[[Any], Opened | Landing[T]] | None = unpack
-        self._what = what
         self._lock = threading.RLock()
         self._came: Opened | Landing[T]
 
@@ -86,7 +118,7 @@ class Landing(Generic[T]):
                 return
             if unpack is _being_opened:
                 raise UsageError(
-                    f"{self._what or 'a future'} was waited for by a finalizer or a signal handler "
+                    f"{self.what or 'a future'} was waited for by a finalizer or a signal handler "
                     "which has interrupted the thread that unpacks it",
                     hint="wait for it elsewhere",
                 )
@@ -110,12 +142,14 @@ class Landing(Generic[T]):
         if type(came) is not Unpacked:
             if isinstance(came, Landing):
                 return came.value()
+            if self.unseen is not None:
+                self.unseen.is_seen = True
             raise fresh(came)  # type: ignore[arg-type]
         if came.depth:
             lift_this_thread(came.depth)
-        if came.cut:
-            self._came = replace(came, cut=0)
-            warn_of_cut(came.cut, f"the result of {self._what}")
+        if came.cut or came.copies:
+            self._came = replace(came, cut=0, copies=0)
+            warn_of_cut(came.cut, f"the result of {self.what}", came.copies)
         return came.value  # type: ignore[no-any-return]
 
 
@@ -124,6 +158,8 @@ class Surroundings(NamedTuple):
 
     agent: Agent
     depth_of: Callable[[object], int]
+    on_death: Callable[[object, Callable[[], None]], None]
+    """call back, on a thread of the worker's own, when an object has died"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
 
 
@@ -153,6 +189,16 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
+        promise, session = self._promise, current_session()
+        if session is not None:
+            with session.waiting():  # also if it is there: the waits of a checkpoint are counted
+                self._await()
+        elif not promise.settled:
+            self._await()
+        self._complete()
+        return self._landing.value()
+
+    def _await(self) -> None:
         promise = self._promise
         if not promise.settled:
             self._is_waited_for = True
@@ -162,8 +208,6 @@ class Future(torch.futures.Future[T]):
                 self._is_waited_for = False
                 promise.on_settled(self._landed)
                 raise
-        self._complete()
-        return self._landing.value()
 
     def cancel(self) -> bool:
         """Call it off; False if it is done already, or is no call but what follows one.
@@ -185,13 +229,19 @@ class Future(torch.futures.Future[T]):
         return self._promise.settled
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of what `callback(this)` returns, called when this one is done."""
+        """A future of what `callback(this)` returns, called when this one is done.
+
+        What it raises is raised by `wait`, and logged if nobody has asked for it.
+        """
         _check_callable(callback)
         following: Promise[Opened] = Promise()
-        future: Future[S] = Future(Landing(following), self._around)
+        landing: Landing[S] = Landing(following, what=self._callback_of)
+        future: Future[S] = Future(landing, self._around)
+        note = partial(self._note_unseen, weakref.ref(landing))
+        del landing  # what runs must not keep alive what is logged when it dies
 
         def run() -> None:
-            following.settle(self._brought_by(callback))
+            following.settle(self._brought_by(callback, note))
 
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future
@@ -200,14 +250,16 @@ class Future(torch.futures.Future[T]):
         """Like `then` for a callback that returns a future: a future of what that one brings."""
         _check_callable(callback)
         following: Promise[Opened | Landing[S]] = Promise()
-        landing: Landing[S] = Landing(following, lambda came: came)
+        landing: Landing[S] = Landing(following, lambda came: came, self._callback_of)
         future: Future[S] = Future(landing, self._around)
+        note = partial(self._note_unseen, weakref.ref(landing))
+        del landing
 
         def pass_on(landed: Landing[S]) -> None:
             following.settle(landed)
 
         def run() -> None:
-            came = self._brought_by(callback)
+            came = self._brought_by(callback, note)
             inner = came.value if isinstance(came, Unpacked) else came
             if isinstance(inner, Future):
                 landed = inner._landing
@@ -219,9 +271,16 @@ class Future(torch.futures.Future[T]):
         return future
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call `callback(this)` when it is done."""
+        """Call `callback(this)` when it is done. What it raises is logged."""
         _check_callable(callback)
-        self.then(callback)
+
+        def run() -> None:
+            try:
+                self._in_scope(callback)
+            except BaseException:  # there is nobody to raise it for
+                _log.exception("%s raised", self._callback_of)
+
+        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
 
     def set_result(self, result: T) -> NoReturn:
         """It is the call that completes it."""
@@ -259,16 +318,33 @@ class Future(torch.futures.Future[T]):
                 return Unpacked(value, self._around.depth_of(value))
 
         with torch.set_grad_enabled(self._grad_enabled):
-            try:
-                return self._scope.copy().run(run)
-            except Exception as error:
-                raise self._around.of_callback(error) from error.__cause__
+            return self._scope.copy().run(run)
 
-    def _brought_by(self, callback: Callable[[Future[T]], S]) -> Opened:
+    def _brought_by(
+        self, callback: Callable[[Future[T]], S], note: Callable[[BaseException], None]
+    ) -> Opened:
+        """What a callback returned, or what it raised, for whoever waits for that."""
         try:
             return self._in_scope(callback)
-        except BaseException as error:  # raised wherever it is waited for
-            return error.with_traceback(None)
+        except BaseException as error:
+            note(error)
+            if not isinstance(error, Exception):
+                return error.with_traceback(None)
+            told = self._around.of_callback(error)
+            if told is not error:
+                told.__cause__, told.__context__ = error.__cause__, error
+            return told.with_traceback(None)
+
+    @property
+    def _callback_of(self) -> str:
+        me = self._around.agent.directory.me.name
+        return f"{me}: a callback of the future of {self._landing.what or 'a call'}"
+
+    def _note_unseen(self, landing: weakref.ref[Landing[S]], error: BaseException) -> None:
+        unseen, alive = Unseen(self._callback_of, error), landing()
+        if alive is not None:
+            alive.unseen = unseen
+            self._around.on_death(alive, unseen.report)
 
     @property
     def _pools(self) -> Dispatch:

@@ -34,6 +34,9 @@ class Manner:
     """the tensors of one message cross together, by one edge, instead of each by its own"""
     leaves_outside_contexts: bool = False
     """a tensor that wants a gradient still does so after a crossing that nothing records"""
+    carries_modes: bool = True
+    """the caller's grad mode and inference mode hold for the function it calls; without it, that
+    runs as on a fresh thread, and a caller that does not record gets a result without a graph"""
     counts_before_use: bool = False
     """a function runs once the owners of all references in its arguments have counted them"""
     answers_when_made: bool = False

@@ -37,6 +37,20 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     fork: ForkId | None
 
 
+class Draws(msgspec.Struct, frozen=True, array_like=True):
+    """A call is made for a checkpoint.
+
+    See Note [Random numbers under a checkpoint], sessions.py.
+    """
+
+    again: bool
+    """it repeats a call: the callee puts back its generators afterwards"""
+    state: bytes = b""
+    """what the callee has answered at first, if that drew random numbers"""
+    known: bool = True
+    """whether that answer is there"""
+
+
 class Call(Message, frozen=True, tag=0x40):
     """Run a function. `parcel` holds (args, kwargs).
 
@@ -53,17 +67,27 @@ class Call(Message, frozen=True, tag=0x40):
     inference: bool
     seconds: Seconds
     keep: Kept | None = None
+    draws: Draws | None = None
+    depth: int = 0
+    """how many calls around it share one deadline, and the time by which these end before each
+    other in all; see Note [Deadlines of nested calls], agent/deadlines.py
+    """
+    room: Seconds = 0.0
 
 
 class Result(Message, frozen=True, tag=0x41):
     """What the function returned.
 
     `accepted` are forks that came with the call and need those of the caller no longer: an Accept
-    for each, at no cost.
+    for each, at no cost. `copies` are tensors that require grad but travel inside an object, as
+    copies without their graph: the caller is warned of them. `draws` repeats the random numbers
+    that were drawn: only the worker that answers can read it.
     """
 
     parcel: Parcel
     accepted: Sequence[ForkId] = ()
+    copies: int = 0
+    draws: bytes = b""
 
 
 class Fetch(Message, frozen=True, tag=0x42):
@@ -122,3 +146,9 @@ class Expected(Message, frozen=True, tag=0x48):
     """
 
     fork: ForkId
+
+
+class Made(Message, frozen=True, tag=0x49):
+    """The value that a checkpoint's call keeps here is made; `draws` as in Result."""
+
+    draws: bytes

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
+
+import torch
+from torch import nn
 
 from gradwire.errors import NotExposed
 from gradwire.rpc import allowed_torch
@@ -44,10 +47,7 @@ def name_of(target: Function) -> str:
     found = maybe_at(path)
     # A bound class method is made anew each time it is read: equal, never identical.
     if found is not target and not (isinstance(target, MethodType) and found == target):
-        raise NotExposed(
-            f"{name} leads to {described(found)} here, not to the function given",
-            hint="give it a module-level name of its own",
-        )
+        raise _elsewhere(name, target, found)
     if is_instance_method(path):
         raise _needs_object(name, f"{name} is a method of objects")
     return name
@@ -62,7 +62,9 @@ def plain_name(target: object) -> str:
     """Where a function or class says it was defined; refused unless at module level."""
     home, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(home, str) or not isinstance(qualname, str):
-        raise NotExposed(f"{described(target)} has no name to travel by", hint=_DEFINE_HINT)
+        raise NotExposed(
+            f"{described(target)} has no name to travel by", hint=_nameless_hint(target)
+        )
     return _place_of(home, qualname)[0]
 
 
@@ -120,6 +122,37 @@ def _method_name(method: MethodType) -> str:
         return f"{plain_name(method.__self__)}.{name}"
     owner = label(type(method.__self__))
     raise _needs_object(name, f"{owner}.{name} is bound to an object, which does not travel")
+
+
+def _elsewhere(name: str, target: object, found: object) -> NotExposed:
+    """The function given calls itself by the name of another, as a wrapper of it does."""
+    function = name.rpartition(".")[2].rpartition(":")[2]
+    inner = getattr(target, "_torchdynamo_orig_callable", getattr(target, "__wrapped__", None))
+    if inner is not None and inner is found:
+        is_compiled = hasattr(target, "_torchdynamo_orig_callable")
+        how = "torch.compile" if is_compiled else "your decorator"
+        return NotExposed(
+            f"{name} is the function itself here, not the one that {how} made of it",
+            hint=f"give both one name, as in `{function} = {how.split()[-1]}({function})` or "
+            "@… above its def; or call it inside a function of yours",
+        )
+    return NotExposed(
+        f"{name} leads to {described(found)} here, not to the function given",
+        hint="give it a module-level name of its own",
+    )
+
+
+def _nameless_hint(target: object) -> str:
+    if isinstance(target, nn.Module):
+        return (
+            "make it where it runs with gradwire.RemoteModule, or keep it there and call it "
+            "through a reference: rref.rpc_sync().forward(...)"
+        )
+    if isinstance(target, partial):
+        return "pass the function itself, and all of its arguments in args and kwargs"
+    if isinstance(target, torch.jit.ScriptFunction):
+        return "call it inside a function of yours that is defined at module level, and expose that"
+    return _DEFINE_HINT
 
 
 def _needs_object(name: str, message: str) -> NotExposed:

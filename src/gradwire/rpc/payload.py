@@ -9,15 +9,16 @@ enums, and runs no other code of a user's but the __hash__ and __eq__ of keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, final
 
 import msgspec
 import numpy as np
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, CannotTravel, GradwireError
 from gradwire.options import Limits
-from gradwire.rpc import arrays, codecs, flat, kinds, named, tags
+from gradwire.rpc import arrays, codecs, flat, kinds, named, refused, tags
 from gradwire.rpc.tags import END_OF_TAGS, FIRST_EXTENSION
 from gradwire.rpc.walk import Names, Node, Packer, Packing, Unpacker, Unpacking, exactly, spoken
 from gradwire.wire.elements import check_arrived, check_leaving
@@ -35,10 +36,15 @@ _PICKLE_HINT = "Options(pickle=True) loads them; whoever may send one may run an
 
 
 class Packed(NamedTuple):
-    """A value as data, and the tensors it names; their bytes travel beside it."""
+    """A value as data, and the tensors it names; their bytes travel beside it.
+
+    `copies` counts the tensors that require grad but are copied into the data: no gradient will
+    come back to them. Only a pickle has such.
+    """
 
     data: bytes
     tensors: list[Tensor]
+    copies: int = 0
 
 
 class Unopened(msgspec.Struct, frozen=True):
@@ -75,6 +81,7 @@ class Codec:
             **codecs.UNPACKERS,
             tags.PICKLED: self._unpack_odd,
         }
+        self._extended: list[type] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode: Callable[[bytes | memoryview], object] = msgspec.msgpack.Decoder().decode
 
@@ -97,6 +104,7 @@ class Codec:
             _, data = node
             return unpack(data)
 
+        self._extended.append(kind)
         self._packers[kind] = lambda _, value: [tag, pack(value)]
         self._unpackers[tag] = unpack_node
 
@@ -132,7 +140,32 @@ class Codec:
                 f"{len(data)} bytes besides tensors are over the limit of {self._limits.head}",
                 hint="send them as a tensor or a numpy array, or raise Limits.head",
             )
-        return Packed(data, walk.tensors)
+        return Packed(data, walk.tensors, walk.copies)
+
+    def place_of_tensor(
+        self, value: object, place: str | tuple[str, ...], index: int
+    ) -> str | None:
+        """Where in `place` the tensor of that number sits, in the order of `pack`.
+
+        None if that is not known, as inside a pickle. For an error: it walks once more.
+        """
+        if self._odd is not None:
+            return None
+
+        def find(walk: Packing, tensor: Tensor) -> Node:
+            if len(walk.tensors) == index:
+                raise CannotTravel
+            return kinds.pack_tensor(walk, tensor)
+
+        # References are counted when they are packed: not again.
+        counted = dict.fromkeys(self._extended, lambda _walk, _value: None)
+        packers = {**self._packers, **counted, Tensor: find, Parameter: find}
+        walk = Packing(packers, self._learn, self._names, self._limits.depth)
+        try:
+            walk.node(value)
+        except CannotTravel as found:
+            return _placed(found, place).place
+        return None
 
     def maybe_unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
         """The value that was packed; Unopened, if that takes a walk. Raises as `unpack` does.
@@ -168,6 +201,8 @@ class Codec:
 
     def _learn(self, kind: type) -> Packer:
         packer = codecs.maybe_packer(kind) or named.maybe_packer(kind)
+        if packer is None and refused.maybe_refusal(kind) is not None:
+            packer = _refuse
         if packer is None and self._odd is not None:
             packer = self._pack_odd
         if packer is None:
@@ -179,6 +214,7 @@ class Codec:
         assert self._odd is not None
         packed, first = self._odd.pack(value, spoken(type(value))), len(walk.tensors)
         walk.tensors.extend(packed.tensors)
+        walk.copies += packed.copies
         return [tags.PICKLED, packed.data, first, len(packed.tensors)]
 
     def _unpack_odd(self, walk: Unpacking, node: Node) -> object:
@@ -205,7 +241,16 @@ def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel
     return refusal
 
 
+def _refuse(_walk: Packing, value: object) -> NoReturn:
+    refusal = refused.maybe_refusal(type(value))
+    assert refusal is not None, f"{type(value).__name__} was refused without a reason"
+    refused.refuse(refusal, value)
+
+
 def _refusal(kind: type) -> CannotTravel:
+    advice = refused.maybe_hint(kind)
+    if advice is not None:
+        return CannotTravel(f"a value of type {spoken(kind)} does not travel", hint=advice)
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
     hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
     return CannotTravel(f"a value of type {spoken(kind)} does not travel", hint=hint)

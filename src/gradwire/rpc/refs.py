@@ -61,7 +61,7 @@ class Refs:
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
         self._janitor = Janitor(f"gradwire {me.name} refs", self.ended)
-        self.watch = self._janitor.watch
+        self.watch, self.on_death = self._janitor.watch, self._janitor.on_death
         self._closed = False
         self.accepting = Accepting(me.id, self._table, self._lock, self._perform)
         self.lending = Lending(agent.directory, self._table, self.content)

@@ -24,8 +24,10 @@ from types import (
 )
 from typing import Any, NamedTuple, TypeVar, final
 
+from torch.nn import Module
+
 from gradwire import errors
-from gradwire.errors import NotExposed, UsageError
+from gradwire.errors import NotExposed, UsageError, WrongType
 from gradwire.rpc import allowed_torch
 from gradwire.rpc.names import (
     Function,
@@ -113,6 +115,10 @@ _EXCEPTIONS: Mapping[str, type[BaseException]] = {
 _EXPOSE = "@gradwire.expose, or pass expose=[module] to init_rpc/run/cluster on the"
 _FUNCTION_HINT = f"decorate it with {_EXPOSE} callee"
 _CLASS_HINT = f"decorate the class with {_EXPOSE} owner"
+_OTHERS_HINT = (
+    "use it inside a function of yours that is exposed, or pass expose=[it] to "
+    "init_rpc/run/cluster on the callee"
+)
 _WRAP_HINT = "use it inside a function or method of yours that is exposed on the owner"
 
 
@@ -146,7 +152,7 @@ class Registry:
         self._known: dict[str, _Known] = {}
         self._methods: dict[tuple[type, str], Any] = {}
         """what stands for the names of methods that were asked for; functions, while they do"""
-        for item in expose:
+        for item in listed(expose):
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
     def name_of(self, target: Function) -> str:
@@ -165,7 +171,9 @@ class Registry:
                 return known.function
         found = self._maybe_find(name)
         if found is None:
-            raise NotExposed(f"{_spoken(name)} is not exposed on this worker", hint=_FUNCTION_HINT)
+            raise NotExposed(
+                f"{_spoken(name)} is not exposed on this worker", hint=_function_hint(name)
+            )
         home, _, attribute = name.partition(":")
         if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
             self._known[name] = _Known(home, attribute, found)
@@ -174,17 +182,22 @@ class Registry:
     def method(self, value: object, name: str) -> Function:
         """The public method `name` of an object held by a reference, bound to it.
 
-        Found on the type, as Python finds special methods: what was stored on the object itself
-        is not called. A method that torch or Python defines is judged by their lists, whoever's
-        class inherits it.
+        Judged by the type: what is stored on the object only is no method. If it stands there for
+        a method that may be called, it is called, as in Python; the owner has put it there. A
+        method that torch or Python defines is judged by their lists, whoever's class inherits it.
         """
         cls = type(value)
         known: Any = self._methods.get((cls, name))
         if known is None or getattr(cls, name, None) is not known:
+            inner = allowed_torch.maybe_compiled_from(value)
+            if inner is not None and _maybe_definer(cls, name) is None:
+                return self.method(inner, name)
             known = self._method_of(value, cls, name)
             if len(self._methods) >= _MOST_METHODS:
                 self._methods.clear()
             self._methods[cls, name] = known
+        if name in getattr(value, "__dict__", ()) and name not in DUNDERS:
+            return _stored(value, name)
         bound: Function = known.__get__(value, cls)
         return bound
 
@@ -195,10 +208,14 @@ class Registry:
         definer = _maybe_definer(cls, name)
         if definer is None:
             raise _missing(value, name, spoken)
-        if not self._allows(cls, definer, name):
+        if not self._allows(cls, definer, name) and not allowed_torch.is_forward(
+            value, definer, name
+        ):
             hint = _WRAP_HINT if _is_fenced(definer) else _CLASS_HINT
             raise NotExposed(f"{spoken} is not exposed on this worker", hint=hint)
         if not _is_method(vars(definer)[name], definer):
+            if allowed_torch.is_forward(value, definer, name):
+                return _AS_ATTRIBUTE  # TorchScript finds its forward when it is asked for
             raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
         return vars(definer)[name]
 
@@ -248,6 +265,14 @@ class Registry:
 
     def _is_exposed(self, cls: type) -> bool:
         return _is_marked(cls) or self._maybe_of_user(label(cls)) is cls
+
+
+def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
+    """What is to be exposed, if it was given in a list."""
+    if isinstance(expose, ModuleType | str) or callable(expose):
+        given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
+        raise WrongType(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
+    return tuple(expose)
 
 
 def _single(item: object) -> dict[str, Function]:
@@ -302,6 +327,34 @@ def _is_method(raw: object, definer: type) -> bool:
     )
 
 
+def _stored(value: object, name: str) -> Function:
+    """What stands on the object itself for a method of its class, if that is something to call.
+
+    Not a function of Python's or torch's that an object of the user's holds, but for modules:
+    torch itself puts compiled and scripted methods there.
+    """
+    found: object = vars(value)[name]
+    while isinstance(found, functools.partial):
+        found = found.func
+    home = str(getattr(getattr(found, "__func__", found), "__module__", None)).partition(".")[0]
+    is_foreign = home == "torch" or home in sys.stdlib_module_names
+    if not callable(found) or (is_foreign and not isinstance(value, Module)):
+        spoken = f"{label(type(value))}.{_spoken(name)}"
+        raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+    stored: Function = vars(value)[name]
+    return stored
+
+
+class _AsAttribute:
+    """A method that is had by asking the object for it."""
+
+    def __get__(self, value: object, _: type) -> Any:  # noqa: ANN401
+        return getattr(value, "forward")  # noqa: B009  (the only one)
+
+
+_AS_ATTRIBUTE = _AsAttribute()
+
+
 def _is_private(name: str) -> bool:
     return name.startswith("_")
 
@@ -320,6 +373,14 @@ def _lists_method(cls: type, method: str) -> bool:
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:
     return next((heir for heir in cls.__mro__ if attribute in vars(heir)), None)
+
+
+def _function_hint(name: str) -> str:
+    """What the user did not write cannot be decorated."""
+    home = name.partition(":")[0].partition(".")[0]
+    if home == "torch" or home in sys.stdlib_module_names - {"__main__"}:
+        return _OTHERS_HINT
+    return _FUNCTION_HINT
 
 
 def _missing(value: object, name: str, spoken: str) -> Exception:

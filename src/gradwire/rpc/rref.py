@@ -15,6 +15,7 @@ from gradwire.autograd.api import backward
 from gradwire.door import Door
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
+from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.calls import Calls, Target
 from gradwire.rpc.contents import Value
 from gradwire.rpc.futures import Future
@@ -32,10 +33,10 @@ class Home(Protocol):
     calls: Calls
     directory: Directory
 
-    def deadline(self, timeout: float | None) -> float:
+    def deadline(self, timeout: Timeout) -> float:
         """The moment a wait that begins now must end."""
 
-    def backward_deadline(self, timeout: float | None = None) -> float:
+    def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
         """The moment a backward pass that begins now is given up."""
 
 
@@ -92,7 +93,7 @@ class RRef(Generic[T]):
 
     # -- the value
 
-    def to_here(self, timeout: float | None = None) -> T:
+    def to_here(self, timeout: Timeout = DEFAULT) -> T:
         """The value: itself on its owner, a copy elsewhere. Waits until it is made."""
         deadline = self._home.deadline(timeout)
         if self.is_owner():
@@ -101,7 +102,7 @@ class RRef(Generic[T]):
 
     def local_value(self) -> T:
         """The value itself, on its owner."""
-        return self._value_here(self._home.deadline(None))
+        return self._value_here(self._home.deadline(DEFAULT))
 
     def _value_here(self, deadline: float) -> T:
         value = self._home.refs.value_here(self.hold, deadline)
@@ -129,15 +130,15 @@ class RRef(Generic[T]):
 
     # -- its methods
 
-    def rpc_sync(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+    def rpc_sync(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
         return Proxy(self, self._home.calls.call, timeout, waits=True)
 
-    def rpc_async(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+    def rpc_async(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_async().method(…)` runs the method on the owner; a future of its result."""
         return Proxy(self, self._home.calls.call_async, timeout)
 
-    def remote(self, timeout: float | None = None) -> Any:  # noqa: ANN401
+    def remote(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
 
         def call(to: int, target: Target, deadline: float) -> RRef[Any]:
@@ -174,7 +175,7 @@ class Proxy:
         self,
         rref: RRef[Any],
         call: Callable[[int, Target, float], Any],
-        timeout: float | None,
+        timeout: Timeout,
         *,
         waits: bool = False,
     ) -> None:

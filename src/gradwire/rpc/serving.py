@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 import torch
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.deadlines import Cut
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
 from gradwire.agent.messages import Done
@@ -28,12 +29,13 @@ from gradwire.rpc.asynchronous import LATER, Later, later_of, result_of
 from gradwire.rpc.contents import Content, Raised, Value
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Reference, Result
 from gradwire.rpc.parcels import Parcels
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
+from gradwire.rpc.sessions import Served, Stream
 
 
 class Scope(AbstractContextManager[None], Protocol):
@@ -64,9 +66,11 @@ class Serving:
         registry: Registry,
         inside: Inside,
         manner: Manner,
+        stream: Stream,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._parcels, self._registry, self._inside = parcels, registry, inside
+        self._stream = stream
         self._manner = manner
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
@@ -74,6 +78,8 @@ class Serving:
 
     def _serve(self, call: Call, payload: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + call.seconds
+        if call.depth > 0:
+            deadline = Cut(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
@@ -109,12 +115,14 @@ class Serving:
         except GradwireError:
             self._refs.release(call.parcel.references)
             raise
-        at_once = not self._manner.answers_when_made
+        is_repeatable = call.draws is not None  # what was drawn is known when it is made
+        at_once = not self._manner.answers_when_made and not is_repeatable
 
         def settle(content: Content) -> None:
             promise.settle(content)
             if not at_once:
-                self._agent.answer(source, Done(), deadline=deadline)
+                made = Made(source.note) if is_repeatable else Done()
+                self._agent.answer(source, made, deadline=deadline)
 
         try:
             if at_once:
@@ -145,13 +153,29 @@ class Serving:
             grad, inference = call.grad_enabled, call.inference
             # The caller's modes: no_grad there is no_grad here. Mostly they are ours already.
             if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
-                return self._result(call, payload, source.worker, deadline)
+                return self._result(call, payload, source, deadline)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                return self._result(call, payload, source.worker, deadline)
+                return self._result(call, payload, source, deadline)
         finally:
             scope.leave()
 
-    def _result(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
+    def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
+        if call.draws is None:
+            return self._returned(call, payload, source.worker, deadline)
+        me = self._agent.directory.me.name
+        served = Served(self._stream, call.draws, call.function, me)
+        with served:
+            value = self._returned(call, payload, source.worker, deadline)
+        if type(value) is Later:
+
+            def finish() -> None:
+                source.note = served.later_note()
+
+            return value._replace(finish=finish)
+        source.note = served.note()
+        return value
+
+    def _returned(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
         parcel, name = call.parcel, call.function
         unpacked = self._parcels.unpack(
             parcel,
@@ -178,11 +202,14 @@ class Serving:
         return later_of(function, value) if hasattr(function, LATER) else value
 
     def _when_done(self, later: Later, use: Use) -> None:
-        later.future.add_done_callback(lambda done: use(self._brought(done)))
+        later.future.add_done_callback(lambda done: use(self._brought(done, later)))
 
-    def _brought(self, future: torch.futures.Future[Any]) -> Content:
+    def _brought(self, future: torch.futures.Future[Any], later: Later) -> Content:
         try:
-            return Value(future.value())
+            value = future.value()
+            if later.finish is not None:
+                later.finish()
+            return Value(value)
         except BaseException as error:  # the asker is told
             return Raised(self._agent.describe(error))
 
@@ -254,7 +281,7 @@ class Serving:
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
         try:
-            result = Result(packed.parcel, accepted)
+            result = Result(packed.parcel, accepted, packed.copies, source.note)
             left = self._agent.answer(source, result, packed.payload, deadline=deadline)
         finally:
             if not left:
@@ -271,7 +298,7 @@ class Serving:
         content.on_settled(partial(self._guard, source, answer))
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
-        deadline = self._agent.clock.now() + message.seconds
+        deadline = self._engine.deadline_for_peer(message.seconds)
         hold = Hold(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))

@@ -43,7 +43,7 @@ class Names(Protocol):
 class Packing:
     """One value on its way into a skeleton and a list of tensors."""
 
-    __slots__ = ("_depth", "_learn", "_left", "_names", "_packers", "tensors")
+    __slots__ = ("_depth", "_learn", "_left", "_names", "_packers", "copies", "tensors")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Packing:
         depth: int,
     ) -> None:
         self.tensors: list[Tensor] = []
+        self.copies = 0
         self._packers, self._learn, self._names = packers, learn, names
         self._depth = self._left = depth
 
@@ -174,4 +175,6 @@ def exactly(value: object, kind: type[T]) -> T:
 
 def spoken(kind: type) -> str:
     """The full name of a type, for messages."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    # A spawned process knows its script as __mp_main__, which no user has written anywhere.
+    home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{home}.{kind.__qualname__}"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
@@ -34,8 +36,9 @@ from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
 from gradwire.errors import RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
-from gradwire.options import Options
+from gradwire.options import DEFAULT, Options, Timeout
 from gradwire.rpc.calls import Calls
+from gradwire.rpc.checkpoints import watch_checkpoints
 from gradwire.rpc.gathering import Gatherings
 from gradwire.rpc.lending import Lent
 from gradwire.rpc.manner import NATIVE, Manner
@@ -48,6 +51,7 @@ from gradwire.rpc.registry import Registry, exception_name
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, is_due, was_due
 from gradwire.rpc.serving import Serving
+from gradwire.rpc.sessions import PROCESS, Stream
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
@@ -57,6 +61,14 @@ _log = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 Exposed = Iterable[ModuleType | Any]
+
+
+class Own(NamedTuple):
+    """A generator that one of several workers in a process has to itself."""
+
+    generator: torch.Generator
+    drawing: Callable[[], AbstractContextManager[object]]
+    """what to enter around the code of the worker, so that random operators draw from it"""
 
 
 @final
@@ -76,13 +88,18 @@ class Worker:
         store: Store | None = None,
         manner: Manner = NATIVE,
         refusals: Refusals | None = None,
+        own: Own | None = None,
     ) -> None:
         home_door.move_in()
         autograd_api.door.move_in()
+        self._process = os.getpid()
         self.store = store  # held, as we may be the one who hosts it
         self.directory, self.name = directory, directory.me.name
         self.manner = manner
         self._options = options
+        self.own = own
+        """the generator that this worker has to itself; that of the process if there is none"""
+        self.stream = PROCESS if own is None else Stream(own.generator)
         self._parts: Parts[Worker] = Parts()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
@@ -106,7 +123,7 @@ class Worker:
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent; each registers what it serves."""
         agent, options, manner = self.agent, self._options, self.manner
-        inside = partial(Scope, self)
+        inside = partial(Scope, self) if self.own is None else self.serving
         self.engine = Engine(
             agent,
             options.timeouts,
@@ -119,15 +136,19 @@ class Worker:
         self.refs.make = lambda hold: reference._of(self, hold)
         codec = self._codec(registry, reference)
         leaves = manner.leaves_outside_contexts
-        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves)
+        modes = manner.carries_modes
+        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, parcels, registry, inside, manner)
+        Serving(agent, self.engine, self.refs, parcels, registry, inside, manner, self.stream)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
         refs, options, manner = self.refs, self._options, self.manner
-        pickles = PickleCodec(manner.reducers) if manner.pickle or options.pickle else None
+        pickles = None
+        if manner.pickle or options.pickle:
+            restores = manner.leaves_outside_contexts
+            pickles = PickleCodec(manner.reducers, restores_parameters=restores)
         data = Codec(registry, options.limits, pickles)
         for codec in (data, pickles):
             if codec is not None:
@@ -143,15 +164,15 @@ class Worker:
         if isinstance(self._leaver, Membership):
             self._leaver.come(deadline)
 
-    def backward_deadline(self, timeout: float | None = None) -> float:
+    def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
         """The moment a backward pass that begins now is given up."""
         return deadline_from(timeout, self._options.timeouts.backward, self.agent.clock.now())
 
-    def step_deadline(self, timeout: float | None = None) -> float:
+    def step_deadline(self, timeout: Timeout = DEFAULT) -> float:
         """The moment a step of an optimizer that begins now is given up."""
         return deadline_from(timeout, self._options.timeouts.step, self.agent.clock.now())
 
-    def deadline(self, timeout: float | None) -> float:
+    def deadline(self, timeout: Timeout) -> float:
         """The moment a call that begins now must be answered."""
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
 
@@ -163,10 +184,24 @@ class Worker:
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""
         with home_door.opened(self), autograd_api.door.opened(self.engine):
-            yield
+            if self.own is None:
+                yield
+                return
+            with self.own.drawing():
+                yield
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is not the worker, but was forked from it."""
+        return os.getpid() != self._process
 
     def shutdown(self, *, graceful: bool, timeout: float | None = None) -> list[str]:
-        """Leave, with the others if graceful; the workers that were given up on."""
+        """Leave, with the others if graceful; the workers that were given up on.
+
+        In a forked process, which shares the worker's connections, this does nothing.
+        """
+        if self.is_forked:
+            return []
         if self.agent.dispatch.user.runs_this_thread:
             raise UsageError(
                 f"shutdown() was called on {self.name} by a function that a peer called",
@@ -202,10 +237,14 @@ class Worker:
 
     def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
+        if self.is_forked:
+            return []
         return self._leaver.leave(deadline, let_go, self._is_busy, self._look)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Stop now. What waits for a peer gets an error; idempotent."""
+        """Stop now. What waits for a peer gets an error; idempotent. Not in a forked process."""
+        if self.is_forked:
+            return
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
@@ -249,10 +288,15 @@ class Worker:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
     def serving(
-        self, context: ContextId | None, deadline: float, errand: Source | None = None
-    ) -> AbstractContextManager[None]:
+        self,
+        context: ContextId | None,
+        deadline: float = math.inf,
+        errand: Source | None = None,
+    ) -> Scope | _DrawingScope:
         """The scope of a function that a peer has asked for."""
-        return Scope(self, context, deadline, errand)
+        if self.own is None:
+            return Scope(self, context, deadline, errand)
+        return _DrawingScope(self.own.drawing(), partial(Scope, self, context, deadline, errand))
 
 
 @final
@@ -297,5 +341,34 @@ class Scope:
         self.leave()
 
 
+@final
+class _DrawingScope:
+    """The scope of a served function on a worker that has a generator of its own."""
+
+    def __init__(self, drawing: AbstractContextManager[object], scope: Callable[[], Scope]) -> None:
+        self._drawing = drawing
+        drawing.__enter__()
+        self._scope = scope()
+
+    def leave(self) -> None:
+        """As it was before."""
+        self._scope.leave()
+        self._drawing.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
 _RREF_TAG = 64
 _LENT_TAG = 65
+
+
+def _stream_here() -> Stream | None:
+    home = home_door.maybe_find()
+    return None if home is None else cast(Worker, home).stream
+
+
+watch_checkpoints(_stream_here)

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import ParamSpec, TypeVar, final
+
+import torch
 
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
 from gradwire.agent.members_state import Member as Place
 from gradwire.agent.secret import fresh_secret
-from gradwire.errors import PeerLost
+from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.manner import NATIVE, Manner
-from gradwire.rpc.worker import Exposed, Worker
+from gradwire.rpc.registry import listed
+from gradwire.rpc.worker import Exposed, Own, Worker
+from gradwire.testing.generators import drawing_from
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 from gradwire.transport.memory import MemoryNetwork
@@ -90,8 +95,12 @@ class _Nursery:
         options: Options | None,
         clock: Clock | None,
         manner: Manner | None,
+        generators: Sequence[torch.Generator] | None,
     ) -> None:
-        self._options, self._expose = options or Options(), tuple(expose)
+        if generators is not None and len(generators) != n:
+            raise UsageError(f"{n} workers were given {len(generators)} generators")
+        self._generators = generators
+        self._options, self._expose = options or Options(), listed(expose)
         self._clock, self._manner = clock, manner or NATIVE
         self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
         self._secret = fresh_secret()
@@ -115,6 +124,7 @@ class _Nursery:
         return born
 
     def _start(self, id: int, listener: Listener) -> Worker:
+        mine = None if self._generators is None else self._generators[id]
         worker = Worker(
             Directory(id, self._places),
             "cluster",
@@ -125,6 +135,7 @@ class _Nursery:
             self._expose,
             self._clock,
             manner=self._manner,
+            own=None if mine is None else Own(mine, partial(drawing_from, mine)),
         )
         self.started.append(worker)
         return worker
@@ -138,13 +149,17 @@ def cluster(
     options: Options | None = None,
     clock: Clock | None = None,
     manner: Manner | None = None,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> Iterator[Cluster]:
     """n workers named w0, w1, … in this process; they are gone when the block ends.
 
     >>> with cluster(2) as workers:
     ...     workers[0].run(gradwire.rpc_sync, "w1", torch.sin, args=(x,))
+
+    They share the default generator of the process, unless each is given one of its own; see
+    testing/generators.py.
     """
-    nursery = _Nursery(n, expose, options, clock, manner)
+    nursery = _Nursery(n, expose, options, clock, manner, generators)
     try:
         yield Cluster([Member(worker) for worker in nursery.started], nursery.restart)
     finally:

@@ -20,7 +20,9 @@ HELD_AT_MOST = 1 << 24
 """Bytes a channel may hold for a peer that does not read; the frame that gets there still goes."""
 
 CLOSED_BY_PEER = "connection closed by peer"
-RESET_BY_PEER = "connection reset by peer"
+"""Also of one that was reset: a process that dies ends its connections in either way, by whether
+bytes that it has not read are left in its kernel. The OSError is the `__cause__`.
+"""
 
 
 def closed_here(reason: str) -> str:

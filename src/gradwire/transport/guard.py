@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Final, NoReturn, final
 
 from gradwire.errors import PeerLost
-from gradwire.transport.base import CLOSED_BY_PEER, RESET_BY_PEER, closed_here
+from gradwire.transport.base import CLOSED_BY_PEER, closed_here
+from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.transport.stream import Stream
 
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
@@ -26,7 +27,7 @@ class Guard:
     be called more than once.
     """
 
-    __slots__ = ("_also_close", "_ending", "_sock", "_uses", "story")
+    __slots__ = ("__weakref__", "_also_close", "_ending", "_sock", "_uses", "story")
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Guard:
         self._also_close = also_close
         # Reentrant, as a signal handler may close what its own thread is closing.
         self._ending = threading.RLock()
+        let_go_in_forks(self)
 
     def end(self, story: str) -> bool:
         """Whether this was the first time; only then the story counts."""
@@ -51,6 +53,12 @@ class Guard:
                     self._sock.shutdown(socket.SHUT_RDWR)
             self.settle()
         return first
+
+    def forked(self) -> None:
+        """See forking.py: without `shutdown`, which would end the parent's connection."""
+        self.story = self.story or closed_here(FORKED)
+        self._sock.close()
+        self._also_close()
 
     def settle(self) -> None:
         """Close the descriptor unless it is in use."""
@@ -81,8 +89,6 @@ def reason_of(error: OSError) -> str:
 
 def story_of(error: OSError) -> str:
     """The story of a connection that ended with an error of the operating system."""
-    if isinstance(error, ConnectionResetError):
-        return RESET_BY_PEER
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return CLOSED_BY_PEER
     return reason_of(error)

@@ -270,7 +270,7 @@ class Intake:
         except BlockingIOError:
             self._guard.lose(stalled(self._stall))
         except OSError as error:
-            self._guard.lose(story_of(error), error)
+            self._guard.lose(f"{story_of(error)} in the middle of a message", error)
         finally:
             self.is_midway = False
         if count == 0:

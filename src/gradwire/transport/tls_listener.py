@@ -20,6 +20,7 @@ from typing import Final, final
 
 from gradwire.errors import PeerLost
 from gradwire.transport.base import closed_here
+from gradwire.transport.forking import let_go_in_forks
 from gradwire.transport.guard import reason_of
 from gradwire.transport.identity import names_of
 from gradwire.transport.sockets import SocketChannel
@@ -113,6 +114,13 @@ class Doorman:
         self.refused: Counter[str] = Counter()
         """How many were not let in, by reason."""
         sock.setblocking(False)
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """See forking.py. The selector is not asked to forget them: it is the parent's too."""
+        self._is_over.set()
+        for sock in (self._sock, *(guest.sock for guest in tuple(self._guests))):
+            sock.close()
 
     def work(self, admit: Callable[[SocketChannel], bool]) -> None:
         """Until `stop`. `admit` takes who comes in, or says that there is no room."""

@@ -83,6 +83,13 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return bool(self.flags & COALESCED)
 
 
+def without_inference(header: TensorHeader) -> TensorHeader:
+    """The same tensor, as if it had been made outside of `torch.inference_mode`."""
+    if not header.flags & INFERENCE:
+        return header
+    return msgspec.structs.replace(header, flags=header.flags & ~INFERENCE)
+
+
 def malformed(why: str) -> BadMessage:
     """A header that no correct peer sends."""
     return BadMessage(f"a tensor header is wrong: {why}")

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.futures import Future
 
 from gradwire.agent.directory import WorkerInfo
 from gradwire.autograd.graph import tensors_in
 from gradwire.autograd.scope import inside
-from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_call
 from gradwire.compat.rpc.internal import (
     PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
     _internal_rpc_pickler,
     run_builtin,
     run_function,
@@ -27,12 +30,14 @@ from gradwire.compat.rpc.internal import (
 )
 from gradwire.compat.rpc.references import PyRRef, RRef, beside
 from gradwire.compat.rpc.world import (
+    AllGatherStates,
     RpcAgent,
     TensorPipeAgent,
     _all_gather,
     _barrier,
     _broadcast_to_followers,
     _delete_all_user_and_unforked_owner_rrefs,
+    _finalize_shutdown,
     _gather_to_leader,
     _get_current_rpc_agent,
     _init_rpc_states,
@@ -49,12 +54,18 @@ from gradwire.compat.rpc.world import (
     shutdown,
 )
 from gradwire.errors import DeadlinePassed, PeerError
+from gradwire.rpc.arguments import keywords, of_sequence
+from gradwire.rpc.asynchronous import LATER
 from gradwire.rpc.calls import Target
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 __all__ = [
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "AllGatherStates",
+    "Future",
     "PyRRef",
+    "RPCExecMode",
     "RRef",
     "RpcAgent",
     "TensorPipeAgent",
@@ -62,7 +73,9 @@ __all__ = [
     "_all_gather",
     "_barrier",
     "_broadcast_to_followers",
+    "_build_rpc_profiling_key",
     "_delete_all_user_and_unforked_owner_rrefs",
+    "_finalize_shutdown",
     "_gather_to_leader",
     "_get_current_rpc_agent",
     "_init_rpc_states",
@@ -84,6 +97,10 @@ __all__ = [
 _ignore_rref_leak = True
 _default_pickler = _internal_rpc_pickler
 _thread_local_var = threading.local()
+_ALL_WORKER_NAMES: set[str] = set()
+
+method_name = "to_here"
+"""A variable that a loop has left behind in torch's module, and that editors offer for import."""
 
 
 @contextlib.contextmanager
@@ -177,21 +194,29 @@ def _prepared(
 ) -> tuple[Worker, WorkerInfo, Target]:
     if not callable(func):
         raise TypeError("function should be callable.")
-    return _here(), _to_worker_info(to), _target(func, args or (), kwargs or {})
+    return _here(), _to_worker_info(to), _target(func, of_sequence(args), keywords(kwargs))
 
 
-def _target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Target:  # noqa: ANN401
+def _target(func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Target:
     operator = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
     if operator is not None:
-        return Target(f"!{operator}", (run_builtin, operator, tuple(args), kwargs), {})
-    name = getattr(func, "__qualname__", type(func).__qualname__)
-    udf = PythonUDF(func, tuple(args), kwargs)
+        return Target(f"!{operator}", (run_builtin, operator, args, kwargs), {})
+    name = _spoken(func)
+    udf = PythonUDF(func, args, kwargs)
     if _default_pickler is not _internal_rpc_pickler:
         references: list[PyRRef[Any]] = []
         with beside(references):
             data, tensors = _default_pickler.serialize(udf)
         return Target(f"!{name}", (run_serialized, data, tensors, references), {})
     return Target(f"!{name}", (run_function, udf), {})
+
+
+def _spoken(func: Callable[..., Any]) -> str:
+    """The name of a function in errors and profiles."""
+    scripted = getattr(func, LATER, func)
+    if isinstance(scripted, torch._C.ScriptFunction):
+        return str(scripted.qualified_name).removeprefix("__torch__.")
+    return str(getattr(func, "__qualname__", type(func).__qualname__))
 
 
 @contextlib.contextmanager
@@ -206,7 +231,14 @@ def _recorded(target: Target) -> Iterator[None]:
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:  # noqa: ANN401
-    return rref._get_type(blocking=blocking)
+    """Its type, or where that has no name by which it could travel, the nearest base that has one.
+
+    torch.fx makes a class for each module.
+    """
+    kind = rref._get_type(blocking=blocking)
+    if not isinstance(kind, type):
+        return kind
+    return next(base for base in kind.__mro__ if "<locals>" not in base.__qualname__)
 
 
 def _rref_typeof_on_user(

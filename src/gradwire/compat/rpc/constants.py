@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from gradwire.options import FOREVER
+
 DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
 DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
@@ -11,7 +13,12 @@ DEFAULT_NUM_WORKER_THREADS: int = 16
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
 UNSET_RPC_TIMEOUT: float = -1.0
 
-A_LONG_TIME_SECONDS: float = 86400.0
-"""What a timeout of 0 means here; in the original it means for ever."""
+_DEFAULT_RPC_TIMEOUT_SEC = DEFAULT_RPC_TIMEOUT_SEC
+_DEFAULT_INIT_METHOD = DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = DEFAULT_NUM_WORKER_THREADS
+_UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT
+
+A_LONG_TIME_SECONDS: float = FOREVER
+"""What a timeout of 0 means: as long as the others live."""
 
 __all__: list[str] = []

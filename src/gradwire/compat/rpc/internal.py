@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc.references import PyRRef, beside
+from gradwire.errors import UsageError
 from gradwire.rpc.asynchronous import result_of
+from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.pickled import PickleCodec, Reducers
 from gradwire.rpc.rref import home_door
 
 _REFERENCE = 0
+_NO_AGENT = "Current RPC agent is not set"
 
 
 class RPCExecMode(Enum):
@@ -53,7 +57,10 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
         """The value as bytes and tensors."""
-        return _codec(self._class_reducer_dict).pack(obj)
+        data, tensors, copies = _codec(self._class_reducer_dict).pack(obj)
+        if copies and torch.is_grad_enabled() and current_context() is not None:
+            warn_of_cut(0, "what was serialized", copies)
+        return data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
         """The value that was serialized."""
@@ -61,7 +68,7 @@ class _InternalRPCPickler:
 
 
 def _codec(reducers: Reducers) -> PickleCodec:
-    codec = PickleCodec(reducers)
+    codec = PickleCodec(reducers, restores_parameters=True)
     codec.extend(PyRRef, _REFERENCE, PyRRef._serialize, PyRRef._deserialize)
     return codec
 
@@ -83,10 +90,24 @@ def run_function(udf: PythonUDF) -> object:
     """Run a function that a peer sent. What it raises is also printed here."""
     try:
         return result_of(udf.func, *udf.args, **(udf.kwargs or {}))
-    except Exception as error:
+    except Exception as raised:
+        error = _explained(raised)
         me = home_door.find().directory.me
         print(f"On {me}:\n{error!r}\n{traceback.format_exc()}", file=sys.stderr)
-        raise
+        if error is raised:
+            raise
+        raise error from raised
+
+
+def _explained(error: Exception) -> Exception:
+    """In the place of what TorchScript says if it finds no agent of torch's in this process."""
+    if not isinstance(error, RuntimeError) or _NO_AGENT not in str(error):
+        return error
+    return UsageError(
+        "TorchScript code called rpc_sync, rpc_async or remote, or used an RRef, which gradwire "
+        "does not have",
+        hint="make these calls from Python; what they call may be TorchScript",
+    )
 
 
 def run_builtin(operator: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -10,6 +10,7 @@ TORCH = Manner(
     reducers=_internal_rpc_pickler._class_reducer_dict,
     edge_per_message=True,
     leaves_outside_contexts=True,
+    carries_modes=False,
     counts_before_use=True,
     answers_when_made=True,
     runs_what_is_late=True,

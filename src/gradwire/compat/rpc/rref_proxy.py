@@ -7,10 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.references import PyRRef
 from gradwire.rpc.asynchronous import result_of
 from gradwire.rpc.futures import Future
+
+_SCRIPTED = (torch.jit.ScriptModule, torch._C.ScriptModule)
 
 
 class RRefProxy:
@@ -33,10 +37,10 @@ def _invoke(
     *args: object,
     **kwargs: object,
 ) -> Any:  # noqa: ANN401
-    """Call a method, once the type of the value is known to have it."""
+    """Call a method, once the value is known to have it."""
 
     def call(kind: Any) -> Any:  # noqa: ANN401
-        getattr(kind.value(), name)
+        _check(rref, kind.value(), name, timeout)
         return rpc_api(rref.owner(), call_method, (rref, name, args, kwargs), timeout=timeout)
 
     known = rref._get_type(timeout=timeout, blocking=False)
@@ -45,6 +49,24 @@ def _invoke(
         return known.follow(lambda kind: here.run(call, kind))
     known.wait()
     return call(known)
+
+
+def _check(rref: PyRRef[Any], kind: type, name: str, timeout: float) -> None:
+    """Raise here what Python would say if the value had no such method.
+
+    Mostly its type tells. If not, its owner is asked: a method may stand on the object itself, or
+    come from its `__getattr__`, as those of TorchScript and of compiled modules do.
+    """
+    from gradwire.compat.rpc import api
+
+    if hasattr(kind, name) or issubclass(kind, _SCRIPTED):
+        return
+    if not api.rpc_sync(rref.owner(), _has_attribute, (rref, name), timeout=timeout):
+        raise AttributeError(f"type object {kind.__name__!r} has no attribute {name!r}")
+
+
+def _has_attribute(rref: PyRRef[Any], name: str) -> bool:
+    return hasattr(rref.local_value(), name)
 
 
 def call_method(rref: PyRRef[Any], name: str, args: Any, kwargs: Any) -> object:  # noqa: ANN401

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from numbers import Integral
@@ -43,12 +44,14 @@ T = TypeVar("T")
 _log = logging.getLogger("gradwire")
 
 __all__ = [
+    "AllGatherStates",
     "RpcAgent",
     "TensorPipeAgent",
     "_all_gather",
     "_barrier",
     "_broadcast_to_followers",
     "_delete_all_user_and_unforked_owner_rrefs",
+    "_finalize_shutdown",
     "_gather_to_leader",
     "_get_current_rpc_agent",
     "_init_rpc_backend",
@@ -183,6 +186,8 @@ def _init_rpc_backend(
 
 
 def _init_rpc_states(agent: RpcAgent) -> None:
+    infos = getattr(agent, "get_worker_infos", tuple)  # a program's own backend may have none
+    vars(late_api())["_ALL_WORKER_NAMES"] = {info.name for info in infos()}
     if not late_api()._is_current_rpc_agent_set():  # a backend may have done so itself
         late_api()._set_and_start_rpc_agent(agent)
 
@@ -204,6 +209,14 @@ def _to_worker_info(to: object) -> WorkerInfo:
 
 
 # -- wait for each other
+
+
+class AllGatherStates:
+    """One round of a gathering. Not used here: programs that gather by themselves take it."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, object] = {}
+        self.proceed_signal = threading.Event()
 
 
 def _ours() -> TensorPipeAgent:
@@ -323,6 +336,9 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
     """Leave. Gracefully: with all others and when nothing is in flight; alone in an open world."""
     api = late_api()
     agent = api._get_current_rpc_agent()
+    if isinstance(agent, TensorPipeAgent) and agent.worker.is_forked:
+        api._reset_current_rpc_agent()
+        return
     try:
         if graceful:
             if not isinstance(agent, TensorPipeAgent) or agent.is_static_group:

@@ -1,0 +1,343 @@
+"""Code that runs for a checkpoint: its forward, or the recomputation, here or on a callee.
+
+Note [Random numbers under a checkpoint]:
+    `torch.utils.checkpoint` runs a function twice and, with preserve_rng_state, puts the generator
+    back for the second run. A callee draws from a generator of its own, so its state has to be put
+    back, too. While a forward runs, each call asks its callee to note the state at which the
+    function began; it comes home with the answer, sealed (sealing.py), and with it those of the
+    calls that the function has made in turn. The recomputation sends it along; the callee runs the
+    function from that state and puts back its own. A callee whose function draws nothing sends
+    nothing, and one that is not called by a checkpoint notes nothing.
+
+    The generator belongs to the process, functions run in many threads. What runs for a checkpoint
+    therefore has turns, and gives its turn away while it waits for a call: who is waited for may
+    have to draw here. What the generators are after such a wait is noted where others have moved
+    them. Functions that no checkpoint calls do not wait for turns. Where one of them draws in
+    between, the repetition ends at another state than the first run, and is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Self, cast, final
+
+import msgspec
+import torch
+
+from gradwire.agent.agent import Outcome
+from gradwire.agent.promise import Promise
+from gradwire.errors import RemoteError, UsageError
+from gradwire.rpc.messages import Draws, Made, Result
+from gradwire.rpc.scope import current_run, enter_run, was_due
+from gradwire.rpc.sealing import opened, sealed
+from gradwire.rpc.tapes_state import UNKNOWN, Key, Place, State, Tape, nothing_new
+
+_PATIENCE = 1.0
+"""Seconds to wait for a turn. Who has it may wait for us in a way that we cannot see; then both
+go on, and if that changes the numbers the repetition is refused.
+"""
+
+
+@final
+class Stream:
+    """The generators that functions of a worker draw from, and whose turn it is."""
+
+    def __init__(self, own: torch.Generator | None = None) -> None:
+        self._own = own
+        self._turn = threading.Lock()
+
+    def take_turn(self) -> bool:
+        """Whether it was had in time."""
+        return self._turn.acquire(timeout=_PATIENCE)
+
+    def end_turn(self) -> None:
+        """Let the next one draw."""
+        self._turn.release()
+
+    def state(self) -> State:
+        """All that decides which numbers come next."""
+        own = torch.default_generator if self._own is None else self._own
+        states = [own.get_state()]
+        if self._own is None:
+            states += [device.get_rng_state(i) for device, i in _devices()]
+        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
+
+    def put(self, state: State) -> None:
+        """From now on, the numbers that come after this state."""
+        cpu, *others = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
+        (torch.default_generator if self._own is None else self._own).set_state(cpu)
+        if self._own is None:
+            for (device, i), part in zip(_devices(), others, strict=False):
+                device.set_rng_state(part, i)
+
+
+PROCESS = Stream()
+"""what all workers share that have no generator of their own"""
+
+
+def _devices() -> list[tuple[Any, int]]:
+    """The devices of this process, with the module that knows their generators, if in use."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    device = torch.get_device_module(accelerator)
+    if not getattr(device, "_initialized", False):  # to ask for its state would initialize it
+        return []
+    return [(device, i) for i in range(torch.accelerator.device_count())]
+
+
+class _Drawn(msgspec.Struct, frozen=True, array_like=True):
+    """What a callee needs to repeat a call, for itself only."""
+
+    state: State
+    end: bytes
+    after: dict[int, State]
+    calls: list[tuple[Key, bool, bytes]]
+
+
+_decoder = msgspec.msgpack.Decoder(_Drawn)
+
+
+def _digest(state: State) -> bytes:
+    return hashlib.blake2b(b"".join(state), digest_size=16).digest()
+
+
+def tape_of(drawn: bytes, function: str) -> Tape:
+    """What this worker has noted when the call was made for the first time."""
+    if not drawn:
+        return Tape()
+    noted = _decoder.decode(opened(drawn, function))
+    tape = Tape(noted.state, noted.end)
+    tape.after = noted.after
+    tape.places = [Place(key, known, drawn=drawn) for key, known, drawn in noted.calls]
+    return tape
+
+
+def _noted(tape: Tape, function: str) -> bytes:
+    """To be sent home; nothing, if there is nothing to repeat."""
+    places = tape.answered_places()
+    if not tape.has_drawn and all(place.known for place in places):
+        return b""
+    assert isinstance(tape.end, tuple)
+    calls = [(place.key, place.known, place.drawn) for place in places]
+    noted = _Drawn(tape.state, _digest(tape.end), tape.after, calls)
+    return sealed(msgspec.msgpack.encode(noted), function)
+
+
+class Asked(NamedTuple):
+    """A call that is made for a checkpoint."""
+
+    session: Session
+    place: Place
+    draws: Draws
+
+    def sent(self, promise: Promise[Outcome]) -> Self:
+        """Its answer tells what was drawn, whoever waits for it."""
+        place = self.place
+        if not self.draws.again:
+
+            def look(wait: bool) -> None:
+                if wait or promise.settled:
+                    _heard(place, promise.wait())
+
+            place.look = look
+            promise.on_settled(lambda outcome: _heard(place, outcome))
+        return self
+
+
+def _heard(place: Place, outcome: Outcome) -> None:
+    if isinstance(outcome, RemoteError):
+        place.answered(b"")
+    elif isinstance(outcome, Exception):
+        place.failed()
+    elif isinstance(outcome.message, Result | Made):
+        place.answered(outcome.message.draws)
+    place.look = nothing_new  # what was there holds the answer
+
+
+@final
+class Session:
+    """One run of such code, in one thread; `outer` is the one around it there.
+
+    A forward has a tape to write to. A repetition has one to repeat, and hides those around it: it
+    is not part of their forward.
+    """
+
+    def __init__(self, stream: Stream, tape: Tape, *, again: bool) -> None:
+        self.stream = stream
+        self.tape = tape if again else None
+        """to be repeated"""
+        self.written = None if again else tape
+        self.thread = threading.get_ident()
+        self._calls = self._waits = 0
+        self._is_over = False
+        """it may still be found, by callbacks of futures that it has left behind"""
+        around = current_session()
+        self.outer = around if around is not None and around._goes_on_here(stream) else None
+
+    def __enter__(self) -> Self:
+        self._has_turn = self.outer is None and self.stream.take_turn()
+        try:
+            self._before = self.stream.state()
+            if self.written is not None:
+                self.written.state = self._before
+            elif self.tape is not None and self.tape.state:
+                self.stream.put(self.tape.state)
+        except BaseException:
+            self._end_turn()
+            raise
+        self._token = enter_run(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        try:
+            was_due(self._token)
+            now = self.stream.state()
+            if self.written is not None:
+                self.written.end = now
+            elif now != self._before:
+                self.stream.put(self._before)
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self.stream.end_turn()
+
+    def _goes_on_here(self, stream: Stream) -> bool:
+        return not self._is_over and self.thread == threading.get_ident() and self.stream is stream
+
+    def calling(self, key: Key) -> Asked | None:
+        """This code makes a call; None if its callee need not know of the checkpoint."""
+        if self._is_over:
+            return None
+        runs = self._runs()
+        again, is_elsewhere = runs[-1].tape, threading.get_ident() != self.thread
+        if is_elsewhere:  # in no order: who repeats it is told if it draws
+            return None if again is None else Asked(self, UNKNOWN, Draws(True, b"", False))
+        place = Place(key) if again is None else again.repeated(runs[-1]._calls, key)
+        for run in runs:
+            run._calls += 1
+            if run.written is not None:
+                run.written.places.append(place)
+        return Asked(self, place, Draws(again is not None, place.drawn, place.known))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for a call: others may draw meanwhile."""
+        if self._is_over or threading.get_ident() != self.thread:
+            yield
+            return
+        mine, stream, every = self.stream.state(), self.stream, list(self._ancestry())
+        repeats = [run for run in every if run.tape is not None]
+        if repeats:  # the outermost has what the generators are for everybody else
+            stream.put(repeats[-1]._before)
+        every[-1]._end_turn()
+        try:
+            yield
+        finally:
+            every[-1]._has_turn = stream.take_turn()
+            now = stream.state()
+            if repeats:
+                repeats[-1]._before, now = now, self._noted_after(mine)
+                stream.put(now)
+            for run in self._runs():
+                if run.written is not None and now != mine:
+                    run.written.after[run._waits] = now
+                run._waits += 1
+
+    def _noted_after(self, mine: State) -> State:
+        last = self._runs()[-1]
+        return mine if last.tape is None else last.tape.after.get(last._waits, mine)
+
+    def _ancestry(self) -> Iterator[Session]:
+        run: Session | None = self
+        while run is not None:
+            yield run
+            run = run.outer
+
+    def _runs(self) -> list[Session]:
+        """Those that this code is a part of: up to the one that is repeated, if there is one."""
+        found: list[Session] = []
+        for run in self._ancestry():
+            found.append(run)
+            if run.tape is not None:
+                break
+        return found
+
+
+current_session = cast(Callable[[], Session | None], current_run)
+"""that of the code that runs, if it runs for a checkpoint"""
+
+
+def waiting() -> AbstractContextManager[None]:
+    """The block waits for another worker: others may draw here, if this is such code."""
+    session = current_session()
+    return _AS_IT_IS if session is None else session.waiting()
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+@final
+class Served:
+    """A function that a checkpoint of a peer's calls, here."""
+
+    def __init__(self, stream: Stream, draws: Draws, function: str, me: str) -> None:
+        self._draws, self._function, self._me = draws, function, me
+        self._tape = tape_of(draws.state, function) if draws.again else Tape()
+        self._session = Session(stream, self._tape, again=draws.again)
+        self._stream = stream
+        self._end: State = ()
+
+    def __enter__(self) -> None:
+        self._session.__enter__()
+        self._begin = self._stream.state()
+
+    def __exit__(self, *error: object) -> None:
+        self._end = self._stream.state()
+        self._session.__exit__(*error)
+
+    def note(self) -> bytes:
+        """The function has returned: what goes home, so that it can be repeated."""
+        if not self._draws.again:
+            return _noted(self._tape, self._function)
+        if self._end != self._begin and _digest(self._end) != self._tape.end:
+            raise UsageError(self._story(), hint=_HINT)
+        return b""
+
+    def later_note(self) -> bytes:
+        """The same for a function that has returned a future, once that is done."""
+        if not self._draws.again and self._stream.state() != self._end:
+            raise UsageError(
+                f"random numbers were drawn on {self._me} between {self._function} and the future "
+                "that it returned: a checkpoint that calls it could not draw them again",
+                hint=_HINT,
+            )
+        return self.note()
+
+    def _story(self) -> str:
+        story = f"{self._function} on {self._me} draws random numbers in the recomputation of a "
+        if not self._draws.known:
+            return (
+                f"{story}checkpoint, and those of its forward are not known: it was called from "
+                "another thread than the checkpoint's, or not answered before its caller was"
+            )
+        if not self._tape.end:
+            return f"{story}checkpoint, but drew none in its forward"
+        return (
+            f"{story}checkpoint, but not those of its forward: it drew a different number of them, "
+            "or another function did on the same worker meanwhile, or a device was first used then"
+        )
+
+
+_HINT = (
+    "let no other function draw there at the same time (Options(threads=1) runs one after the "
+    "other), or checkpoint(preserve_rng_state=False) if it does not matter which numbers are drawn"
+)

@@ -1,0 +1,125 @@
+"""Steps that few programs take: operators in other threads, finalizers, inner backwards, draws."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from tests.oracle.finalizers import Finalizer
+from tests.oracle.functions import Fuse, HandWritten, Reversible
+from tests.oracle.interpreter import (
+    STATES,
+    STEPS,
+    as_local,
+    call,
+    here,
+    is_local,
+    operate,
+    run_steps,
+)
+from tests.oracle.places import run_in
+from tests.oracle.state import State
+
+# -- what travels
+
+
+def hop(place: str | None, x: torch.Tensor) -> torch.Tensor:
+    parameter = STATES[here()].parameter
+    return run_in(place, lambda: x + parameter)
+
+
+def times_parameter(x: torch.Tensor) -> torch.Tensor:
+    return x * STATES[here()].parameter
+
+
+def finalized(seed: int, value: torch.Tensor) -> torch.Tensor:
+    """What a finalizer calls. One that is late belongs to another program."""
+    state = STATES.get(here())
+    if state is not None and state.seed == seed:
+        state.count(f"finalized with {value.detach().sum().item()}")
+    return value * 1
+
+
+# -- the steps
+
+
+def _elsewhere(state: State, values: list, place: str, operator: str, i: int, j: int) -> None:
+    values.append(run_in(place, lambda: operate(state, values, operator, i, j)))
+
+
+def _chains(state: State, values: list, chains: list, joint: str, i: int) -> None:
+    ends = []
+    for hops in chains:
+        value = values[i % len(values)]
+        for to, there, place in hops:
+            value = call(to, hop, there, value)()
+            value = run_in(place, lambda value=value: value + 1)
+        ends.append(value)
+    values.append(run_in(joint, lambda: ends[0] + ends[1] * 2))
+
+
+def _finalizer(state: State, values: list, to: int, i: int) -> None:
+    value = values[i % len(values)] * 1  # nobody changes this one in place
+
+    def say() -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            call(to, finalized, state.seed, value)()
+
+    Finalizer(state, say)
+
+
+def _fuse(state: State, values: list, i: int) -> None:
+    values.append(Fuse.apply(state, values[i % len(values)]))
+
+
+def _hand_written(state: State, values: list, block: list, i: int) -> None:
+    x = values[i % len(values)].clone()  # as for a checkpoint: nobody changes this one
+    run = on_this_worker(lambda x: run_steps(block, [x])[-1])
+    values.append(HandWritten.apply(run, x))
+
+
+def _reversible(state: State, values: list, to: int | None, i: int, j: int) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x * state.parameter if to is None else call(to, times_parameter, x)()
+
+    a, b = (values[n % len(values)].clone() for n in (i, j))
+    values.extend(Reversible.apply(on_this_worker(f), torch.relu, a, b))
+
+
+def on_this_worker(function: Callable) -> Callable:
+    """In one process, a function that runs as this worker whenever it is called."""
+    worker = here()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with as_local(worker) if is_local() else contextlib.nullcontext():
+            return function(x)
+
+    return run
+
+
+def _draw(state: State, values: list, draw: str, i: int) -> None:
+    x = values[i % len(values)]
+    match draw:
+        case "dropout" if not torch.is_inference_mode_enabled():
+            values.append(torch.nn.functional.dropout(x, 0.5))
+        case "dropout":  # which cannot be given a generator in this mode
+            values.append(x * torch.bernoulli(torch.full((3,), 0.5)) * 2)
+        case "randint":
+            values.append(x * torch.randint(0, 3, (3,)))
+        case _:
+            values.append(x[torch.randperm(3)])
+
+
+STEPS.update(
+    {
+        "elsewhere": _elsewhere,
+        "chains": _chains,
+        "finalizer": _finalizer,
+        "fuse": _fuse,
+        "hand-written": _hand_written,
+        "reversible": _reversible,
+        "draw": _draw,
+    }
+)

@@ -1,0 +1,103 @@
+"""A process that is forked from a worker: it is no worker, and does not disturb its parent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.agent.secret import write_secret
+
+_PROGRAM = """
+import gc, multiprocessing, os, sys, warnings
+import torch
+import gradwire
+from gradwire import Options, UsageError
+
+warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
+
+def refused(use):
+    try:
+        use()
+    except UsageError as error:
+        assert "forked from a worker" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+
+def in_child(how):
+    if how == "shutdown":
+        gradwire.shutdown()
+    if how == "use":
+        refused(lambda: gradwire.rpc_sync("w1", torch.add, args=(1, 1)))
+        refused(waiting.wait)
+        refused(reference.to_here)
+        refused(loss.sum().backward)
+    if how == "drop":
+        del globals()["reference"], globals()["large"]  # a reference, and a shared block
+        gc.collect()
+    if how == "_exit":
+        os._exit(0)
+    sys.exit(0)
+
+rank = int(sys.argv[1])
+options = Options(init_method=sys.argv[2], listen=sys.argv[3])
+gradwire.init_rpc(f"w{rank}", rank, 2, options)
+if rank == 0:
+    ones = torch.ones(1 << 18)
+    reference = gradwire.remote("w1", torch.add, args=(1, 1))
+    assert reference.to_here() == 2
+    with gradwire.context():
+        loss = gradwire.rpc_sync("w1", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
+        for how in ("exit", "shutdown", "use", "drop", "_exit"):
+            large = gradwire.rpc_sync("w1", torch.add, args=(ones, 1))
+            waiting = gradwire.rpc_async("w1", torch.add, args=(ones, 2))
+            child = os.fork()
+            if child == 0:
+                in_child(how)
+            assert os.waitpid(child, 0)[1] == 0, how
+            # The parent goes on, and what it holds is as it was.
+            assert gradwire.rpc_sync("w1", torch.add, args=(2, 2)) == 4
+            assert waiting.wait()[0] == 3
+            assert (large == 2).all()
+            assert reference.to_here() == 2
+        loss.sum().backward()
+    process = multiprocessing.get_context("fork").Process(target=gradwire.shutdown)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert gradwire.rpc_sync("w1", torch.add, args=(2, 2)) == 4
+    print("all went on", flush=True)
+gradwire.shutdown()
+print("left", flush=True)
+"""
+
+
+def _start(*arguments, secret):
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "GRADWIRE_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp://127.0.0.1:0"])
+def test_a_fork_of_a_worker_ends_and_leaves_its_parent_alone(tmp_path, listen):
+    """Rank 0 forks, which also serves the store: a thread of torch's that a fork does not have."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    secret = tmp_path / "secret"
+    write_secret(secret)
+    workers = [_start(str(rank), place, listen, secret=secret) for rank in (0, 1)]
+    try:
+        said = [worker.communicate(timeout=60)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert said == ["all went on\nleft\n", "left\n"]

@@ -1,0 +1,1 @@
+"""Calls and backwards from finalizers, signal handlers, forked processes and threads, at random."""
