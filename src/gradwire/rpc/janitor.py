@@ -55,8 +55,8 @@ class Janitor:
         if self._thread is not None or self._closed:
             return
         thread = threading.Thread(target=self._clean, name=self._name, daemon=True)
-        with self._lock:
-            is_first = self._thread is None
+        with self._lock:  # no calls in here, see docs/threads.md
+            is_first = self._thread is None and not self._closed
             if is_first:
                 self._thread = thread
         if is_first:
