@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils.rnn import PackedSequence
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradwire as gw
 from gradwire.errors import CannotTravel, NotExposed, RemoteError
@@ -271,8 +272,8 @@ def test_a_call_in_a_transform_that_sends_none_of_its_tensors(workers):
 
 @pytest.fixture
 def spread():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield distribute_tensor(X, init_device_mesh("cpu", (1,)), [Replicate()])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # it opens no sockets
+    yield DTensor.from_local(X, init_device_mesh("cpu", (1,)), [Replicate()], run_check=False)
     dist.destroy_process_group()
 
 

@@ -649,8 +649,6 @@ UNNAMED = [
         local_class(),
         f"{__name__}:local_class.<locals>.Inner is local: no other worker could find it",
     ),
-    (functools.partial(double, 1), "a partial object has no name to travel by"),
-    (Net(), "a Net object has no name to travel by"),
     ([].append, "a builtin_function_or_method object has no name to travel by"),
     (str.upper, "a method_descriptor object has no name to travel by"),
 ]
