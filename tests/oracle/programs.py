@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 Step = list
 Block = list
 
-KINDS = ["threads", "finalizers", "inner backwards", "inputs", "draws"]
+KINDS = ["threads", "finalizers", "inner backwards", "failed passes", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
 DRAWN: tuple[str, ...] = ("threads", "inner backwards", "inputs", "draws")
 """Those that are drawn unless it is said otherwise."""
@@ -39,8 +39,8 @@ MODES = [
 ]
 KIND_OF_MODE = {
     "backward into inputs": "inputs",
-    "failed pass": "inner backwards",
-    "failed pass into the map": "inner backwards",
+    "failed pass": "failed passes",
+    "failed pass into the map": "failed passes",
 }
 INTO_MAP = ["context map", "context map twice", "reference backward", "failed pass into the map"]
 FAILING = ["failed pass", "failed pass into the map"]
@@ -57,7 +57,8 @@ FEATURES_OF_KIND = {
         "a deep chain and a shallow one, joined in another thread",
     ],
     "finalizers": ["finalizer that calls", "collector runs often"],
-    "inner backwards": [*INNER, "failing node"],
+    "inner backwards": [*INNER],
+    "failed passes": ["failing node"],
     "inputs": [],
     "draws": [*(f"draw: {draw}" for draw in DRAWS), "draw under a checkpoint"],
 }
