@@ -164,7 +164,7 @@ class Connections:
         self._lock = threading.Lock()
         self._closed = True
         self.channels, self._turns, self._dialling = {}, {}, {}
-        self.lines.wait = _refuse_to_wait  # type: ignore[method-assign]
+        self.lines.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
         self.to = _refuse_to_wait  # type: ignore[method-assign,assignment]
 
     def _dial(self, worker: WorkerId, deadline: float) -> Channel:
