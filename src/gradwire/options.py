@@ -54,7 +54,9 @@ class Timeouts:
     asks for gets no more time here
     """
     shutdown: float = 60.0
-    """until the others have finished too"""
+    """until all have left, from when no program is known to run any more: each worker has called
+    shutdown() too, or is lost
+    """
     stall: float = 15.0
     """without progress in the middle of a message, before its connection is given up"""
     suspect: float = 5.0

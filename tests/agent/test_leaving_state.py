@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure
+from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure, Patience
 
 
 def test_a_worker_waits_for_everyone_to_be_over():
@@ -62,3 +64,47 @@ def test_one_that_is_back_has_said_nothing_yet():
     assert departure.has_reached(1, OVER)
     assert departure.missing(OVER) == [2]
     assert departure.abandoned() == []
+
+
+def test_the_time_to_shut_down_does_not_begin_while_a_program_runs():
+    departure, patience = Departure([1, 2]), Patience(60)
+    departure.said(1, OVER)
+
+    assert patience.left(0, departure) == math.inf
+    assert patience.left(3600, departure) == math.inf
+    departure.said(2, OVER)
+    assert patience.left(7200, departure) == 60
+    assert patience.left(7250, departure) == 10
+
+
+def test_one_that_is_cut_off_is_waited_for_as_long_as_shutting_down_may_take():
+    departure, patience = Departure([1]), Patience(60)
+    assert patience.left(0, departure) == math.inf
+    departure.cut_off(1)
+
+    assert departure.missing(OVER) == [1]
+    assert patience.left(100, departure) == 60
+    assert patience.left(130, departure) == 30
+
+
+def test_one_that_comes_back_is_waited_for_again_without_end():
+    departure, patience = Departure([1]), Patience(60)
+    departure.cut_off(1)
+    assert patience.left(0, departure) == 60
+    departure.is_back(1)
+
+    assert patience.left(59, departure) == math.inf
+    departure.said(1, OVER)
+    assert patience.left(100, departure) == 60, "the time begins anew"
+
+
+def test_one_that_is_gone_is_not_waited_for_until_it_comes_back():
+    departure, patience = Departure([1]), Patience(60)
+    departure.cut_off(1)
+    departure.peer_lost(1)
+
+    assert departure.missing(READY) == []
+    assert patience.left(0, departure) == 60
+    departure.reborn(1)
+    assert departure.missing(OVER) == [1]
+    assert patience.left(1, departure) == math.inf

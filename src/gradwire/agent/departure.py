@@ -5,18 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
-from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure
+from gradwire.agent.leaving_state import OVER, QUIET, READY, Departure, Patience
 from gradwire.agent.messages import Leaving
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
 
 _LOOK_AGAIN_SECONDS = 0.005
-_SAY_AGAIN_SECONDS = 10.0
+_SAY_SECONDS = 10.0
+_SAY_AGAIN_SECONDS = 0.5
+
+
+class Parted(NamedTuple):
+    """The names of those without whom a worker left."""
+
+    late: list[str]
+    """they did not come so far in time"""
+    lost: list[str]
+    """they were gone before they were quiet"""
 
 
 @final
@@ -30,8 +40,13 @@ class Leaver:
         self._departure = Departure(others)
         self._lives = {worker: agent.directory.life(worker) for worker in others}
         self._said = 0
+        self._is_over = False
         agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
+
+    def close(self) -> None:
+        """Nobody is told anything any more."""
+        self._is_over = True
 
     def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
         """Until a peer's program is over, in this life or a later one; False if it is late.
@@ -48,42 +63,50 @@ class Leaver:
 
     def leave(
         self,
-        deadline: float,
+        seconds: float,
         let_go: Callable[[], None],
         busy: Callable[[], bool],
         look: Callable[[], None] = lambda: None,
-    ) -> list[str]:
+    ) -> Parted:
         """Wait until all are over, let go of what we hold, wait until all are quiet, look around.
 
-        Ends at the deadline in any case; the names of those that were given up.
+        `seconds` count from when no program is known to run any more (leaving_state.py).
         """
-        self._say(OVER, deadline)
-        late = self._wait_for(OVER, deadline)
+        patience = Patience(seconds)
+        self._say(OVER)
+        late = self._wait_for(OVER, patience)
         let_go()
-        while busy() and self._agent.clock.now() < deadline:
+        while busy() and self._left(patience) > 0:
             with self._changed:
                 self._changed.wait(_LOOK_AGAIN_SECONDS)
-        self._say(QUIET, deadline)
-        late = self._wait_for(QUIET, deadline) or late
+        self._say(QUIET)
+        late = late or self._wait_for(QUIET, patience)
         look()
-        self._say(READY, deadline)
-        late = self._wait_for(READY, deadline) or late
+        self._say(READY)
+        late = late or self._wait_for(READY, patience)  # whom the others wait for, not these
         with self._changed:
             gone = self._departure.abandoned()
-        return [self._agent.directory.name(worker) for worker in sorted({*late, *gone})]
+        name = self._agent.directory.name
+        lost = [name(worker) for worker in sorted(gone) if worker not in late]
+        return Parted([name(worker) for worker in late], lost)
 
-    def _say(self, phase: int, deadline: float) -> None:
+    def _left(self, patience: Patience) -> float:
+        with self._changed:
+            return patience.left(self._agent.clock.now(), self._departure)
+
+    def _say(self, phase: int) -> None:
         self._said = phase
+        deadline = self._agent.clock.now() + _SAY_SECONDS
         for info in self._agent.directory.others():
             try:
                 self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
-            except GradwireError:
-                self._is_gone(info.id)
+            except GradwireError as error:
+                self._unsaid(info.id, error)
 
-    def _wait_for(self, phase: int, deadline: float) -> list[WorkerId]:
+    def _wait_for(self, phase: int, patience: Patience) -> list[WorkerId]:
         with self._changed:
             while missing := self._departure.missing(phase):
-                left = deadline - self._agent.clock.now()
+                left = patience.left(self._agent.clock.now(), self._departure)
                 if left <= 0:
                     return missing
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
@@ -106,21 +129,54 @@ class Leaver:
         if is_ready:
             self._is_gone(worker)
         elif self._said:
-            self._agent.dispatch.service.submit(partial(self._say_again, worker, is_back))
+            self._is_cut_off(worker)
 
-    def _say_again(self, worker: WorkerId, is_back: bool) -> None:
-        """What was said may be lost with the connection, or with an earlier life.
+    def _unsaid(self, worker: WorkerId, error: GradwireError) -> None:
+        """It could not be told. Where nobody listens it is gone, else it may come back."""
+        if _is_refusal(error):
+            self._is_gone(worker)
+        else:
+            self._is_cut_off(worker)
 
-        Whoever cannot be reached is gone, unless it just came back: then its next life is told.
-        """
-        deadline = self._agent.clock.now() + _SAY_AGAIN_SECONDS
-        try:
-            self._agent.tell(worker, Leaving(self._said), deadline=deadline, phase="shutdown")
-        except GradwireError:
-            if not is_back:
-                self._is_gone(worker)
+    def _is_cut_off(self, worker: WorkerId) -> None:
+        """Tell it again how far we are, which may be lost with the connection or with its life."""
+        with self._changed:
+            if self._departure.is_cut_off(worker):
+                return  # it is tried already
+            self._departure.cut_off(worker)
+            self._changed.notify_all()
+        self._agent.dispatch.service.submit(partial(self._say_again, worker))
+
+    def _say_again(self, worker: WorkerId) -> None:
+        """Until it is heard, or the worker is gone, or we are."""
+        pause = threading.Event()
+        while self._departure.is_cut_off(worker) and not self._is_over:
+            deadline = self._agent.clock.now() + _SAY_SECONDS
+            try:
+                self._agent.tell(worker, Leaving(self._said), deadline=deadline, phase="shutdown")
+            except GradwireError as error:
+                if _is_refusal(error):
+                    self._is_gone(worker)
+                    return
+                pause.wait(_SAY_AGAIN_SECONDS)
+            else:
+                self._is_back(worker)
+
+    def _is_back(self, worker: WorkerId) -> None:
+        with self._changed:
+            self._departure.is_back(worker)
+            self._changed.notify_all()
 
     def _is_gone(self, worker: WorkerId) -> None:
         with self._changed:
             self._departure.peer_lost(worker)
             self._changed.notify_all()
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether nobody listens where the worker did, by the word of the kernel."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            return True
+        error = error.__cause__
+    return False

@@ -4,10 +4,16 @@ Three rounds. *Over* (phase 1): a worker's program has ended, it still serves. *
 all are over, and nothing of its own is in flight. When all are quiet nobody will be asked anything
 again. *Ready* (phase 3): it has looked at what the others left behind with it, and does not mind if
 they go. Pure: the driver counts what is in flight and says so.
+
+To wait for the programs of the others is not yet to shut down, and has no deadline: a worker that
+only serves does so from inside `shutdown`. The time for shutting down begins when no program is
+known to run any more, because each is over or its worker is lost. A lost worker that may come back
+is waited for until that time is over, and if it comes back, the time begins anew.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import final
 
@@ -23,23 +29,43 @@ class Departure:
     def __init__(self, others: Iterable[WorkerId]) -> None:
         self._phase: dict[WorkerId, int] = dict.fromkeys(others, 0)
         self._gone: set[WorkerId] = set()
+        self._cut_off: set[WorkerId] = set()
 
     def said(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
+        self._cut_off.discard(worker)
         self._phase[worker] = max(phase, self._phase.get(worker, 0))
 
     def peer_lost(self, worker: WorkerId) -> None:
         """It will say nothing more. One that had not said it was quiet is missed by `abandoned`."""
         self._gone.add(worker)
+        self._cut_off.discard(worker)
+
+    def cut_off(self, worker: WorkerId) -> None:
+        """It is lost, but may come back: it is waited for, as long as shutting down may take."""
+        self._cut_off.add(worker)
+
+    def is_back(self, worker: WorkerId) -> None:
+        """It was cut off, or taken for gone, and has been reached again."""
+        self._cut_off.discard(worker)
+        self._gone.discard(worker)
 
     def reborn(self, worker: WorkerId) -> None:
         """It is back in a later life, which has said nothing yet."""
-        self._gone.discard(worker)
+        self.is_back(worker)
         self._phase[worker] = 0
 
     def has_reached(self, worker: WorkerId, phase: int) -> bool:
         """Whether a peer has come so far, in the life that it is in."""
         return self._phase.get(worker, 0) >= phase
+
+    def is_cut_off(self, worker: WorkerId) -> bool:
+        """Whether it was lost, and neither came back nor was found to be gone."""
+        return worker in self._cut_off
+
+    def working(self) -> list[WorkerId]:
+        """Whose programs still run, as far as is known."""
+        return [worker for worker in self.missing(OVER) if worker not in self._cut_off]
 
     def missing(self, phase: int) -> list[WorkerId]:
         """Who has not reached a phase and may still do so."""
@@ -48,3 +74,21 @@ class Departure:
     def abandoned(self) -> list[WorkerId]:
         """Who was lost before it was quiet."""
         return sorted(w for w in self._gone if self._phase.get(w, QUIET) < QUIET)
+
+
+@final
+class Patience:
+    """How long to wait yet; see the top of this file."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None
+
+    def left(self, now: float, departure: Departure) -> float:
+        """Seconds; without end while a program runs."""
+        if departure.working():
+            self._until = None
+            return math.inf
+        if self._until is None:
+            self._until = now + self._seconds
+        return self._until - now

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.departure import Parted
 from gradwire.agent.directory import WorkerInfo
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
@@ -70,15 +71,16 @@ class Membership:
 
     def leave(
         self,
-        deadline: float,
+        seconds: float,
         let_go: Callable[[], None],
         busy: Callable[[], bool],
         look: Callable[[], None] = lambda: None,
-    ) -> list[str]:
+    ) -> Parted:
         """Wait for what is in flight here, let go of what we hold, and tell the others.
 
-        Ends at the deadline in any case; the names of those that did not hear it.
+        Ends in time in any case. Who did not hear it goes on without us: it is no error.
         """
+        deadline = self._agent.clock.now() + seconds
         self._wait_while(busy, deadline)
         let_go()
         self._wait_while(busy, deadline)
@@ -90,7 +92,7 @@ class Membership:
             told |= untold.keys()
             deaf += self._tell(list(untold.values()), deadline)
         self._wait_while(busy, deadline)
-        return deaf
+        return Parted([], deaf)
 
     def close(self) -> None:
         """Let go of the store."""

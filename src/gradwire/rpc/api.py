@@ -70,10 +70,12 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
-    """Leave. Gracefully: wait until the others leave too and nothing is in flight, by the deadline.
+    """Leave. Gracefully: serve until the others leave too and nothing is in flight.
 
+    `timeout` counts from when no program is known to run any more: each worker has called this too,
+    or is lost. DeadlinePassed names who did not leave in that time, a log line who was lost.
     In an open world this worker leaves alone: it waits for what is in flight here, and tells the
-    others. Names in a log line whom it gave up on.
+    others. In a process that was forked from a worker this does nothing.
     """
     worker = _default_worker()
     try:

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from gradwire.agent.agent import Agent
 from gradwire.agent.clock import Clock, MonotonicClock
 from gradwire.agent.connections import Connections
-from gradwire.agent.departure import Leaver
+from gradwire.agent.departure import Leaver, Parted
 from gradwire.agent.directory import Directory
 from gradwire.agent.errands import Source
 from gradwire.agent.membership import Membership
@@ -33,7 +33,7 @@ from gradwire.agent.signed_store import SignedStore
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
-from gradwire.errors import RefLeakWarning, UsageError
+from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
 from gradwire.options import DEFAULT, Options, Timeout
@@ -196,7 +196,10 @@ class Worker:
         return os.getpid() != self._process
 
     def shutdown(self, *, graceful: bool, timeout: float | None = None) -> list[str]:
-        """Leave, with the others if graceful; the workers that were given up on.
+        """Leave, with the others if graceful; the workers that were lost meanwhile.
+
+        DeadlinePassed, when all is closed, if somebody did not leave in time. The time counts from
+        when no program is known to run any more: until then this worker only serves.
 
         In a forked process, which shares the worker's connections, this does nothing.
         """
@@ -210,14 +213,12 @@ class Worker:
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
-        limit = self.agent.clock.now() + seconds
-        gave_up: list[str] = []
+        parted = Parted([], [])
         try:
             if graceful:
-                gave_up = self.leave(limit, self.refs.abandon)
+                parted = self.leave(seconds, self.refs.abandon)
         finally:  # also if we were interrupted: what is left would be left for ever
-            left = limit - self.agent.clock.now()
-            self.close(max(_CLOSE_SECONDS, left) if graceful else _CLOSE_SECONDS)
+            self.close(_CLOSE_SECONDS)
         if self.leaks:
             warnings.warn(
                 f"{self.name} shut down while references to its values were still counted: "
@@ -225,7 +226,13 @@ class Worker:
                 RefLeakWarning,
                 stacklevel=3,
             )
-        return gave_up
+        if parted.late:
+            raise DeadlinePassed(
+                f"{self.name} shut down without {', '.join(parted.late)}, which did not shut down "
+                f"within {seconds:g} s after the last program was over",
+                hint="a longer shutdown(timeout=…) or Timeouts(shutdown=…) waits longer",
+            ).about(parted.late[0], phase="shutdown")
+        return parted.lost
 
     def serve_until_over(self, caller: WorkerId, seconds: float) -> bool:
         """In a closed world: until the program of one worker is over, in whichever life.
@@ -235,11 +242,11 @@ class Worker:
         assert isinstance(self._leaver, Leaver), "an open world has nobody to wait for"
         return self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
 
-    def leave(self, deadline: float, let_go: Callable[[], None]) -> list[str]:
+    def leave(self, seconds: float, let_go: Callable[[], None]) -> Parted:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
         if self.is_forked:
-            return []
-        return self._leaver.leave(deadline, let_go, self._is_busy, self._look)
+            return Parted([], [])
+        return self._leaver.leave(seconds, let_go, self._is_busy, self._look)
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. What waits for a peer gets an error; idempotent. Not in a forked process."""
@@ -249,8 +256,7 @@ class Worker:
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
         self.store = None
-        if isinstance(self._leaver, Membership):
-            self._leaver.close()
+        self._leaver.close()
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
 

@@ -57,7 +57,7 @@ class _Pipe:
         self._waiting = 0
         self._ended = False
         self._put_in = 0
-        self._room = threading.Condition(threading.Lock())
+        self._room = threading.Condition(threading.RLock())  # a finalizer inside may put or get
 
     def put(self, parcel: _Parcel, deadline: float) -> bool:
         """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
@@ -336,7 +336,8 @@ class MemoryNetwork:
             listener = self._listeners.get(_name_in(address))
         here, there = self._joined(address, f"{address} (connection {next(self._numbers)})")
         if listener is None or not listener.arrive(there):
-            raise PeerLost(f"cannot reach {address}: nobody listens there")
+            refusal = ConnectionRefusedError(f"nobody listens at {address}")
+            raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
         return here
 
     def pair(self) -> tuple[MemoryChannel, MemoryChannel]:

@@ -138,9 +138,8 @@ class TensorPipeAgent(RpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until nothing is in flight: anywhere, or in an open world here."""
-        limit = self.worker.agent.clock.now() + (timeout or constants.A_LONG_TIME_SECONDS)
         let_go = (lambda: None) if self.is_static_group else self.worker.refs.abandon
-        self.worker.leave(limit, let_go)
+        self.worker.leave(timeout or constants.A_LONG_TIME_SECONDS, let_go)
         self._has_left = True
 
     def leaks(self) -> list[str]:

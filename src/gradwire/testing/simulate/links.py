@@ -241,7 +241,8 @@ class Network:
                 raise DeadlinePassed(f"{address} did not answer")
         listener = self._listeners.get(address)
         if listener is None or listener.process.is_dead:
-            raise PeerLost(f"cannot reach {address}: nobody listens there")
+            refusal = ConnectionRefusedError(f"nobody listens at {address}")
+            raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
         number = next(self._numbers)
         there = Pipe(self.traffic, link, f"{here.name}>{there_name}", self._capacity)
         back = Pipe(self.traffic, link, f"{there_name}>{here.name}", self._capacity)
