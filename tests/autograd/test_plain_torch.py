@@ -1252,6 +1252,35 @@ def test_a_checkpoint_around_a_call_to_a_checkpoint_is_exact(workers, reentrant)
     assert_same(workers, program)
 
 
+def exponential(x):
+    return x.exp()
+
+
+def test_what_a_callee_saved_in_a_checkpoint_is_not_to_be_changed_in_place(workers):
+    """One process does not look at versions in such a checkpoint, and gives a wrong gradient."""
+
+    def recomputed(x):
+        y = gw.remote("w0", exponential, args=(x,)).to_here()  # the value itself, not a copy
+        return y.mul_(3).square()
+
+    def alone(x):
+        return x.exp().mul_(3).square()
+
+    x = leaf()
+    checkpoint(alone, x, use_reentrant=False).sum().backward()
+    assert torch.allclose(x.grad, 3 * 18 * (2 * x).exp())
+
+    def program():
+        with gw.context():
+            x = leaf()
+            y = checkpoint(recomputed, x, use_reentrant=False)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+            assert x.grad is None
+
+    workers[0].run(program)
+
+
 # -- several passes at once
 
 

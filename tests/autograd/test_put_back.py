@@ -39,6 +39,15 @@ def workers():
         assert runs(made) == [0, 0, 0]
 
 
+@pytest.fixture
+def often():
+    """Threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 def runs(workers):
     """How many engine runs each of them takes to be part of a pass."""
     return [len(member.worker.engine.passes._by_run) for member in workers]
@@ -72,6 +81,10 @@ def hooked(x, hook):
     y = x * 2
     y.register_hook(HOOKS[hook])
     return y
+
+
+def of_many(hook):
+    return hooked(sum(LEAVES["many"], LEAVES["leaf"]), hook) / 2
 
 
 def hooked_leaf(hook):
@@ -319,3 +332,30 @@ def test_nothing_of_the_graph_outlives_a_failed_grad(workers):
 
     assert len(HELD) == 5
     assert eventually(lambda: are_gone(HELD))
+
+
+def test_a_run_that_ends_while_its_pass_fails_is_put_back_once(workers, caplog, often):
+    """Both the thread that ran it and the one that hears from the root put it back."""
+    leaf = LEAVES["leaf"]
+    many = LEAVES["many"] = [torch.ones(2, requires_grad=True) for _ in range(50)]
+    passes = workers[1].worker.engine.passes
+    HOOKS["fail"] = fail
+
+    def wait(_):
+        assert eventually(lambda: all(one.error for one in passes.all()))
+
+    HOOKS["wait"] = wait
+
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(10):
+            y = gw.rpc_sync("w1", of_many, args=("wait",))
+            z = gw.rpc_sync("w2", hooked, args=(x, "fail"))
+            with pytest.raises(ValueError, match="refused by a hook"):
+                (y + z).sum().backward()
+        HOOKS["wait"] = lambda _: None
+        gw.rpc_sync("w1", of_many, args=("wait",)).sum().backward()
+
+    in_context(workers, program)
+    assert [one.grad.tolist() for one in (leaf, *many)] == [[1, 1]] * 51
+    assert "put back" not in caplog.text

@@ -46,6 +46,26 @@ def as_local(worker: str):
 
 
 @contextlib.contextmanager
+def called(worker: str):
+    """In one process, around what a call runs on a worker: saved-tensor hooks do not travel.
+
+    Those of a checkpoint would take over what the callee saves, and nobody would compare versions.
+    A program that changes in place what the callee has saved would then get a gradient of two
+    different values; between workers that is an error, as it is outside of checkpoints.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with as_local(worker):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
 def crossing_together(together: bool):
     """In one process, copy what crosses as a worker with `edge_per_message` does."""
     token = _together.set(together)
@@ -112,7 +132,7 @@ class Together(torch.autograd.Function):
 def call(to: int, function: Callable, *args, how: str = "sync"):
     """Run a function on a worker; a thunk for its result, so that several may be under way."""
     if is_local():
-        with as_local(f"local{to}"):
+        with called(f"local{to}"):
             result = function(*copied(args))
         # On its own worker a reference gives the value itself, not a copy.
         return lambda: result if how == "remote" and here() == f"local{to}" else copied(result)
@@ -141,7 +161,7 @@ def in_a_thread(to: int, function: Callable, *args, how: str):
 def make_reference(to: int, function: Callable, *args):
     """A reference to what a function returns there."""
     if is_local():
-        with as_local(f"local{to}"):
+        with called(f"local{to}"):
             return _LocalReference(f"local{to}", function(*copied(args)))
     return gradwire.remote(f"w{to}", function, args=args)
 
@@ -154,7 +174,7 @@ class _LocalReference:
         return self.value if here() == self.worker else copied(self.value)
 
     def call(self, method: str, *args):
-        with as_local(self.worker):
+        with called(self.worker):
             return copied(getattr(self.value, method)(*copied(args)))
 
 

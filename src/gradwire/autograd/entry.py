@@ -279,8 +279,7 @@ class Entry:
 
     def _last(self) -> Gradient:
         """What the run left, or what others made of it as far as we know."""
-        new = self._new
-        if not isinstance(new, weakref.ref):
+        if not isinstance(new := self._new, weakref.ref):
             return new
         found = new()
         return _GONE if found is None else found
@@ -346,6 +345,7 @@ class Entry:
         try:
             self._record.wait()
         except BackwardTimeout:
+            self.keep()  # it is part of the sum now
             return False
         try:
             with torch.no_grad():
@@ -355,8 +355,10 @@ class Entry:
 
     def _put_back(self) -> bool:
         record, into, leaf = self._record, self._ledger.into, self._target()
-        place = record.unfinished.index(self)
-        del record.unfinished[place]
+        # Entries of passes that end well leave the list meanwhile, without the lock: the order is
+        # that of one moment, and what is taken out is this one, not what is in its place by then.
+        place = (order := tuple(record.unfinished)).index(self)
+        record.unfinished.remove(self)
         if leaf is None:
             return True
         now = leaf.grad if into is None else into.get(leaf)
@@ -369,9 +371,9 @@ class Entry:
             into.pop(leaf, None)
         else:
             into[leaf] = left
-        for n, other in enumerate(tuple(record.unfinished)):
-            if other._ledger.into is into:
-                other._forget(self, left, came_later=n >= place)
+        for n, other in enumerate(order):
+            if other is not self and other._ledger.into is into:
+                other._forget(self, left, came_later=n > place)
         return True
 
     def _restored(self) -> Gradient:

@@ -15,6 +15,13 @@ another thread differentiates into a map.
 
 What happens to one leaf is in entry.py. A backward that a Function runs inside a run has a ledger
 of its own, whose entries become part of the outer one's (inner.py).
+
+Note [A pass ends once]: several threads may learn that a pass has ended here. The one that ran it
+sees that it failed meanwhile, its root says so, and the connection to the root is lost. The first
+of them to take the token ends the books: it keeps all of it or puts all of it back, one leaf
+after the other in the opposite order. Others that put back wait until that is over, since they tell
+the root, or let its next pass begin. It is no lock: whoever puts back waits for other workers, and
+`keep` runs on a thread that reads a channel, so it never waits.
 """
 
 from __future__ import annotations
@@ -26,12 +33,15 @@ from typing import final
 
 import torch
 
+from gradwire.agent.promise import Promise
 from gradwire.autograd.entry import Entry
 from gradwire.autograd.leaves import LeafLocks
 from gradwire.autograd.nested import Nested
 from gradwire.autograd.torch_private import NO_RUN, Node, current_run
 
 _log = logging.getLogger("gradwire")
+_UNDO_SECONDS = 60.0
+"""How long somebody else may take to put a pass back."""
 _by_run: dict[int, Ledger] = {}
 """Of the runs that keep books now. Torch numbers runs over the whole process."""
 
@@ -70,6 +80,9 @@ class Ledger:
         self.run = NO_RUN
         self._stuck = 0
         """how many gradients could not be put back"""
+        self._token = [None]
+        """of who ends the books; see Note [A pass ends once]"""
+        self._over: Promise[None] = Promise()
 
     def inside(self) -> Ledger:
         """The books of a backward inside this run."""
@@ -154,38 +167,73 @@ class Ledger:
         """Whether there is something to keep or to put back."""
         return bool(self.entries or self.nested)
 
+    def _is_first_to_end(self) -> bool:
+        """Take the token; False if somebody has. One step for the interpreter."""
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        return True
+
     def keep(self, submit: Callable[[Callable[[], None]], object] | None = None) -> None:
         """The pass has ended well. What would send is submitted, where sending is not allowed."""
-        for entry in self.entries:
-            entry.keep()
-        self.entries.clear()
-        for nested in self.nested:
-            if submit is None:
-                nested.end_well()
-            else:
-                submit(nested.end_well)
-        self.nested.clear()
+        if not self._is_first_to_end():
+            return
+        try:
+            self._drop_entries()
+            for nested in self.nested:
+                if submit is None:
+                    nested.end_well()
+                else:
+                    submit(nested.end_well)
+            self.nested.clear()
+        finally:
+            self._over.settle(None)
 
     def drop(self) -> None:
         """This worker leaves: nobody will say how the pass ended."""
+        if self._is_first_to_end():
+            self._drop_entries()
+            self._over.settle(None)
+
+    def _drop_entries(self) -> None:
         for entry in self.entries:
             entry.keep()
         self.entries.clear()
 
-    def undo(self) -> None:
-        """The pass has failed: put back what was there before."""
-        for nested in reversed(self.nested):
-            self._stuck += not nested.give_up()
-        self.nested.clear()
-        for entry in reversed(self.entries):
-            if not entry.put_back():
+    def undo(self, seconds: float = _UNDO_SECONDS) -> bool:
+        """The pass has failed: put back what was there before. False if that is not over yet.
+
+        Somebody else may be at it, who is given so many seconds.
+        """
+        if not self._is_first_to_end():
+            try:
+                self._over.wait(seconds)
+            except TimeoutError:
+                return False
+            return True
+        try:
+            self._put_back()
+        finally:
+            self._over.settle(None)
+        return True
+
+    def _put_back(self) -> None:
+        while self.nested:
+            try:
+                self._stuck += not self.nested.pop().give_up()
+            except Exception:  # the rest is put back all the same
+                self._stuck += 1
+                _log.exception("a pass inside a failed one could not be taken back")
+        while self.entries:
+            if not self.entries.pop().put_back():
                 self._stuck += 1
                 _log.error("a gradient of a failed pass stays: it was used or changed since")
-        self.entries.clear()
 
     def what_stays(self, me: str) -> str:
         """After `undo`: what could not be put back, if anything."""
-        if not self._stuck:
+        stuck = self._stuck + len(self.entries)  # which an interrupt has left there
+        if not stuck:
             return ""
-        count = "a gradient stays" if self._stuck == 1 else f"{self._stuck} gradients stay"
+        count = "a gradient stays" if stuck == 1 else f"{stuck} gradients stay"
         return f"{count} as it is on {me}: what the pass had added was used or changed since"

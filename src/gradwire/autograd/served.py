@@ -311,7 +311,8 @@ class Served:
             if not over:
                 return False
             if running.ledger is not None:
-                running.ledger.undo()
+                if not running.ledger.undo():
+                    return False
                 if stays := running.ledger.what_stays(self._agent.directory.me.name):
                     raise GradwireError(stays)
         return True
