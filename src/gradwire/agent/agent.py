@@ -22,7 +22,7 @@ from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
 from gradwire.agent.errands import Source
 from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
-from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
+from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.framing import framed
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.noting import Noting
@@ -256,7 +256,7 @@ class Agent:
 
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
-        failure = describe(error, self.directory.me.name, self._name_of)
+        failure = noted(describe(error, self.directory.me.name, self._name_of), source.note)
         if len(encode(failure)) > self.limits.head:
             failure = clipped(failure, self.limits.head // 8)
         try:

@@ -168,9 +168,11 @@ class Calls:
         """A copy of a value that lives elsewhere."""
         directory = self._agent.directory
         with fetch_span(directory.me.name, directory.name(hold.owner)):
-            return self._fetch(hold, deadline)
+            with waiting():  # for a checkpoint's call to be answered, too: it is when made
+                landing = self._fetched(hold, deadline)
+            return landing.value()
 
-    def _fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
+    def _fetched(self, hold: Hold, deadline: float) -> Landing[Any]:
         self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
         seconds = deadline - self._agent.clock.now()
@@ -181,7 +183,8 @@ class Calls:
         self._engine.called(context, hold.owner)
         spoken_of = partial(spoken_on, self._agent.directory, hold.owner, what)
         landing = self._landing(promise, hold.owner, context, spoken_of, self._manner.of_fetch)
-        return self._wait_for(hold.owner, landing)
+        self._wait_for(hold.owner, landing)
+        return landing
 
     def _ask(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -266,7 +269,9 @@ class Calls:
         except BaseException:
             self._not_sent(to, size if counted else 0, packed, asked)
             raise
-        return Sent(call, promise, size, None if asked is None else asked.sent(promise))
+        return Sent(
+            call, promise, size, None if asked is None else asked.sent(promise, self._agent)
+        )
 
     def _not_sent(self, to: WorkerId, size: int, packed: Packed, asked: Asked | None) -> None:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""
@@ -330,17 +335,15 @@ class Calls:
         )
         return replace(came, copies=result.copies) if result.copies > 0 else came
 
-    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
+    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> None:
         promise = landing.promise
         try:
-            with waiting():
-                self._agent.wait(peer, lambda: promise.settled, promise.wait)
-                promise.wait()
+            self._agent.wait(peer, lambda: promise.settled, promise.wait)
+            promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)
             raise
-        return landing.value()
 
     def _let_go(self, late: Landing[Any]) -> None:
         def unpack(_: Outcome) -> None:
