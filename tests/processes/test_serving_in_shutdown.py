@@ -84,6 +84,25 @@ def test_a_server_stays_while_another_trains_longer_than_shutting_down_may_take(
     _leave(trainer, server)
 
 
+def test_a_server_waits_for_a_trainer_that_was_cut_off_and_serves_it_again(start):
+    """The trainer is frozen until the server has given it up, as if the network were cut."""
+    server, trainer = start(1, dead=1.0, timeout="3600"), start(0, dead=1.0)
+    assert trainer.stdout.readline() == "trains\n"
+    _call(trainer)
+    os.kill(trainer.pid, signal.SIGSTOP)
+    said = server.stdout.readline()
+    while "given up" not in said and "no sign of life" not in said:
+        said = server.stdout.readline()
+    time.sleep(3)  # it is lost after a second; then the server tries to reach it in vain
+    os.kill(trainer.pid, signal.SIGCONT)
+    for _ in range(3):
+        _call(trainer)
+    _, _ = trainer.communicate(timeout=60)
+    said, _ = server.communicate(timeout=60)
+    assert said.endswith("left\n")
+    assert (trainer.returncode, server.returncode) == (0, 0)
+
+
 def test_a_worker_that_gives_up_names_whom_and_fails(start):
     server, trainer = start(1, dead=1.0, timeout="2"), start(0, dead=1.0)
     assert trainer.stdout.readline() == "trains\n"

@@ -174,6 +174,7 @@ class Agent:
             send(frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
+            self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, what, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
