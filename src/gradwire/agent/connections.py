@@ -107,7 +107,7 @@ class Connections:
         """how often each peer was lost in its life, and how often it has lost us, as it says"""
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self.on_joined: Callable[[WorkerId], None] = lambda _: None
+        self.on_joined: list[Callable[[WorkerId], None]] = []
         self.on_opened: Callable[[], None] = lambda: None
         self.on_reborn: Callable[[WorkerId, PeerLost], None] = lambda worker, error: None
         """told that a worker's earlier life is over, as a later one is there"""
@@ -304,8 +304,8 @@ class Connections:
                 if refusal is None:
                     self.channels[worker] = [*known, channel]
             if refusal is None:
-                if not known:
-                    self.on_joined(worker)
+                for tell in self.on_joined if not known else ():
+                    tell(worker)
                 self.lines.open(worker, channel, self._directory.name(worker))
         if refusal is not None:
             channel.close(refusal.message)
