@@ -119,7 +119,7 @@ class Agent:
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
         """Be told when a worker is connected, for the first time or again. Must not block."""
-        self._connections.on_joined = listener
+        self._connections.on_joined.append(listener)
 
     def on_late(
         self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
@@ -174,6 +174,7 @@ class Agent:
             send(frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
+            self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, what, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
