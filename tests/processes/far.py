@@ -470,3 +470,12 @@ def is_anomaly_enabled(further=None):
     """Whether it is on here, and on another worker."""
     here = torch.is_anomaly_enabled()
     return here and (further is None or gradwire.rpc_sync(further, is_anomaly_enabled))
+
+
+def wait_at_gate():
+    """Until `open_gate`, which the next one who waits closes."""
+    assert _gate.wait(60)
+
+
+def close_gate():
+    _gate.clear()

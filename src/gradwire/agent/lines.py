@@ -12,6 +12,13 @@ read since is left alone, and as long as that is so of all, it looks less and le
 takes the interpreter from whoever makes the calls. So what nobody waits for is read at the second
 look, mostly after 2 ms and at most after 16, however long a function runs. A line that is quiet for
 two looks has a reader that sleeps, and when all have one the keeper sleeps too.
+
+A signal handler or a finalizer may run while its own thread has a role, and wait for something.
+Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
+(Note [Reading inside a read] in intake.py). A thread never has two roles.
+
+The role is taken by `(has_role,) = map(…)`, which takes it and notes it in one step for the
+interpreter: no interrupt comes between the two, so a role that is held is always given back.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from typing import final
 from gradwire.agent.pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost
 from gradwire.ids import WorkerId
-from gradwire.transport.base import Channel
+from gradwire.transport.base import Channel, Reentered
 from gradwire.wire.frame import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
@@ -36,6 +43,8 @@ _LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 2
 _READS_OF_BUSY_LINE = 8
 """From one look to the next."""
+_AT_ONCE = (False,)
+_LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
 """Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
 
@@ -83,6 +92,8 @@ class _Mine(threading.local):
 
     line: Line | None = None
     """whose frame it runs"""
+    reads: Line | None = None
+    """whose role it has"""
 
 
 @final
@@ -124,22 +135,67 @@ class Lines:
         if line is None:
             block()
             return
-        own = self._mine.line
+        mine = self._mine
+        own, held = mine.line, mine.reads
         if own is not None and own is not line:
             self._attend(own)
         line.waiting.append(done)
         try:
-            if line.role.acquire(blocking=False):
-                self._read_for(line, done)
+            if held is not None:
+                if held is not line:
+                    self._attend(line)
+                self._read_inside(held, done)
+            else:
+                self._maybe_read_for(line, done)
             if not done():
                 block()
         finally:
             line.waiting.remove(done)
 
+    def _read_inside(self, line: Line, done: Done) -> None:
+        """Until `done`, on a line whose role this thread has: what it interrupts had taken it.
+
+        The frame that the interrupted code is handling, if any, stays with it.
+        """
+        outer = line.channel.taken - line.reads
+        try:
+            while not done():
+                frame = line.channel.maybe_recv(time.monotonic() + _LOOKS_INSIDE_SECONDS, done)
+                if frame is not None:
+                    self._on_frame(line.worker, line.channel, frame, False)
+                    line.reads += 1
+        except Reentered:
+            _log.debug("a read could not be gone on with where it was interrupted", exc_info=True)
+        except (PeerLost, BadMessage) as error:
+            line.channel.close(str(error))
+            self._end(line, error)  # whoever it interrupts finds the same, too late for this wait
+        except BaseException as error:
+            if line.channel.taken - line.reads != outer:
+                line.channel.close(f"a message was taken and lost: {error!r}")
+            raise
+
+    def _maybe_read_for(self, line: Line, done: Done) -> None:
+        """If nobody else reads, until `done` or for a while."""
+        mine, taking = self._mine, map(line.role.acquire, _AT_ONCE)
+        has_role = False
+        try:
+            (has_role,) = taking
+            if not has_role:
+                return
+            mine.reads = line
+            self._read_for(line, done)
+        finally:
+            if has_role:
+                mine.reads = None
+                line.role.release()
+                if not done() or (len(line.waiting) > 1 and line.is_wanted()):
+                    self._attend(line)
+                if line not in self._in_use or not self._is_looking:
+                    self._keep(line)
+
     def _read_for(self, line: Line, done: Done) -> None:
         """With the role held."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
-        attend = True
         try:
             while not done():
                 frame = line.channel.maybe_recv(until, done)
@@ -147,8 +203,6 @@ class Lines:
                     break
                 self._on_frame(line.worker, line.channel, frame, False)
                 line.reads += 1  # at last: what was taken and is not counted here is lost
-            else:
-                attend = False
         except Exception as error:
             if line.has_lost_a_frame():  # as in _handle
                 line.channel.close(str(error))
@@ -157,12 +211,6 @@ class Lines:
             if line.has_lost_a_frame():
                 line.channel.close("interrupted while a message was taken")
             raise
-        finally:
-            line.role.release()
-            if attend or (len(line.waiting) > 1 and line.is_wanted()):
-                self._attend(line)
-            if line not in self._in_use or not self._is_looking:
-                self._keep(line)
 
     def _handle(self, line: Line, frame: Frame, *, may_run: bool) -> Job | None:
         line.reads += 1
@@ -182,11 +230,15 @@ class Lines:
                 line.readers -= 1
 
     def _read_on(self, line: Line, name: str) -> None:
+        mine = self._mine
+        mine.reads = None  # its first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
-            if not line.role.acquire(blocking=False):
+            (has_role,) = map(line.role.acquire, _AT_ONCE)
+            if not has_role:
                 if not self._park(line):
                     return
                 continue
+            mine.reads = line
             line.is_attended = True
             try:
                 frame = line.channel.maybe_recv(math.inf)
@@ -200,6 +252,7 @@ class Lines:
                 self._end(line, PeerLost(f"reading failed: {error!r}"))
                 return
             line.is_attended = False
+            mine.reads = None
             line.role.release()
             if job is not None:
                 self._run(line, job)
@@ -317,8 +370,11 @@ class Lines:
 
     def _take(self, line: Line) -> bool:
         """What has come while nobody read."""
-        if not line.role.acquire(blocking=False):
+        mine = self._mine
+        (has_role,) = map(line.role.acquire, _AT_ONCE)
+        if not has_role:
             return False
+        mine.reads = line
         try:
             frame = line.channel.maybe_recv(0.0)
             if frame is None:
@@ -327,5 +383,6 @@ class Lines:
         except Exception:
             return True  # its reader finds the same, and says so
         finally:
+            mine.reads = None
             line.role.release()
         return True

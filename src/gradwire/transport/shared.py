@@ -240,26 +240,36 @@ class Lender:
             _log.warning("no %d bytes of shared memory, the socket is used: %s", room, error)
 
 
+def descriptors_in(received: Received) -> list[int]:
+    """Those that came beside bytes."""
+    found = array("i")
+    for level, kind, data in received[1]:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
+
+
 @final
 class Borrower:
     """The peer's blocks, as one end of a channel reads them; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
-        self._unclaimed: deque[int] = deque()
+        self.unclaimed: deque[int] = deque()
+        """descriptors that came, the first of them with the first frame that speaks of a new one"""
 
-    def note(self, received: Received) -> int:
-        """Keep the descriptors that came with bytes; how many bytes came."""
-        nbytes, ancillary, _, _ = received
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._keep(data)
-        return nbytes
+    def open(
+        self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
+    ) -> memoryview:
+        """The payload that a note speaks of; BadMessage if there is no such thing.
 
-    def open(self, note: Buffer, length: int, limits: Limits) -> memoryview:
-        """The payload that a note speaks of; BadMessage if there is no such thing."""
+        A new block comes with its descriptor, which is closed.
+        """
         number, is_new = NOTE.unpack(note)
-        block = self._introduced(number, limits) if is_new else self._blocks.get(number)
+        if is_new:
+            block: Block | None = self._introduced(number, descriptor, limits)
+        else:
+            block = self._blocks.get(number)
         if block is None:
             raise BadMessage(f"shared block {number} was never introduced")
         if not 0 < length <= block.room:
@@ -271,23 +281,20 @@ class Borrower:
     def close(self) -> None:
         """Forget every block; what still lies on one keeps its memory."""
         self._blocks.clear()
-        while self._unclaimed:
-            os.close(self._unclaimed.popleft())
+        while self.unclaimed:
+            os.close(self.unclaimed.popleft())
 
-    def _keep(self, data: bytes) -> None:
-        descriptors = array("i")
-        descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        self._unclaimed.extend(descriptors)
-        while len(self._unclaimed) > _MOST_UNCLAIMED:
-            os.close(self._unclaimed.popleft())
+    def forget_unclaimed(self) -> None:
+        """Close those that no frame has spoken of."""
+        while len(self.unclaimed) > _MOST_UNCLAIMED:
+            os.close(self.unclaimed.popleft())
 
-    def _introduced(self, number: int, limits: Limits) -> Block:
-        if not self._unclaimed:
+    def _introduced(self, number: int, descriptor: int | None, limits: Limits) -> Block:
+        if descriptor is None:
             raise BadMessage(
                 f"shared block {number} came without its descriptor",
                 hint="if this process has no free descriptors, raise ulimit -n",
             )
-        descriptor = self._unclaimed.popleft()
         gone = [known for known, block in self._blocks.items() if block.state == GONE]
         for known in gone:
             del self._blocks[known]
