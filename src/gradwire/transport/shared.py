@@ -21,10 +21,10 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, cast, final
 
 from gradwire.errors import BadMessage
 from gradwire.options import Limits
@@ -121,7 +121,9 @@ class Lender:
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
         self._limit = limit
         self._smallest = smallest
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
+        """whether this thread has the lock: then it is interrupted by who asks"""
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
         self._bytes = 0
@@ -163,7 +165,7 @@ class Lender:
     def _forget(self) -> None:
         # A signal handler may close while its own thread is in `_take`, so this must not wait:
         # whoever has the lock looks at `_is_closed` afterwards.
-        if not self._lock.acquire(blocking=False):
+        if self._is_inside() or not self._lock.acquire(blocking=False):
             return
         try:
             for loan in self._loans:
@@ -175,6 +177,8 @@ class Lender:
 
     def _take(self, length: int) -> Loan | None:
         room = size_class(length)
+        if self._is_inside():
+            return None
         with self._lock:
             if self._is_closed or sum(loan.unread for loan in self._loans) >= HELD_AT_MOST:
                 return None
