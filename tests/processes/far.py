@@ -481,3 +481,12 @@ def freeze_until_left(name) -> str:
     quiet = subprocess.DEVNULL
     subprocess.Popen(["sh", "-c", thaw], start_new_session=True, stdout=quiet, stderr=quiet)
     return "value"
+
+
+def wait_at_gate():
+    """Until `open_gate`, which the next one who waits closes."""
+    assert _gate.wait(60)
+
+
+def close_gate():
+    _gate.clear()
