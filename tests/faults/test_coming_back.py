@@ -91,7 +91,7 @@ def test_one_that_waits_for_the_others_to_leave_goes_on_while_they_can_be_reache
 
 
 def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
-    with cluster(3, expose=[HERE]) as workers, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, cluster(3, expose=[HERE]) as workers:
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         leaving = [pool.submit(workers[1].worker.shutdown, graceful=True)]
         departure = workers[1].worker._leaver._departure
@@ -105,6 +105,15 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         assert workers[0].worker.shutdown(graceful=True) == []
         assert [one.result(30) for one in leaving] == [[], []]
+
+
+def test_one_that_is_closed_by_another_thread_waits_for_nobody(workers):
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
+        assert eventually(lambda: workers[0].worker._leaver._departure.has_reached(1, 1))
+        workers[1].worker.close()
+
+        assert leaving.result(30) == []
 
 
 # -- gradients
