@@ -12,12 +12,21 @@ import pytest
 from gradwire.agent.secret import write_secret
 
 _PROGRAM = """
-import gc, multiprocessing, os, sys, warnings
+import gc, multiprocessing, os, queue, sys, warnings
 import torch
 import gradwire
 from gradwire import Options, UsageError
 
 warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
+
+gate = queue.SimpleQueue()
+
+def held(x):
+    gate.get(timeout=60)
+    return x + 2
+
+def let_go():
+    gate.put(None)
 
 def refused(use):
     try:
@@ -44,7 +53,7 @@ def in_child(how):
 
 rank = int(sys.argv[1])
 options = Options(init_method=sys.argv[2], listen=sys.argv[3])
-gradwire.init_rpc(f"w{rank}", rank, 2, options)
+gradwire.init_rpc(f"w{rank}", rank, 2, options, expose=[held, let_go])
 if rank == 0:
     ones = torch.ones(1 << 18)
     reference = gradwire.remote("w1", torch.add, args=(1, 1))
@@ -53,13 +62,14 @@ if rank == 0:
         loss = gradwire.rpc_sync("w1", torch.mul, args=(torch.ones(2, requires_grad=True), 2))
         for how in ("exit", "shutdown", "use", "drop", "_exit"):
             large = gradwire.rpc_sync("w1", torch.add, args=(ones, 1))
-            waiting = gradwire.rpc_async("w1", torch.add, args=(ones, 2))
+            waiting = gradwire.rpc_async("w1", held, args=(ones,))  # not answered by the fork
             child = os.fork()
             if child == 0:
                 in_child(how)
             assert os.waitpid(child, 0)[1] == 0, how
             # The parent goes on, and what it holds is as it was.
             assert gradwire.rpc_sync("w1", torch.add, args=(2, 2)) == 4
+            gradwire.rpc_sync("w1", let_go)
             assert waiting.wait()[0] == 3
             assert (large == 2).all()
             assert reference.to_here() == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -25,11 +26,11 @@ from gradwire import Options, Timeouts
 from gradwire.rpc.rref import home_door
 from gradwire.testing import faults
 
-rank, place, dead, timeout, listen = sys.argv[1:]
+rank, place, dead, timeout, listen, world = sys.argv[1:]
 rank, dead = int(rank), float(dead)
 timeouts = Timeouts(suspect=dead / 3, dead=dead, connect=2, handshake=2)
 options = Options(init_method=f"file://{place}", listen=listen, timeouts=timeouts)
-gradwire.init_rpc(f"w{rank}", rank, 2, options)
+gradwire.init_rpc(f"w{rank}", rank, int(world), options)
 worker = home_door.find()
 if listen != "unix":  # by way of a proxy
     print(worker.directory.address(rank), flush=True)
@@ -55,15 +56,20 @@ def start(tmp_path):
     write_secret(secret)
     started = []
 
-    def begin(rank, dead=15.0, timeout="", listen="unix"):
-        settings = [str(rank), f"{tmp_path}/meet", str(dead), timeout, listen]
+    def begin(rank, dead=15.0, timeout="", listen="unix", world="2", faults=""):
+        settings = [str(rank), f"{tmp_path}/meet", str(dead), timeout, listen, world]
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *settings],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "GRADWIRE_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "GRADWIRE_SECRET_FILE": str(secret),
+                "GRADWIRE_FAULTS": faults,
+                "OMP_NUM_THREADS": "1",
+            },
         )
         started.append(process)
         return process
@@ -97,6 +103,13 @@ def _leave(*workers):
     assert [worker.returncode for worker in workers] == [0] * len(workers)
 
 
+@pytest.fixture
+def may_take_150_seconds():
+    """Not 60, after which pytest is told to print every stack."""
+    faulthandler.dump_traceback_later(150, file=sys.__stderr__)  # it replaces that of pytest
+
+
+@pytest.mark.usefixtures("may_take_150_seconds")
 def test_a_server_stays_while_another_trains_longer_than_shutting_down_may_take(start):
     """For real, with the default of 60 s: its time has not begun while the trainer is at work."""
     server, trainer = start(1), start(0)
@@ -175,3 +188,20 @@ def test_a_worker_that_gives_up_names_whom_and_fails(start):
     said, _ = server.communicate(timeout=60)
     assert f"{gradwire.DeadlinePassed.__name__}: w1 shut down without w0, which did not" in said
     assert server.returncode == 1
+
+
+def test_one_that_only_waits_for_another_is_not_blamed(start):
+    """w1 is frozen when it has told w0 that it is over, and not w2, which waits for it too."""
+    frozen = start(1, dead=1.0, world="3", faults="stop before-send Leaving with w2")
+    waiting = start(2, dead=1.0, world="3", timeout="3600")
+    trainer = start(0, dead=1.0, world="3", timeout="2")
+    _read_until(trainer, "lost w1\n")
+    said, _ = trainer.communicate(timeout=60)
+
+    assert "w0 shut down without w1, which did not shut down within 2 s" in said
+    assert "the last program was over; w2 had not left either, and may have waited for it" in said
+    assert trainer.returncode == 1
+    frozen.kill()  # nobody listens there any more
+    said, _ = waiting.communicate(timeout=60)
+    assert said.splitlines()[-1] == "left"
+    assert waiting.returncode == 0

@@ -48,8 +48,10 @@ class Leaver:
         agent.on_peer_joined(self._peer_joined)
 
     def close(self) -> None:
-        """Nobody is told anything any more."""
-        self._is_over = True
+        """Nobody is told anything any more, and nobody is waited for."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
     def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
         """Until a peer's program is over, in this life or a later one; False if it is late.
@@ -106,7 +108,7 @@ class Leaver:
     def _say(self, phase: int) -> None:
         self._said = phase
         deadline = self._agent.clock.now() + _SAY_SECONDS
-        for info in self._agent.directory.others():
+        for info in [] if self._is_over else self._agent.directory.others():
             change = self._departure.change(info.id)
             try:
                 self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
@@ -115,12 +117,12 @@ class Leaver:
 
     def _wait_for(self, phase: int, patience: Patience) -> list[WorkerId]:
         with self._changed:
-            while missing := self._departure.missing(phase):
+            while (missing := self._departure.missing(phase)) and not self._is_over:
                 left = patience.left(self._agent.clock.now(), self._departure)
                 if left <= 0:
                     return missing
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
-        return []
+        return []  # or another thread has closed this worker meanwhile
 
     def _serve_leaving(self, message: Leaving, _: Payload, source: Source) -> None:
         with self._changed:
