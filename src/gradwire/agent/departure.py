@@ -109,6 +109,8 @@ class Leaver:
         self._said = phase
         deadline = self._agent.clock.now() + _SAY_SECONDS
         for info in [] if self._is_over else self._agent.directory.others():
+            if self._departure.is_untold(info.id):
+                continue  # `_say_again` tells it: to try here too would hold up the others
             change = self._departure.change(info.id)
             try:
                 self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from gradwire.errors import DeadlinePassed
 from gradwire.options import Options, Timeouts
 from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Faults, Nemesis
@@ -231,15 +232,22 @@ class _Playing:
             return [text for worker in self._world.workers().values() for text in leaks(worker)]
 
     def _leave(self) -> None:
-        """All shut down together, by the deadline."""
+        """All shut down together, by the deadline, which begins when a silent peer is given up.
+
+        Where faults never heal, a worker may give up on another: then it says so and raises.
+        """
         world = self._world
         left: set[str] = set()
-        limit = TIMEOUTS.shutdown
+        limit = TIMEOUTS.dead + TIMEOUTS.shutdown
 
         def leave(name: str) -> None:
             worker = world.lives[name].worker
             assert worker is not None
-            worker.shutdown(graceful=True)
+            try:
+                worker.shutdown(graceful=True)
+            except DeadlinePassed:
+                if not self._setting.is_liveness:
+                    raise
             left.add(name)
 
         alive = list(world.workers())
