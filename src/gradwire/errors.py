@@ -21,7 +21,7 @@ GradwireError              a RuntimeError, so that older programs still catch it
 ├── StepFailed             an optimizer's step failed on some worker; says who has stepped
 └── RemoteError            your function raised on another worker; also of the original type
 
-GraphCutWarning            a tensor that requires grad crossed where no context records it
+GraphCutWarning            a tensor that requires grad crossed without its graph
 RefLeakWarning             references were still counted when their owner shut down
 """
 
@@ -190,7 +190,10 @@ class RemoteError(GradwireError):
 
 
 class GraphCutWarning(UserWarning):
-    """A tensor that requires grad crossed where no context records it: it will get no gradient."""
+    """A tensor that requires grad crossed without its graph: it will get no gradient.
+
+    No context records the call, or the tensor was copied inside a module or another object.
+    """
 
 
 class RefLeakWarning(UserWarning):

@@ -108,3 +108,70 @@ def test_one_that_is_gone_is_not_waited_for_until_it_comes_back():
     departure.reborn(1)
     assert departure.missing(OVER) == [1]
     assert patience.left(1, departure) == math.inf
+
+
+def test_one_that_connects_is_back_before_it_was_told_how_far_we_are():
+    departure, patience = Departure([1]), Patience(60)
+    assert departure.cut_off(1)
+    assert patience.left(0, departure) == 60
+    assert not departure.joined(1), "somebody tries to tell it already"
+
+    assert patience.left(60, departure) == math.inf
+    assert departure.is_untold(1), "it may not have heard yet"
+
+
+def test_who_speaks_again_may_still_not_have_heard_us():
+    departure = Departure([1])
+    departure.cut_off(1)
+    departure.said(1, QUIET)
+
+    assert departure.is_untold(1)
+
+
+def test_what_was_said_before_another_loss_is_said_again():
+    departure = Departure([1])
+    assert departure.cut_off(1)
+    before = departure.change(1)
+    assert not departure.cut_off(1), "whoever tells it goes on"
+    departure.told(1, before)
+
+    assert departure.is_untold(1)
+    departure.told(1, departure.change(1))
+    assert not departure.is_untold(1)
+    assert departure.missing(OVER) == departure.working() == [1]
+    assert departure.cut_off(1)
+
+
+def test_one_that_was_gone_and_connects_is_waited_for_and_told_again():
+    departure, patience = Departure([1]), Patience(60)
+    departure.peer_lost(1)
+    assert departure.missing(READY) == []
+    assert not departure.is_untold(1)
+    assert departure.joined(1)
+
+    assert departure.missing(OVER) == [1]
+    assert patience.left(0, departure) == math.inf
+    assert departure.is_untold(1)
+
+
+def test_a_refusal_that_is_heard_of_late_says_nothing_of_a_later_life():
+    """Nobody listened where the earlier life did; meanwhile the later one has said hello."""
+    departure = Departure([1])
+    departure.cut_off(1)
+    before = departure.change(1)
+    departure.reborn(1)
+    departure.refused(1, before)
+
+    assert departure.missing(READY) == [1]
+    departure.refused(1, departure.change(1))
+    assert departure.missing(READY) == []
+    assert not departure.is_untold(1)
+
+
+def test_who_is_unheard_is_the_cause_of_those_that_may_wait_for_it():
+    departure = Departure([1, 2, 3])
+    assert departure.causes([1, 2, 3], []) == [1, 2, 3], "not known"
+    assert departure.causes([1, 2, 3], [2]) == [2]
+    departure.cut_off(3)
+    assert departure.causes([1, 2, 3], [2]) == [2, 3]
+    assert departure.causes([1], []) == [1]

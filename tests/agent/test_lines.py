@@ -279,12 +279,21 @@ def read_by_this_thread(desk):
     return line
 
 
+def read_for(desk, line, done):
+    """Read with its role, and give that back as `wait` does."""
+    try:
+        desk.lines._read_for(line, done)
+    finally:
+        line.role.release()
+        desk.lines._attend(line)
+
+
 def test_an_interrupt_while_a_frame_is_handled_ends_the_channel_rather_than_lose_it(desk):
     line = read_by_this_thread(desk)
     desk.lines._on_frame = interrupt
     desk.send(1)
     with pytest.raises(KeyboardInterrupt):
-        desk.lines._read_for(line, lambda: False)
+        read_for(desk, line, lambda: False)
     assert eventually(lambda: desk.ended)
 
 
@@ -306,7 +315,7 @@ def test_an_interrupt_before_a_taken_frame_has_a_name_ends_the_channel(ends, siz
 def test_an_interrupt_while_nothing_comes_leaves_the_channel_in_order(desk):
     line = read_by_this_thread(desk)
     with pytest.raises(KeyboardInterrupt):
-        desk.lines._read_for(line, interrupt)
+        read_for(desk, line, interrupt)
     desk.send(1)
     assert eventually(lambda: desk.has(1))
     assert not desk.ended

@@ -391,9 +391,8 @@ class _Raw(NamedTuple):
 def agent_promise(agent, channel, deadline: float):
     """A place in the table of requests, as `Agent.request` takes one."""
     promise: Promise = Promise()
-    with agent._lock:
-        n = agent._calls.opened(Pending(1, "an attack", agent.clock.now(), deadline, promise))
-        agent._calls.left(n, channel)
+    n = agent._calls.opened(Pending(1, "an attack", agent.clock.now(), deadline, promise))
+    agent._calls.left(n, channel)
     return n, promise
 
 

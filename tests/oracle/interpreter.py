@@ -377,19 +377,20 @@ def _recursion(state: State, values: list, to: int, times: int, i: int) -> None:
 
 
 def _checkpoint(state: State, values: list, reentrant: bool, block: list, i: int) -> None:
-    x = values[i % len(values)]
-    if not x.requires_grad or not torch.is_grad_enabled():
-        return
-
     # In one process the operators of a call inside a checkpoint save the caller's own tensors, so
     # a later change in place is an error; here the callee has copies. Nobody changes this one.
-    x = x.clone()
+    x = values[i % len(values)].clone()
     worker = here()
 
     def recomputed(x: torch.Tensor) -> torch.Tensor:
         with as_local(worker) if is_local() else contextlib.nullcontext():
             return run_steps(block, [x])[-1]
 
+    # Without a graph there is nothing to compute again. That may be the forward of a reentrant
+    # checkpoint around this one: it must take the same steps as its recomputation.
+    if not x.requires_grad or not torch.is_grad_enabled():
+        values.append(recomputed(x))
+        return
     if state.draws and is_local():
         recomputed = dice.repeated(recomputed)
     preserve = state.draws and not is_local()

@@ -168,7 +168,6 @@ class _Drawer:
         self.may_draw = "draws" in kinds
         self.checkpoints = 0
         """around what is drawn now"""
-        self.may_checkpoint = True
 
     def note(self, *features: str) -> None:
         for feature in features:
@@ -211,8 +210,7 @@ class _Drawer:
     def far_steps(self, pure: bool) -> list:
         """The steps that reach other workers."""
         far = [self.call] * 6 + [self.shaped, self.failing, self.recursion]
-        if self.may_checkpoint:
-            far += [self.checkpoint] * (4 if self.may_draw else 1)
+        far += [self.checkpoint] * (4 if self.may_draw else 1)
         if "threads" in self.kinds:
             far += [self.chains] * 2
         if "inner backwards" in self.kinds:
@@ -326,10 +324,7 @@ class _Drawer:
 
     def call(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         to = self.target(worker, caller)
-        # A reference's value may be there before the numbers that its function drew are told; a
-        # recomputation that needs them is then refused.
-        repeats = self.may_draw and self.checkpoints
-        how = self.rng.choice(CALLS[:2] if repeats else CALLS)
+        how = self.rng.choice(CALLS)
         self.note(f"call: {how}")
         mode = self.rng.choice(["grad"] * 6 + ["no_grad", "inference_mode"])
         if mode != "grad":
@@ -369,11 +364,7 @@ class _Drawer:
     def failing(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
         self.note("caught remote exception")
         to = self.target(worker, caller)
-        # Numbers that were drawn in calls of a call that raised are refused, not repeated.
-        may_draw, self.may_draw = self.may_draw, self.may_draw and not self.checkpoints
-        block = self.inner(to, worker, depth, pure)
-        self.may_draw = may_draw
-        return ["failing", to, block, self.index()]
+        return ["failing", to, self.inner(to, worker, depth, pure), self.index()]
 
     def recursion(self, worker: int, caller: int | None, *_: object) -> Step:
         self.note("recursion")
@@ -382,11 +373,7 @@ class _Drawer:
     def checkpoint(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
         reentrant = self.rng.random() < 0.3
         self.note("checkpoint, reentrant" if reentrant else "checkpoint, not reentrant")
-        # Numbers that are drawn in a checkpoint inside a reentrant one are refused, not repeated.
-        before = self.may_checkpoint
-        self.may_checkpoint = before and not (reentrant and self.may_draw)
         block = self.recomputed(worker, caller, depth, draws=True)
-        self.may_checkpoint = before
         return ["checkpoint", reentrant, block, self.index()]
 
     def kept(self, worker: int, caller: int | None, *_: object) -> Step:

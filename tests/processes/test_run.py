@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import DeadlinePassed, Options, PeerLost, UsageError
+from gradwire import DeadlinePassed, Options, PeerLost, Timeouts, UsageError
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -207,6 +207,16 @@ def test_a_value_that_cannot_come_back_is_refused():
 def test_time_is_limited():
     with pytest.raises(DeadlinePassed, match=r"run\(\) gave up on w0, w1 after 0.01 s"):
         gradwire.run(far.here, 2, timeout=0.01)
+
+
+def test_a_worker_that_leaves_later_than_the_first_one_waits_does_not_cost_the_value(capfd):
+    options = Options(timeouts=Timeouts(shutdown=0.5))
+
+    assert (
+        gradwire.run(far.freeze_until_left, 2, args=("w1",), expose=[far], options=options)
+        == "value"
+    )
+    assert "w0 shut down without w1, which did not shut down within 0.5 s" in capfd.readouterr().err
 
 
 def test_what_cannot_go_there_is_refused_before_anything_starts():

@@ -7,22 +7,36 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
 import gradwire
 from gradwire.agent.secret import write_secret
+from gradwire.testing.faults import frozen
+from gradwire.testing.proxy import Proxy
+from tests.leftovers import eventually
 
 _PROGRAM = """
 import sys
 import torch
 import gradwire
 from gradwire import Options, Timeouts
+from gradwire.rpc.rref import home_door
+from gradwire.testing import faults
 
-rank, place, dead, timeout = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+rank, place, dead, timeout, listen = sys.argv[1:]
+rank, dead = int(rank), float(dead)
 timeouts = Timeouts(suspect=dead / 3, dead=dead, connect=2, handshake=2)
-options = Options(init_method=f"file://{place}", listen="unix", timeouts=timeouts)
+options = Options(init_method=f"file://{place}", listen=listen, timeouts=timeouts)
 gradwire.init_rpc(f"w{rank}", rank, 2, options)
+worker = home_door.find()
+if listen != "unix":  # by way of a proxy
+    print(worker.directory.address(rank), flush=True)
+    faults.redirect(f"w{1 - rank}", sys.stdin.readline().strip())
+    print("redirected", flush=True)
+    sys.stdin.readline()
+worker.agent.on_peer_lost(lambda lost, _: print(f"lost w{lost}", flush=True))
 if rank == 0:
     print("trains", flush=True)
     for line in sys.stdin:  # the test says when
@@ -41,9 +55,10 @@ def start(tmp_path):
     write_secret(secret)
     started = []
 
-    def begin(rank, dead=15.0, timeout=""):
+    def begin(rank, dead=15.0, timeout="", listen="unix"):
+        settings = [str(rank), f"{tmp_path}/meet", str(dead), timeout, listen]
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(rank), f"{tmp_path}/meet", str(dead), timeout],
+            [sys.executable, "-c", _PROGRAM, *settings],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -62,13 +77,23 @@ def start(tmp_path):
 def _call(trainer):
     trainer.stdin.write("\n")
     trainer.stdin.flush()
-    lines = iter(trainer.stdout.readline, "")  # its log is among them
-    assert any(line == "called\n" for line in lines), "it ended"
+    _read_until(trainer, "called\n")
+
+
+def _read_until(worker, start):
+    """The next line that starts so; its log is among what it says."""
+    said = []
+    for line in iter(worker.stdout.readline, ""):
+        said.append(line)
+        if line.startswith(start):
+            return line
+    raise AssertionError("it ended: " + "".join(said))
 
 
 def _leave(*workers):
     said = [worker.communicate(timeout=60)[0] for worker in workers]
-    assert said == ["left\n"] * len(workers)
+    assert [text.splitlines()[-1] for text in said] == ["left"] * len(workers)
+    assert not [text for text in said if "shut down without" in text]
     assert [worker.returncode for worker in workers] == [0] * len(workers)
 
 
@@ -81,6 +106,64 @@ def test_a_server_stays_while_another_trains_longer_than_shutting_down_may_take(
         _call(trainer)
         time.sleep(1)
     _call(trainer)
+    _leave(trainer, server)
+
+
+def test_a_server_waits_for_a_trainer_that_was_frozen_and_serves_it_again(start):
+    """All that the trainer finds when it goes on is a connection that the server has given up."""
+    server, trainer = start(1, dead=1.0, timeout="3600"), start(0, dead=1.0)
+    assert trainer.stdout.readline() == "trains\n"
+    _call(trainer)
+    with frozen(trainer):
+        _read_until(server, "lost w0\n")
+    for _ in range(3):
+        _call(trainer)
+    _leave(trainer, server)
+
+
+@pytest.fixture
+def cut_off(start):
+    """A server inside shutdown() and a trainer, with a proxy before each of them."""
+    with ExitStack() as stack:
+        workers = [
+            start(rank, dead=1.0, timeout="3600", listen="tcp://127.0.0.1:0") for rank in (0, 1)
+        ]
+        proxies = []
+        for worker in workers:
+            address = _read_until(worker, "tcp://127.0.0.1:").strip()
+            proxies.append(stack.enter_context(Proxy(address)))
+        for worker, proxy in zip(workers, reversed(proxies), strict=True):
+            worker.stdin.write(f"{proxy.address}\n")
+            worker.stdin.flush()
+            _read_until(worker, "redirected\n")
+        for worker in workers:
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        yield *workers, proxies
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["calls meanwhile", "silent meanwhile"])
+def test_a_server_serves_again_when_a_network_that_was_cut_is_back(cut_off, calls):
+    trainer, server, proxies = cut_off
+    _read_until(trainer, "trains\n")
+    _call(trainer)
+    for proxy in proxies:
+        proxy.stall()
+    if calls:
+        trainer.stdin.write("\n")  # made now, and again when the network is back
+        trainer.stdin.flush()
+    for worker, other in ((trainer, "w1"), (server, "w0")):
+        _read_until(worker, f"lost {other}\n")
+    to_trainer = proxies[0]
+    known = len(to_trainer._pairs)
+    assert eventually(lambda: len(to_trainer._pairs) > known + 1, 30), "the server does not try"
+    for proxy in proxies:
+        proxy.heal()
+    if calls:
+        _read_until(trainer, "called\n")
+    for _ in range(3):
+        _call(trainer)
+    assert server.poll() is None, "it left within a moment of the link's return"
     _leave(trainer, server)
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 
 import gradwire
 from gradwire.errors import UsageError
+from gradwire.rpc.messages import Made, Result
 from gradwire.testing import cluster, generators
 
 SEED = 11
@@ -47,10 +48,59 @@ def checkpointed(x, to, reentrant):
     return checkpoint(noisy_there, x, to, use_reentrant=reentrant)
 
 
+def checkpointed_twice(x, to, outer, inner):
+    def run(x):
+        return checkpointed(noisy(x), to, inner).cos()
+
+    return checkpoint(run, x, use_reentrant=outer)
+
+
 @gradwire.async_execution
 def noisy_later(x, to):
     future = gradwire.rpc_async(to, noisy, args=(noisy(x),))
     return future.then(lambda done: done.wait() * 2)
+
+
+@gradwire.async_execution
+def noisy_later_raises(x, to):
+    future = gradwire.rpc_async(to, noisy, args=(noisy(x),))
+    return future.then(lambda done: raises(done.wait().detach()))
+
+
+def raises(x):
+    raise ValueError(x.sum().item())
+
+
+def raises_what_it_drew(x, to):
+    raises(noisy_there(x.detach(), to))
+
+
+def noisy_itself(x, name):
+    """Draws in a value that it keeps, and fetches as its owner."""
+    return noisy(gradwire.remote(name, noisy, args=(noisy(x),)).to_here())
+
+
+def noisy_by_a_third(x, to):
+    """Fetched by a worker that has not made the call."""
+    return gradwire.rpc_sync("w0", fetched, args=(gradwire.remote(to, noisy, args=(x,)),))
+
+
+def fetched(reference):
+    return noisy(reference.to_here())
+
+
+def noisy_and_forgotten(x, to):
+    """Nobody waits for a call that draws."""
+    gradwire.rpc_async(to, noisy, args=(x.detach(),))
+    return noisy(x)
+
+
+def noisy_then_there(x, to):
+    return noisy_there(noisy(x), to)
+
+
+def more_with_a_graph(x, to):
+    return noisy_there(x, to) if torch.is_grad_enabled() else x.sin()
 
 
 to_be_completed = [torch.futures.Future()]
@@ -93,6 +143,8 @@ class Holder:
 
 FUNCTIONS = [noisy, quiet, noisy_there, noisy_twice, checkpointed, noisy_later, completes]
 FUNCTIONS += [completed_by_another, draws_at_first, draws_more_each_time, Holder, nn.Dropout]
+FUNCTIONS += [noisy_later_raises, raises_what_it_drew, noisy_itself, noisy_by_a_third, fetched]
+FUNCTIONS += [noisy_and_forgotten, checkpointed_twice, noisy_then_there, more_with_a_graph]
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +226,53 @@ def after_a_caught_error(x):
     return by_sync(x)
 
 
+def scaled_by(call, x):
+    try:
+        call()
+    except ValueError as error:
+        return by_sync(x * error.args[0])
+
+
+def after_an_error_that_tells_what_was_drawn(x):
+    return scaled_by(lambda: gradwire.rpc_sync("w1", raises_what_it_drew, (x, "w2")), x)
+
+
+def after_an_error_of_a_reference(x):
+    return scaled_by(lambda: gradwire.remote("w1", raises_what_it_drew, (x, "w2")).to_here(), x)
+
+
+def after_an_error_that_comes_later(x):
+    return scaled_by(lambda: gradwire.rpc_sync("w1", noisy_later_raises, (x, "w2")), x)
+
+
+def after_an_error_on_the_way(x):
+    return scaled_by(lambda: gradwire.rpc_sync("w1", noisy_later_raises, (x, "w0")), x)
+
+
+def kept_here(x):
+    return noisy_itself(x, "w0")
+
+
+def kept_elsewhere_and_back_here(x):
+    return noisy(gradwire.remote("w1", noisy_there, args=(noisy(x), "w0")).to_here())
+
+
+def kept_there(x):
+    return gradwire.rpc_sync("w1", noisy_itself, args=(x, "w1"))
+
+
+def fetched_by_a_third(x):
+    return gradwire.rpc_sync("w1", noisy_by_a_third, args=(x, "w2"))
+
+
+def forgotten_there(x):
+    return gradwire.rpc_sync("w1", noisy_and_forgotten, args=(x, "w2"))
+
+
+def a_method_of_one_to_be_made(x):
+    return gradwire.remote("w0", Holder).rpc_sync().noisy(noisy(x))
+
+
 def with_a_callback_that_calls(x):
     future = gradwire.rpc_async("w1", noisy, args=(x,))
     called = future.then(lambda done: gradwire.rpc_sync("w2", quiet, args=(done.wait(),)))
@@ -189,6 +288,10 @@ PROGRAMS = [by_sync, by_async, by_remote, by_proxy, by_module, nested, back_here
 PROGRAMS += [to_itself, many, two_at_once, later, to_a_checkpoint, to_a_reentrant_checkpoint]
 PROGRAMS += [around_a_checkpoint, around_a_reentrant_checkpoint, after_a_caught_error]
 PROGRAMS += [after_one_that_nobody_waits_for, with_a_callback_that_calls]
+PROGRAMS += [after_an_error_that_tells_what_was_drawn, after_an_error_of_a_reference]
+PROGRAMS += [after_an_error_that_comes_later, after_an_error_on_the_way, kept_here, kept_there]
+PROGRAMS += [kept_elsewhere_and_back_here]
+PROGRAMS += [fetched_by_a_third, forgotten_there, a_method_of_one_to_be_made]
 
 
 def recomputed(program, x, reentrant, **options):
@@ -200,11 +303,12 @@ def plain(program):
     return gradient(lambda x: program(x).cos().exp())
 
 
-def gradient(run, *, own=True, passes=1):
+def gradient(run, *, own=True, passes=1, prepare=lambda workers: None):
     """Of a program on w0; and the numbers that each worker would draw next."""
     given = generators(3, seed=SEED)
     torch.manual_seed(SEED)
     with cluster(3, expose=FUNCTIONS, generators=given if own else None) as workers:
+        prepare(workers)
 
         def on_w0():
             x = torch.linspace(0.1, 3.0, 30, requires_grad=True)
@@ -231,6 +335,21 @@ def test_a_checkpoint_around_calls_that_draw_is_exact(program, reentrant):
     found = gradient(lambda x: recomputed(program, x, reentrant))
 
     same(found, plain(program))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("where", ["w0", "w1"])
+@pytest.mark.parametrize("inner", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("outer", [True, False], ids=["in reentrant", "in not reentrant"])
+def test_a_checkpoint_inside_another_is_exact(outer, inner, where):
+    def run(x):
+        return gradwire.rpc_sync(where, checkpointed_twice, args=(x, "w2", outer, inner))
+
+    def plainly(x):
+        return gradwire.rpc_sync(where, noisy_then_there, args=(x, "w2")).cos()
+
+    same(gradient(run), gradient(plainly))
+    same(gradient(lambda x: recomputed(run, x, outer)), plain(plainly))
 
 
 @KINDS
@@ -301,6 +420,27 @@ def calls_sent(run):
         return workers[0].run(on_w0)
 
 
+def test_a_value_that_is_there_before_what_it_drew_is_told():
+    """Its owner fetches it and returns before the answer of the call that made it has come."""
+    result_left = threading.Event()
+
+    def hold_back(workers):
+        answer = workers[1].worker.agent.answer
+
+        def answered(source, message, *args, **kwargs):
+            if isinstance(message, Made):
+                result_left.wait(0.3)  # it is late, or at last is waited for
+            if isinstance(message, Result):
+                result_left.set()
+            return answer(source, message, *args, **kwargs)
+
+        workers[1].worker.agent.answer = answered
+
+    found = gradient(lambda x: recomputed(kept_there, x, False), prepare=hold_back)
+
+    same(found, plain(kept_there))
+
+
 def test_a_state_travels_only_where_one_is_needed():
     def quietly(x):
         return gradwire.rpc_sync("w1", quiet, args=(x,))
@@ -345,6 +485,20 @@ def test_a_call_from_another_thread_is_refused_if_it_draws(reentrant):
     same(gradient(lambda x: recomputed(quietly, x, reentrant)), plain(quietly))
     with pytest.raises(UsageError, match=r"noisy on w1 draws .* from another thread"):
         gradient(lambda x: recomputed(partial(from_a_thread, noisy), x, reentrant))
+
+
+def test_more_calls_than_the_forward_made_are_refused_if_they_draw():
+    """The forward of a reentrant checkpoint runs without a graph, and a function can tell."""
+
+    def here(x):
+        return more_with_a_graph(x, "w2")
+
+    def there(x):
+        return gradwire.rpc_sync("w1", more_with_a_graph, args=(x, "w2"))
+
+    for run in (here, there):
+        with pytest.raises(UsageError, match=r"noisy on w2 draws .* forward did not call it here"):
+            gradient(lambda x, run=run: recomputed(run, x, True))
 
 
 def test_a_callback_whose_call_draws_is_refused():

@@ -241,7 +241,7 @@ def test_finalizers_that_the_collector_runs_may_make_calls(workers):
 def test_a_future_is_not_unpacked_inside_of_its_own_unpacking():
     came = Promise()
     came.settle("the answer")
-    landing = Landing(came, lambda _: Unpacked(landing.value(), 0), "a call")
+    landing = Landing(came, lambda _: Unpacked(landing.value(), 0))
 
     with pytest.raises(gw.UsageError, match="a call was waited for by a finalizer") as raised:
         landing.value()

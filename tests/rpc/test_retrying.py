@@ -10,7 +10,7 @@ import torch
 import gradwire
 from gradwire import DeadlinePassed, EarlierLife, NotTrusted, PeerLost, StepFailed, UsageError
 from gradwire.rpc.retrying import is_loss
-from gradwire.testing import cluster
+from gradwire.testing import cluster, faults
 from gradwire.testing.background import Background
 from tests.leftovers import eventually
 from tests.rpc import far_lives as far
@@ -57,6 +57,17 @@ def test_a_step_is_tried_again_from_what_it_began_with(workers, w0):
     restarting.result()
     assert state["x"] == 100
     assert story == [(1, "PeerLost", 1)]
+
+
+def test_a_connection_found_broken_by_a_call_costs_one_try_however_late_its_reader_is(w0):
+    """Not all tries, one after the other, by the same broken connection. The reader may be late."""
+    assert gradwire.rpc_sync("w1", far.kept, args=(1,)) == 1
+    for _ in range(50):
+        with faults.armed("close before-send Call"):
+            for attempt in gradwire.retrying(times=2):
+                with attempt:
+                    assert gradwire.rpc_sync("w1", far.kept, args=(1,)) == 1
+        assert attempt.number == 1
 
 
 class _Trained:

@@ -27,6 +27,13 @@ def test_more_calls_than_there_were_are_not_known():
     assert tape_of(Place(F, known=True)).repeated(1, F) is UNKNOWN
 
 
+def test_a_call_that_was_not_known_is_not_known_again():
+    """In the forward of a checkpoint that ran inside the recomputation of another one."""
+    known = Place(F, known=True, drawn=b"1")
+
+    assert tape_of(known, UNKNOWN).repeated(1, G) is UNKNOWN
+
+
 def test_a_call_that_was_lost_and_made_again_counts_once():
     lost, made = Place(F), Place(F)
     lost.failed()

@@ -93,8 +93,7 @@ def test_an_answer_comes_from_whoever_was_asked():
 def test_a_forged_answer_ends_the_connection_of_the_forger(workers):
     victim, forger = workers[0].worker, workers[2].worker
     limit = victim.agent.clock.now() + 10
-    with victim.agent._lock:
-        n = victim.agent._calls.opened(Pending(1, "a call", 0.0, limit, None))
+    n = victim.agent._calls.opened(Pending(1, "a call", 0.0, limit, None))
     forged = Frame(kind_of(Done), IS_ANSWER, n, encode(Done()), ())
     forger.agent._connections.to(0, limit).send(forged, limit)
     assert eventually(lambda: victim.refusals.seen() == {"bad message": 1})

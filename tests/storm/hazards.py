@@ -63,6 +63,8 @@ def _handler(chance: random.Random, forking: random.Random | None):
                 me = gradwire.get_worker_info().name
                 _say(chance.choice([name for name in rounds.WEIGHTS if name != me]), None)
                 NOTES.done(f"calls of {signal.Signals(number).name}")
+        except gradwire.UsageError as error:
+            _refused(error)
         except Exception as error:
             NOTES.wrong(f"a signal handler raised {type(error).__name__}: {error}")
         finally:
@@ -77,6 +79,14 @@ def _say(to: str, tensor: torch.Tensor | None) -> None:
         y = rounds.timed("call", lambda: gradwire.rpc_sync(to, rounds.touch, args=(x,)))
     if not torch.equal(y.detach(), x.detach() * 2):
         NOTES.wrong(f"{to} answered {y}, not twice {x}")
+
+
+def _refused(error: gradwire.UsageError) -> None:
+    """At once, and nothing is wrong with it if it says so."""
+    if "a finalizer or a signal handler" in str(error):
+        NOTES.done("refused")
+    else:
+        NOTES.wrong(f"a hazard raised {type(error).__name__}: {error}")
 
 
 # -- finalizers
@@ -101,6 +111,8 @@ class Litter:
             else:
                 self.context.run(_say, self.to, self.tensor)
             NOTES.done("calls of finalizers")
+        except gradwire.UsageError as error:
+            _refused(error)
         except Exception as error:
             NOTES.wrong(f"a finalizer raised {type(error).__name__}: {error}")
         finally:

@@ -22,7 +22,7 @@ from gradwire.agent.directory import Directory
 from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
 from gradwire.agent.errands import Source
 from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
-from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, revive
+from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.framing import framed
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.noting import Noting
@@ -119,7 +119,7 @@ class Agent:
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
         """Be told when a worker is connected, for the first time or again. Must not block."""
-        self._connections.on_joined = listener
+        self._connections.on_joined.append(listener)
 
     def on_late(
         self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
@@ -174,6 +174,7 @@ class Agent:
             send(frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
+            self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, what, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
@@ -256,7 +257,7 @@ class Agent:
 
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
-        failure = describe(error, self.directory.me.name, self._name_of)
+        failure = noted(describe(error, self.directory.me.name, self._name_of), source.note)
         if len(encode(failure)) > self.limits.head:
             failure = clipped(failure, self.limits.head // 8)
         try:
@@ -356,6 +357,7 @@ class Agent:
                 self.answer_with(source, error)
 
     def _expire(self, now: float) -> float | None:
+        self._connections.lines.keep_deadlines()
         late = self._calls.passed(now)
         following = self._calls.next_deadline()
         for n, pending, _ in late:

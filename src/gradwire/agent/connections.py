@@ -22,6 +22,7 @@ from gradwire.agent import handshake, introduction
 from gradwire.agent.clock import Clock
 from gradwire.agent.directory import Directory
 from gradwire.agent.doorstep import Doorstep
+from gradwire.agent.ends import Ends
 from gradwire.agent.lines import Line, Lines, OnFrame
 from gradwire.agent.members_state import Member
 from gradwire.agent.messages import Hello
@@ -95,6 +96,7 @@ class Connections:
         self._refusals = refusals
         self._doorstep = Doorstep(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
+        self._ends = Ends(directory.lock, clock)
         self._dialling: dict[WorkerId, threading.RLock] = {}
         self._turns: dict[WorkerId, threading.RLock] = {}
         """held while a worker's first channel, or its loss, is told: one after the other"""
@@ -105,7 +107,7 @@ class Connections:
         """how often each peer was lost in its life, and how often it has lost us, as it says"""
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self.on_joined: Callable[[WorkerId], None] = lambda _: None
+        self.on_joined: list[Callable[[WorkerId], None]] = []
         self.on_opened: Callable[[], None] = lambda: None
         self.on_reborn: Callable[[WorkerId, PeerLost], None] = lambda worker, error: None
         """told that a worker's earlier life is over, as a later one is there"""
@@ -145,6 +147,14 @@ class Connections:
         """Whether the channel, or any, has not ended; that is known here before it is told."""
         known = self.channels.get(worker, ())
         return bool(known) if channel is None else channel in known
+
+    def await_end(
+        self, worker: WorkerId, channel: Channel | None, error: BaseException, deadline: float
+    ) -> None:
+        """Nothing can be sent by this channel, if this error says so: until its end is told."""
+        if channel is not None and type(error) is PeerLost:  # others say it of a message only
+            turn, ended = self._turn(worker), lambda: not self.has(worker, channel)
+            self._ends.wait(self.lines, channel, ended, turn, deadline)
 
     def close(self, reason: str) -> None:
         """End every channel and join their threads; idempotent."""
@@ -268,6 +278,7 @@ class Connections:
         with self._lock:
             channels = self.channels.pop(worker, [])
             self._losses[worker] += bool(channels)
+            self._ends.noted()
         for channel in channels:
             channel.close(str(error))
         return channels
@@ -293,8 +304,8 @@ class Connections:
                 if refusal is None:
                     self.channels[worker] = [*known, channel]
             if refusal is None:
-                if not known:
-                    self.on_joined(worker)
+                for tell in self.on_joined if not known else ():
+                    tell(worker)
                 self.lines.open(worker, channel, self._directory.name(worker))
         if refusal is not None:
             channel.close(refusal.message)
@@ -342,6 +353,7 @@ class Connections:
                 if not was_given_up:
                     self.channels[worker] = []
                     self._losses[worker] += 1
+                    self._ends.noted()
             channel.close(str(error))
             if was_given_up:
                 return

@@ -27,6 +27,8 @@ class Parted(NamedTuple):
     """they did not come so far in time"""
     lost: list[str]
     """they were gone before they were quiet"""
+    behind: list[str]
+    """they did not come so far either, as they may have waited for those that were late"""
 
 
 @final
@@ -43,6 +45,7 @@ class Leaver:
         self._is_over = False
         agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
+        agent.on_peer_joined(self._peer_joined)
 
     def close(self) -> None:
         """Nobody is told anything any more."""
@@ -84,11 +87,17 @@ class Leaver:
         look()
         self._say(READY)
         late = late or self._wait_for(READY, patience)  # whom the others wait for, not these
+        return self._parted(late)
+
+    def _parted(self, missing: list[WorkerId]) -> Parted:
+        silent = [worker for worker in missing if self._agent.silence_of(worker)]
         with self._changed:
+            late = self._departure.causes(missing, silent)
             gone = self._departure.abandoned()
         name = self._agent.directory.name
-        lost = [name(worker) for worker in sorted(gone) if worker not in late]
-        return Parted([name(worker) for worker in late], lost)
+        lost = [name(worker) for worker in gone if worker not in missing]
+        behind = [name(worker) for worker in missing if worker not in late]
+        return Parted([name(worker) for worker in late], lost, behind)
 
     def _left(self, patience: Patience) -> float:
         with self._changed:
@@ -98,10 +107,11 @@ class Leaver:
         self._said = phase
         deadline = self._agent.clock.now() + _SAY_SECONDS
         for info in self._agent.directory.others():
+            change = self._departure.change(info.id)
             try:
                 self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
             except GradwireError as error:
-                self._unsaid(info.id, error)
+                self._unsaid(info.id, change, error)
 
     def _wait_for(self, phase: int, patience: Patience) -> list[WorkerId]:
         with self._changed:
@@ -131,40 +141,53 @@ class Leaver:
         elif self._said:
             self._is_cut_off(worker)
 
-    def _unsaid(self, worker: WorkerId, error: GradwireError) -> None:
+    def _unsaid(self, worker: WorkerId, change: int, error: GradwireError) -> None:
         """It could not be told. Where nobody listens it is gone, else it may come back."""
         if _is_refusal(error):
-            self._is_gone(worker)
+            self._is_refused(worker, change)
         else:
             self._is_cut_off(worker)
+
+    def _peer_joined(self, worker: WorkerId) -> None:
+        """It may be its own doing: then it is waited for again before we have reached it."""
+        with self._changed:
+            is_untold = self._departure.joined(worker)
+            self._changed.notify_all()
+        if is_untold:
+            self._agent.dispatch.service.submit(partial(self._say_again, worker))
 
     def _is_cut_off(self, worker: WorkerId) -> None:
         """Tell it again how far we are, which may be lost with the connection or with its life."""
         with self._changed:
-            if self._departure.is_cut_off(worker):
-                return  # it is tried already
-            self._departure.cut_off(worker)
+            is_untold = self._departure.cut_off(worker)
             self._changed.notify_all()
-        self._agent.dispatch.service.submit(partial(self._say_again, worker))
+        if is_untold:
+            self._agent.dispatch.service.submit(partial(self._say_again, worker))
 
     def _say_again(self, worker: WorkerId) -> None:
         """Until it is heard, or the worker is gone, or we are."""
         pause = threading.Event()
-        while self._departure.is_cut_off(worker) and not self._is_over:
+        while self._departure.is_untold(worker) and not self._is_over:
+            change = self._departure.change(worker)
             deadline = self._agent.clock.now() + _SAY_SECONDS
             try:
                 self._agent.tell(worker, Leaving(self._said), deadline=deadline, phase="shutdown")
             except GradwireError as error:
                 if _is_refusal(error):
-                    self._is_gone(worker)
-                    return
-                pause.wait(_SAY_AGAIN_SECONDS)
+                    self._is_refused(worker, change)
+                else:
+                    pause.wait(_SAY_AGAIN_SECONDS)
             else:
-                self._is_back(worker)
+                self._was_told(worker, change)
 
-    def _is_back(self, worker: WorkerId) -> None:
+    def _was_told(self, worker: WorkerId, change: int) -> None:
         with self._changed:
-            self._departure.is_back(worker)
+            self._departure.told(worker, change)
+            self._changed.notify_all()
+
+    def _is_refused(self, worker: WorkerId, change: int) -> None:
+        with self._changed:
+            self._departure.refused(worker, change)
             self._changed.notify_all()
 
     def _is_gone(self, worker: WorkerId) -> None:

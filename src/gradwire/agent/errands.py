@@ -24,7 +24,7 @@ class Source(msgspec.Struct, eq=False):
     cancelled: str = ""
     """why nobody waits for the answer any more, once that is so"""
     note: bytes = b""
-    """what the layer above sends home along with its answer"""
+    """what the layer above sends home along with its answer, or with its failure"""
 
 
 @final

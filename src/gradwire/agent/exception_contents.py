@@ -34,8 +34,11 @@ _MOST_INT_BYTES = 1 << 10
 NameOf = Callable[[type[BaseException]], str]
 TextOf = Callable[[BaseException], str]
 
+NOTE = "_gradwire_note"
+"""the attribute of a RemoteError that holds `Failure.note`; it does not travel any further"""
 OURS = frozenset(
     {"args", "message", "hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
+    | {NOTE}
 )
 """attributes of a RemoteError, which those of another exception must not replace"""
 # Of an AttributeError: the whole object that lacks the attribute, which nobody meant to send.

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from gradwire.agent.exception_contents import (
+    NOTE,
     OURS,
     Contents,
     Linked,
@@ -68,6 +69,17 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     return Failure(name_of(type(error)), text, error.hint, story, worker, *about, contents)
 
 
+def noted(failure: Failure, note: bytes) -> Failure:
+    """The same, with what the layer above sends along."""
+    return msgspec.structs.replace(failure, note=note) if note else failure
+
+
+def note_of(error: RemoteError) -> bytes:
+    """What the layer above has sent along with this exception."""
+    note: bytes = dict_of(error).get(NOTE, b"")
+    return note
+
+
 def clipped(failure: Failure, most: int) -> Failure:
     """The same with the end of its traceback and the beginning of its text, to fit a limit."""
     return msgspec.structs.replace(
@@ -76,6 +88,7 @@ def clipped(failure: Failure, most: int) -> Failure:
         traceback=failure.traceback[-most:],
         hint=None,
         contents=b"",
+        note=b"",
     )
 
 
@@ -91,7 +104,10 @@ def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
     except BadMessage:
         _log.debug("what a %s held was left out", failure.type_name, exc_info=True)
         contents = Contents()
-    return _made(failure, contents, type_of)
+    error = _made(failure, contents, type_of)
+    if failure.note:
+        dict_of(error)[NOTE] = failure.note
+    return error
 
 
 def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:

@@ -12,6 +12,18 @@ read since is left alone, and as long as that is so of all, it looks less and le
 takes the interpreter from whoever makes the calls. So what nobody waits for is read at the second
 look, mostly after 2 ms and at most after 16, however long a function runs. A line that is quiet for
 two looks has a reader that sleeps, and when all have one the keeper sleeps too.
+
+A signal handler or a finalizer may run while its own thread has a role, and wait for something.
+Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
+(Note [Reading inside a read] in intake.py). A thread never has two roles.
+
+It may also run in the middle of what is here. So nothing here is locked where it could wait for its
+own thread: locks are RLocks around single steps, and who sleeps is woken by a SimpleQueue, whose
+`put` may be interrupted by itself (that of `threading.Event` may not). And a thread that has
+something to do here, a reader or the keeper, is not counted on while code that interrupts it waits.
+
+The role is taken by `(has_role,) = map(…)`, which takes it and notes it in one step for the
+interpreter: no interrupt comes between the two, so a role that is held is always given back.
 """
 
 from __future__ import annotations
@@ -21,12 +33,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import final
 
 from gradwire.agent.pool import Job
-from gradwire.errors import BadMessage, GradwireError, PeerLost
+from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.transport.base import Channel
+from gradwire.transport.base import Channel, Reentered
 from gradwire.wire.frame import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
@@ -36,8 +50,12 @@ _LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 2
 _READS_OF_BUSY_LINE = 8
 """From one look to the next."""
+_AT_ONCE = (False,)
+_LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
 """Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
+
+_HINT = "let it put a note into a queue.SimpleQueue, and make the call elsewhere"
 
 Done = Callable[[], bool]
 OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
@@ -56,7 +74,7 @@ class Line:
         """what threads wait for that comes by this line"""
         self.reads = self.seen = channel.taken
         self.idle_ticks = 0
-        self.counting = threading.Lock()
+        self.counting = threading.RLock()
         self.readers = 0
         """threads that read it when they can"""
         self.running: list[Job] = []
@@ -64,7 +82,7 @@ class Line:
         self.is_parked = self.has_ended = False
         self.is_attended = False
         """whether one of its readers has the role: it will see what comes"""
-        self.wake = threading.Event()
+        self.wake: SimpleQueue[None] = SimpleQueue()
 
     def is_wanted(self) -> bool:
         """Whether somebody still waits for something."""
@@ -81,8 +99,13 @@ class Line:
 class _Mine(threading.local):
     """What each thread knows of itself."""
 
-    line: Line | None = None
-    """whose frame it runs"""
+    duty: Line | Lines | None = None
+    """the line that it is a reader of; all lines, for the keeper and for who sees to deadlines"""
+    keeps: bool = False
+    runs: bool = False
+    """whether it runs a frame that it has read, as a reader"""
+    reads: Line | None = None
+    """whose role it has"""
 
 
 @final
@@ -96,9 +119,9 @@ class Lines:
         self._mine = _Mine()
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
-        self._look = threading.Event()
+        self._look: SimpleQueue[None] = SimpleQueue()
         self._has_keeper = self._is_looking = self._closed = False
-        self._keeping = threading.Lock()
+        self._keeping = threading.RLock()
 
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
@@ -115,8 +138,8 @@ class Lines:
         self._closed = True
         for line in tuple(self._lines.values()):
             line.has_ended = True
-            line.wake.set()
-        self._look.set()
+            line.wake.put(None)
+        self._look.put(None)
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""
@@ -124,22 +147,104 @@ class Lines:
         if line is None:
             block()
             return
-        own = self._mine.line
-        if own is not None and own is not line:
-            self._attend(own)
+        mine = self._mine
+        duty, held = mine.duty, mine.reads
+        replaced = self._replaced(duty, line) if duty is not None else None
         line.waiting.append(done)
         try:
-            if line.role.acquire(blocking=False):
-                self._read_for(line, done)
+            if held is None:
+                self._maybe_read_for(line, done)
+            elif held is line:
+                self._read_inside(line, done)
+            else:
+                self._attend(line)
+                with suppress(UsageError):  # what is waited for comes by another line
+                    self._read_inside(held, done)
             if not done():
                 block()
         finally:
             line.waiting.remove(done)
+            if replaced is not None:
+                replaced.running.pop()
+
+    def keep_deadlines(self) -> None:
+        """The calling thread ends waits by their deadlines, so it may not wait itself."""
+        self._mine.duty = self
+
+    def _replaced(self, duty: Line | Lines, line: Line) -> Line | None:
+        """A thread with a duty waits: see to it that somebody else does it.
+
+        The line that counts it as one that runs something, if a reader was interrupted between
+        two frames. It is neither asleep nor about to read.
+        """
+        mine = self._mine
+        if isinstance(duty, Lines):
+            if not mine.keeps:
+                raise UsageError(
+                    "a finalizer or a signal handler waits for a peer on a thread that others need",
+                    hint=_HINT,
+                )
+            for each in tuple(self._in_use):
+                self._attend(each)
+            return None
+        if mine.reads is not None:
+            return None
+        is_between = not mine.runs
+        if is_between:
+            duty.running.append(_nothing)
+        if is_between or duty is not line:
+            self._attend(duty)
+        return duty if is_between else None
+
+    def _read_inside(self, line: Line, done: Done) -> None:
+        """Until `done`, on a line whose role this thread has: what it interrupts had taken it.
+
+        The frame that the interrupted code is handling, if any, stays with it. UsageError if what
+        it interrupts cannot be gone on with.
+        """
+        outer = line.channel.taken - line.reads
+        try:
+            while not done():
+                frame = line.channel.maybe_recv(time.monotonic() + _LOOKS_INSIDE_SECONDS, done)
+                if frame is not None:
+                    self._on_frame(line.worker, line.channel, frame, False)
+                    line.reads += 1
+        except Reentered:
+            raise UsageError(
+                "a finalizer or a signal handler waits for a peer while it interrupts its thread "
+                f"in the middle of reading from {line.channel.remote}",
+                hint=_HINT,
+            ) from None
+        except (PeerLost, BadMessage) as error:
+            line.channel.close(str(error))
+            self._end(line, error)  # whoever it interrupts finds the same, too late for this wait
+        except BaseException as error:
+            if line.channel.taken - line.reads != outer:
+                line.channel.close(f"a message was taken and lost: {error!r}")
+            raise
+
+    def _maybe_read_for(self, line: Line, done: Done) -> None:
+        """If nobody else reads, until `done` or for a while."""
+        mine, taking = self._mine, map(line.role.acquire, _AT_ONCE)
+        has_role = False
+        try:
+            (has_role,) = taking
+            if not has_role:
+                return
+            mine.reads = line
+            self._read_for(line, done)
+        finally:
+            if has_role:
+                mine.reads = None
+                line.role.release()
+                if not done() or (len(line.waiting) > 1 and line.is_wanted()):
+                    self._attend(line)
+                if line not in self._in_use or not self._is_looking:
+                    self._keep(line)
 
     def _read_for(self, line: Line, done: Done) -> None:
         """With the role held."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
-        attend = True
         try:
             while not done():
                 frame = line.channel.maybe_recv(until, done)
@@ -147,8 +252,6 @@ class Lines:
                     break
                 self._on_frame(line.worker, line.channel, frame, False)
                 line.reads += 1  # at last: what was taken and is not counted here is lost
-            else:
-                attend = False
         except Exception as error:
             if line.has_lost_a_frame():  # as in _handle
                 line.channel.close(str(error))
@@ -157,12 +260,6 @@ class Lines:
             if line.has_lost_a_frame():
                 line.channel.close("interrupted while a message was taken")
             raise
-        finally:
-            line.role.release()
-            if attend or (len(line.waiting) > 1 and line.is_wanted()):
-                self._attend(line)
-            if line not in self._in_use or not self._is_looking:
-                self._keep(line)
 
     def _handle(self, line: Line, frame: Frame, *, may_run: bool) -> Job | None:
         line.reads += 1
@@ -182,11 +279,15 @@ class Lines:
                 line.readers -= 1
 
     def _read_on(self, line: Line, name: str) -> None:
+        mine = self._mine
+        mine.duty = line  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
-            if not line.role.acquire(blocking=False):
+            (has_role,) = map(line.role.acquire, _AT_ONCE)
+            if not has_role:
                 if not self._park(line):
                     return
                 continue
+            mine.reads = line
             line.is_attended = True
             try:
                 frame = line.channel.maybe_recv(math.inf)
@@ -200,6 +301,7 @@ class Lines:
                 self._end(line, PeerLost(f"reading failed: {error!r}"))
                 return
             line.is_attended = False
+            mine.reads = None
             line.role.release()
             if job is not None:
                 self._run(line, job)
@@ -211,13 +313,13 @@ class Lines:
 
     def _run(self, line: Line, job: Job) -> None:
         line.running.append(job)
-        self._mine.line = line
+        self._mine.runs = True
         if line not in self._in_use or not self._is_looking:
             self._keep(line)
         try:
             job()
         finally:
-            self._mine.line = None
+            self._mine.runs = False
             line.running.pop()
 
     def _park(self, line: Line) -> bool:
@@ -226,16 +328,15 @@ class Lines:
             if line.is_parked:
                 return False
             line.is_parked = True
-        line.wake.wait()
-        line.wake.clear()
-        line.is_parked = False
+        line.wake.get()
         return True
 
     def _attend(self, line: Line) -> None:
         """Let one of its readers read, or one more if all of them are busy."""
         with line.counting:
             if line.is_parked:
-                line.wake.set()
+                line.is_parked = False
+                line.wake.put(None)
                 return
             if len(line.running) < line.readers or line.has_ended or self._closed:
                 return  # one of them is just about to
@@ -249,10 +350,11 @@ class Lines:
 
     def _end(self, line: Line, error: GradwireError) -> None:
         line.has_ended = True
-        line.wake.set()
-        self._lines.pop(line.channel, None)
+        line.wake.put(None)
+        is_first = self._lines.pop(line.channel, None) is not None
         self._in_use.pop(line, None)
-        self._on_end(line, error)
+        if is_first:  # code that interrupts a reader may find the end before it does
+            self._on_end(line, error)
 
     # -- the keeper
 
@@ -263,15 +365,15 @@ class Lines:
             with self._keeping:
                 if not self._is_looking and not self._closed:
                     self._is_looking = True
-                    self._look.set()
+                    self._look.put(None)
                     if not self._has_keeper:
                         self._has_keeper = True
                         self._spawn("keep", self._keep_looking)
 
     def _keep_looking(self) -> None:
+        self._mine.duty, self._mine.keeps = self, True
         while not self._closed:
-            self._look.wait()
-            self._look.clear()
+            self._look.get()
             tick = _TICK_SECONDS
             while self._in_use and not self._closed:
                 time.sleep(tick)
@@ -280,7 +382,7 @@ class Lines:
             self._is_looking = False
             if self._in_use:  # added just now
                 self._is_looking = True
-                self._look.set()
+                self._look.put(None)
 
     def _look_at_all(self) -> bool:
         """Whether there is a line on which nobody has read since the last look."""
@@ -317,8 +419,11 @@ class Lines:
 
     def _take(self, line: Line) -> bool:
         """What has come while nobody read."""
-        if not line.role.acquire(blocking=False):
+        mine = self._mine
+        (has_role,) = map(line.role.acquire, _AT_ONCE)
+        if not has_role:
             return False
+        mine.reads = line
         try:
             frame = line.channel.maybe_recv(0.0)
             if frame is None:
@@ -327,5 +432,10 @@ class Lines:
         except Exception:
             return True  # its reader finds the same, and says so
         finally:
+            mine.reads = None
             line.role.release()
         return True
+
+
+def _nothing() -> None:
+    """What a reader runs that was interrupted between two frames."""

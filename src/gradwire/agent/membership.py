@@ -92,7 +92,7 @@ class Membership:
             told |= untold.keys()
             deaf += self._tell(list(untold.values()), deadline)
         self._wait_while(busy, deadline)
-        return Parted([], deaf)
+        return Parted([], deaf, [])
 
     def close(self) -> None:
         """Let go of the store."""

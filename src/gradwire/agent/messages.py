@@ -47,6 +47,8 @@ class Failure(Message, frozen=True, tag=0x02):
     """what it holds besides: args, attributes, notes, cause, members; as msgpack, see
     exception_contents.py
     """
+    note: bytes = b""
+    """what the layer above sends along; see Source.note"""
 
 
 class Done(Message, frozen=True, tag=0x03):

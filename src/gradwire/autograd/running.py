@@ -155,8 +155,6 @@ class Running:
 
     def _unpark(self) -> None:
         """Without the lock: it takes the thread that settles or fails the pass."""
-        if self._parked is None:
-            return
         with self._lock:
             begin, self._parked = self._parked, None
         if begin is not None:
@@ -173,7 +171,8 @@ class Running:
                 self._inbox[edge] = settlement
             if self._changed is not None:
                 self._changed.notify_all()
-        self._unpark()
+        if self._parked is not None:
+            self._unpark()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -281,7 +280,8 @@ class Running:
             self._fail(error)
             if self._changed is not None:
                 self._changed.notify_all()
-        self._unpark()
+        if self._parked is not None:
+            self._unpark()
 
     def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """With the lock held: wait until it is so, as seen after each change."""

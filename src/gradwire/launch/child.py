@@ -7,6 +7,7 @@ directory.
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from typing import cast
 import msgspec
 
 from gradwire.agent.failure import describe
+from gradwire.errors import DeadlinePassed
 from gradwire.launch.crew import ignore_interrupts
 from gradwire.launch.lifeline import end_with_parent
 from gradwire.launch.luggage import packed, unpacked
@@ -24,6 +26,8 @@ from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.registry import exception_name
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
+
+_log = logging.getLogger("gradwire")
 
 BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 
@@ -82,7 +86,19 @@ def _work(line: Connection, orders: Orders) -> None:
         _write_returned(orders, fn(*args))
     line.send_bytes(RETURNED.encode())
     if home_door.maybe_default() is not None:  # unless the function itself has left
+        _leave_after_the_function()
+
+
+def _leave_after_the_function() -> None:
+    """The value is there. Of a worker that does not leave in time the parent knows more than we.
+
+    Its process may have died, which the parent has seen and judged, or it may end later than this
+    worker waits, but in the time that the parent gives it.
+    """
+    try:
         shutdown()
+    except DeadlinePassed as error:
+        _log.warning("%s", error.message)
 
 
 def _serve_all_lives(orders: Orders) -> None:

@@ -40,8 +40,10 @@ class Later(NamedTuple):
     """An answer that a future will bring."""
 
     future: torch.futures.Future[Any]
-    finish: Callable[[], object] | None = None
-    """what to do when it has brought one; if that raises, it is the answer"""
+    finish: Callable[[BaseException | None], object] | None = None
+    """what to do when it is done, with the error if it has failed; if this raises, that is the
+    answer
+    """
 
 
 def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:

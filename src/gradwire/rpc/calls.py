@@ -5,6 +5,7 @@ See docs/design.md, section 3, for the stairs it walks down here and up there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -34,7 +35,7 @@ from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.scope import callee_modes, current_errand
 from gradwire.rpc.sessions import Asked, current_session, waiting
-from gradwire.rpc.target import Created, Sent, Target, spoken
+from gradwire.rpc.target import Created, Sent, Target, spoken, spoken_on
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
 
@@ -97,7 +98,7 @@ class Calls:
         if came.depth:
             lift_this_thread(came.depth)
         if (came.cut or came.copies) and torch.is_grad_enabled():
-            what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+            what = spoken_on(self._agent.directory, to, target.what or target.name)
             warn_of_cut(came.cut, f"the result of {what}", came.copies)
         return came.value
 
@@ -109,7 +110,7 @@ class Calls:
             return promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
-            self._let_go(self._landing(promise, peer, context, "", self._manner.of_call))
+            self._let_go(self._landing(promise, peer, context, str, self._manner.of_call))
             raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
@@ -124,7 +125,7 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = f"{target.what or spoken(target.name)} on {self._agent.directory.name(to)}"
+        what = partial(spoken_on, self._agent.directory, to, target.what or target.name)
         landing = self._landing(promise, to, context, what, self._manner.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
@@ -167,9 +168,11 @@ class Calls:
         """A copy of a value that lives elsewhere."""
         directory = self._agent.directory
         with fetch_span(directory.me.name, directory.name(hold.owner)):
-            return self._fetch(hold, deadline)
+            with waiting():  # for a checkpoint's call to be answered, too: it is when made
+                landing = self._fetched(hold, deadline)
+            return landing.value()
 
-    def _fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
+    def _fetched(self, hold: Hold, deadline: float) -> Landing[Any]:
         self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
         seconds = deadline - self._agent.clock.now()
@@ -178,9 +181,10 @@ class Calls:
         phase = "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
-        on = f"{what} on {self._agent.directory.name(hold.owner)}"
-        landing = self._landing(promise, hold.owner, context, on, self._manner.of_fetch)
-        return self._wait_for(hold.owner, landing)
+        spoken_of = partial(spoken_on, self._agent.directory, hold.owner, what)
+        landing = self._landing(promise, hold.owner, context, spoken_of, self._manner.of_fetch)
+        self._wait_for(hold.owner, landing)
+        return landing
 
     def _ask(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -265,7 +269,9 @@ class Calls:
         except BaseException:
             self._not_sent(to, size if counted else 0, packed, asked)
             raise
-        return Sent(call, promise, size, None if asked is None else asked.sent(promise))
+        return Sent(
+            call, promise, size, None if asked is None else asked.sent(promise, self._agent)
+        )
 
     def _not_sent(self, to: WorkerId, size: int, packed: Packed, asked: Asked | None) -> None:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""
@@ -293,7 +299,7 @@ class Calls:
         promise: Promise[Outcome],
         source: WorkerId,
         context: ContextId | None,
-        what: str,
+        what: Callable[[], str],
         translated: Translated,
     ) -> Landing[Any]:
         """The answer when it comes, to be unpacked by the thread that wants it."""
@@ -329,17 +335,15 @@ class Calls:
         )
         return replace(came, copies=result.copies) if result.copies > 0 else came
 
-    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> Any:  # noqa: ANN401
+    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> None:
         promise = landing.promise
         try:
-            with waiting():
-                self._agent.wait(peer, lambda: promise.settled, promise.wait)
-                promise.wait()
+            self._agent.wait(peer, lambda: promise.settled, promise.wait)
+            promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)
             raise
-        return landing.value()
 
     def _let_go(self, late: Landing[Any]) -> None:
         def unpack(_: Outcome) -> None:

@@ -91,11 +91,11 @@ class Landing(Generic[T]):
         self,
         promise: Promise[Any],
         unpack: Callable[[Any], Opened | Landing[T]] = as_it_is,
-        what: str = "",
+        what: Callable[[], str] = lambda: "a call",
     ) -> None:
         self.promise = promise
         self.what = what
-        """how the log and warnings call it"""
+        """how the log and warnings call it; asked when they do"""
         self.unseen: Unseen | None = None
         self._unpack: Callable[[Any], Opened | Landing[T]] | None = unpack
         self._lock = threading.RLock()
@@ -118,7 +118,7 @@ class Landing(Generic[T]):
                 return
             if unpack is _being_opened:
                 raise UsageError(
-                    f"{self.what or 'a future'} was waited for by a finalizer or a signal handler "
+                    f"{self.what()} was waited for by a finalizer or a signal handler "
                     "which has interrupted the thread that unpacks it",
                     hint="wait for it elsewhere",
                 )
@@ -149,7 +149,7 @@ class Landing(Generic[T]):
             lift_this_thread(came.depth)
         if came.cut or came.copies:
             self._came = replace(came, cut=0, copies=0)
-            warn_of_cut(came.cut, f"the result of {self.what}", came.copies)
+            warn_of_cut(came.cut, f"the result of {self.what()}", came.copies)
         return came.value  # type: ignore[no-any-return]
 
 
@@ -235,7 +235,7 @@ class Future(torch.futures.Future[T]):
         """
         _check_callable(callback)
         following: Promise[Opened] = Promise()
-        landing: Landing[S] = Landing(following, what=self._callback_of)
+        landing: Landing[S] = Landing(following, what=partial(str, self._callback_of))
         future: Future[S] = Future(landing, self._around)
         note = partial(self._note_unseen, weakref.ref(landing))
         del landing  # what runs must not keep alive what is logged when it dies
@@ -250,7 +250,7 @@ class Future(torch.futures.Future[T]):
         """Like `then` for a callback that returns a future: a future of what that one brings."""
         _check_callable(callback)
         following: Promise[Opened | Landing[S]] = Promise()
-        landing: Landing[S] = Landing(following, lambda came: came, self._callback_of)
+        landing: Landing[S] = Landing(following, lambda came: came, partial(str, self._callback_of))
         future: Future[S] = Future(landing, self._around)
         note = partial(self._note_unseen, weakref.ref(landing))
         del landing
@@ -338,7 +338,7 @@ class Future(torch.futures.Future[T]):
     @property
     def _callback_of(self) -> str:
         me = self._around.agent.directory.me.name
-        return f"{me}: a callback of the future of {self._landing.what or 'a call'}"
+        return f"{me}: a callback of the future of {self._landing.what()}"
 
     def _note_unseen(self, landing: weakref.ref[Landing[S]], error: BaseException) -> None:
         unseen, alive = Unseen(self._callback_of, error), landing()

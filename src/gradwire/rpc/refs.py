@@ -40,6 +40,7 @@ from gradwire.rpc.packing import Packing, Unpacking
 from gradwire.rpc.refs_sender import RefSender, Sending
 from gradwire.rpc.refs_serving import RefServing
 from gradwire.rpc.refs_state import RefTable
+from gradwire.rpc.sessions import current_session, waiting
 
 _LOOK_AGAIN_SECONDS = 0.01
 
@@ -123,11 +124,11 @@ class Refs:
 
     def _made(self, promise: Promise[Content], ref: RefId, deadline: float) -> object:
         agent = self._agent
-        if promise.settled:
+        if promise.settled and current_session() is None:
             content = promise.wait()
         else:
             try:
-                with agent.dispatch.user.waiting():
+                with waiting(), agent.dispatch.user.waiting():
                     content = promise.wait(deadline - agent.clock.now())
             except TimeoutError:
                 name = agent.directory.me.name

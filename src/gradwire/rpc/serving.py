@@ -19,6 +19,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.deadlines import Cut
 from gradwire.agent.dispatch import Lane, Payload
 from gradwire.agent.errands import Source
+from gradwire.agent.failure import noted
 from gradwire.agent.messages import Done
 from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_root
@@ -172,12 +173,16 @@ class Serving:
             return self._returned(call, payload, source.worker, deadline)
         me = self._agent.directory.me.name
         served = Served(self._stream, call.draws, call.function, me)
-        with served:
-            value = self._returned(call, payload, source.worker, deadline)
+        try:
+            with served:
+                value = self._returned(call, payload, source.worker, deadline)
+        except Exception as error:  # the caller may catch it, and go on with what it tells
+            source.note = served.note(error)
+            raise
         if type(value) is Later:
 
-            def finish() -> None:
-                source.note = served.later_note()
+            def finish(error: BaseException | None) -> None:
+                source.note = served.later_note(error)
 
             return value._replace(finish=finish)
         source.note = served.note()
@@ -213,13 +218,17 @@ class Serving:
         later.future.add_done_callback(lambda done: use(self._brought(done, later)))
 
     def _brought(self, future: torch.futures.Future[Any], later: Later) -> Content:
+        error: BaseException | None = None
         try:
             value = future.value()
+        except BaseException as raised:  # the asker is told
+            error = raised
+        try:
             if later.finish is not None:
-                later.finish()
-            return Value(value)
-        except BaseException as error:  # the asker is told
-            return Raised(self._agent.describe(error))
+                later.finish(error)
+        except BaseException as refused:
+            error = refused
+        return Value(value) if error is None else Raised(self._agent.describe(error))
 
     def _guard(self, source: Source, answer: Use, content: Content) -> None:
         """Answer from a thread of ours: a future is completed by any, even one that reads."""
@@ -263,7 +272,8 @@ class Serving:
         left = False
         try:
             if isinstance(content, Raised):
-                self._agent.answer(source, content.failure, deadline=deadline)
+                failure = noted(content.failure, source.note)
+                self._agent.answer(source, failure, deadline=deadline)
             elif not source.cancelled:
                 accepted = self._refs.accepting.came_home(came) if came else ()
                 left = self._answer_value(source, content.value, context, deadline, accepted)

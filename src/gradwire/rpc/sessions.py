@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, Self, cast, final
 import msgspec
 import torch
 
-from gradwire.agent.agent import Outcome
+from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.failure import note_of
 from gradwire.agent.promise import Promise
 from gradwire.errors import RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Made, Result
@@ -95,6 +96,7 @@ class _Drawn(msgspec.Struct, frozen=True, array_like=True):
 
     state: State
     end: bytes
+    raised: bool
     after: dict[int, State]
     calls: list[tuple[Key, bool, bytes]]
 
@@ -111,20 +113,20 @@ def tape_of(drawn: bytes, function: str) -> Tape:
     if not drawn:
         return Tape()
     noted = _decoder.decode(opened(drawn, function))
-    tape = Tape(noted.state, noted.end)
+    tape = Tape(noted.state, noted.end, raised=noted.raised)
     tape.after = noted.after
     tape.places = [Place(key, known, drawn=drawn) for key, known, drawn in noted.calls]
     return tape
 
 
-def _noted(tape: Tape, function: str) -> bytes:
+def _noted(tape: Tape, function: str, *, wait: bool) -> bytes:
     """To be sent home; nothing, if there is nothing to repeat."""
-    places = tape.answered_places()
+    places = tape.answered_places(wait=wait)
     if not tape.has_drawn and all(place.known for place in places):
         return b""
     assert isinstance(tape.end, tuple)
     calls = [(place.key, place.known, place.drawn) for place in places]
-    noted = _Drawn(tape.state, _digest(tape.end), tape.after, calls)
+    noted = _Drawn(tape.state, _digest(tape.end), tape.raised, tape.after, calls)
     return sealed(msgspec.msgpack.encode(noted), function)
 
 
@@ -135,13 +137,15 @@ class Asked(NamedTuple):
     place: Place
     draws: Draws
 
-    def sent(self, promise: Promise[Outcome]) -> Self:
+    def sent(self, promise: Promise[Outcome], agent: Agent) -> Self:
         """Its answer tells what was drawn, whoever waits for it."""
         place = self.place
         if not self.draws.again:
 
             def look(wait: bool) -> None:
-                if wait or promise.settled:
+                if wait:
+                    agent.wait(place.key[0], lambda: promise.settled, promise.wait)
+                if promise.settled:
                     _heard(place, promise.wait())
 
             place.look = look
@@ -151,7 +155,7 @@ class Asked(NamedTuple):
 
 def _heard(place: Place, outcome: Outcome) -> None:
     if isinstance(outcome, RemoteError):
-        place.answered(b"")
+        place.answered(note_of(outcome))
     elif isinstance(outcome, Exception):
         place.failed()
     elif isinstance(outcome.message, Result | Made):
@@ -304,30 +308,42 @@ class Served:
         self._end = self._stream.state()
         self._session.__exit__(*error)
 
-    def note(self) -> bytes:
-        """The function has returned: what goes home, so that it can be repeated."""
-        if not self._draws.again:
-            return _noted(self._tape, self._function)
-        if self._end != self._begin and _digest(self._end) != self._tape.end:
-            raise UsageError(self._story(), hint=_HINT)
-        return b""
+    def note(self, error: BaseException | None = None, *, wait: bool = True) -> bytes:
+        """The function has returned, or raised: what goes home, so that it can be repeated.
 
-    def later_note(self) -> bytes:
-        """The same for a function that has returned a future, once that is done."""
+        Waits for the calls that the function has made and did not wait for: in one process they
+        would be over by now. Their deadlines end before that of the function.
+        """
+        tape = self._tape
+        if not self._draws.again:
+            tape.raised = error is not None
+            return _noted(tape, self._function, wait=wait)
+        if self._end == self._begin or _digest(self._end) == tape.end:
+            return b""
+        if error is None or tape.raised or not tape.state:
+            raise UsageError(self._story(), hint=_HINT) from error
+        return b""  # only now it raises: the error is more telling than how much it has drawn
+
+    def later_note(self, error: BaseException | None = None) -> bytes:
+        """The same for a function that has returned a future, once that is done.
+
+        Does not wait: the thread that completes a future may be the one that reads the answers.
+        """
         if not self._draws.again and self._stream.state() != self._end:
             raise UsageError(
                 f"random numbers were drawn on {self._me} between {self._function} and the future "
                 "that it returned: a checkpoint that calls it could not draw them again",
                 hint=_HINT,
             )
-        return self.note()
+        return self.note(error, wait=False)
 
     def _story(self) -> str:
         story = f"{self._function} on {self._me} draws random numbers in the recomputation of a "
         if not self._draws.known:
             return (
-                f"{story}checkpoint, and those of its forward are not known: it was called from "
-                "another thread than the checkpoint's, or not answered before its caller was"
+                f"{story}checkpoint, and those of its forward are not known: its forward did not "
+                "call it here, or called it from another thread than the checkpoint's, or did not "
+                "wait for it before a future that depends on it was done"
             )
         if not self._tape.end:
             return f"{story}checkpoint, but drew none in its forward"

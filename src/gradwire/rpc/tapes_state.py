@@ -38,7 +38,9 @@ class Place:
     def answered(self, drawn: bytes) -> None:
         """It was, or the function raised; what is known stays."""
         if not self.known:
-            self.known, self.drawn = True, drawn
+            # In this order: another thread that finds it known must also find what was drawn.
+            self.drawn = drawn
+            self.known = True
 
     def failed(self) -> None:
         """There is no answer: the callee was lost, or late."""
@@ -46,14 +48,15 @@ class Place:
 
 
 UNKNOWN = Place((-1, ""))
+"""a call that the forward did not make, or made from another thread"""
 
 
 @final
 class Tape:
     """What one forward has done, to be repeated any number of times."""
 
-    def __init__(self, state: State = (), end: State | bytes = ()) -> None:
-        self.state, self.end = state, end
+    def __init__(self, state: State = (), end: State | bytes = (), *, raised: bool = False) -> None:
+        self.state, self.end, self.raised = state, end, raised
         self.places: list[Place] = []
         self.after: dict[int, State] = {}
         """the generators after a wait, by its number, where others had moved them meanwhile"""
@@ -74,7 +77,7 @@ class Tape:
         places = self.answered_places(wait=True)
         if n >= len(places):
             return UNKNOWN
-        if places[n].key != key and self.has_drawn:
+        if places[n] is not UNKNOWN and places[n].key != key and self.has_drawn:
             raise UsageError(
                 f"the recomputation of a checkpoint calls {key[1]} on w{key[0]} where its forward "
                 f"called {places[n].key[1]} on w{places[n].key[0]}: it cannot repeat the random "

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import msgspec
 
 from gradwire.agent.agent import Outcome
+from gradwire.agent.directory import Directory
 from gradwire.agent.promise import Promise
-from gradwire.ids import CallId
+from gradwire.ids import CallId, WorkerId
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.sessions import Asked
 
@@ -28,6 +29,11 @@ class Target(msgspec.Struct, frozen=True):
 def spoken(name: str) -> str:
     """The name of a function of ours in errors and warnings."""
     return name.replace(":", ".").lstrip(".!")
+
+
+def spoken_on(directory: Directory, to: WorkerId, name: str) -> str:
+    """The name of a function, and of the worker that runs it."""
+    return f"{spoken(name)} on {directory.name(to)}"
 
 
 class Sent(msgspec.Struct, frozen=True):

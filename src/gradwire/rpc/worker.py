@@ -213,7 +213,7 @@ class Worker:
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
-        parted = Parted([], [])
+        parted = Parted([], [], [])
         try:
             if graceful:
                 parted = self.leave(seconds, self.refs.abandon)
@@ -227,9 +227,11 @@ class Worker:
                 stacklevel=3,
             )
         if parted.late:
+            behind = ", ".join(parted.behind)
+            also = f"; {behind} had not left either, and may have waited for it" if behind else ""
             raise DeadlinePassed(
                 f"{self.name} shut down without {', '.join(parted.late)}, which did not shut down "
-                f"within {seconds:g} s after the last program was over",
+                f"within {seconds:g} s after the last program was over{also}",
                 hint="a longer shutdown(timeout=…) or Timeouts(shutdown=…) waits longer",
             ).about(parted.late[0], phase="shutdown")
         return parted.lost
@@ -245,7 +247,7 @@ class Worker:
     def leave(self, seconds: float, let_go: Callable[[], None]) -> Parted:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
         if self.is_forked:
-            return Parted([], [])
+            return Parted([], [], [])
         return self._leaver.leave(seconds, let_go, self._is_busy, self._look)
 
     def close(self, seconds: float = 5.0) -> None:

@@ -48,11 +48,20 @@ def unheard_by_deadline(remote: str) -> DeadlinePassed:
     return DeadlinePassed(f"{remote} did not say who it is before the deadline")
 
 
+class Reentered(Exception):
+    """A thread called `maybe_recv` in the middle of its own, at a moment where that cannot be.
+
+    Only so from a finalizer or a signal handler. Nothing was changed.
+    """
+
+
 class Channel(Protocol):
     """One end of a connection.
 
-    Any thread may send; one thread at a time may recv, not always the same one. Do not send from a
-    finalizer: it may run in the middle of a send of its own thread.
+    Any thread may send; one thread at a time may recv, not always the same one. A finalizer or a
+    signal handler may run in the middle of either, and do the same: what it sends goes before or
+    after the whole frame that its thread is sending, and what it receives follows the frame that
+    its thread has already taken.
     """
 
     limits: Limits

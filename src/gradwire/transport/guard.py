@@ -6,13 +6,14 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, NoReturn, final
+from typing import Final, NoReturn, TypeAlias, final
 
 from gradwire.errors import PeerLost
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
 from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.transport.stream import Stream
 
+Use: TypeAlias = "threading.Lock | threading.RLock"
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
 
@@ -32,7 +33,7 @@ class Guard:
     def __init__(
         self,
         sock: Stream,
-        *uses: threading.Lock,
+        *uses: Use,
         also_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.story: str | None = None
@@ -63,7 +64,7 @@ class Guard:
     def settle(self) -> None:
         """Close the descriptor unless it is in use."""
         with self._ending:
-            held = [use for use in self._uses if use.acquire(blocking=False)]
+            held = [use for use in self._uses if not _is_mine(use) and use.acquire(blocking=False)]
             if len(held) == len(self._uses):
                 self._sock.close()
                 self._also_close()
@@ -75,6 +76,16 @@ class Guard:
         self.end(story)
         # Not `story`: it may be us who closed, and the socket only looks as if the peer had.
         raise PeerLost(self.story or story) from cause
+
+
+def _is_mine(use: Use) -> bool:
+    """Whether this thread is in the middle of a use, which an RLock would let it enter again."""
+    is_owned: Callable[[], bool] = getattr(use, "_is_owned", _never)
+    return is_owned()
+
+
+def _never() -> bool:
+    return False
 
 
 def stalled(seconds: float) -> str:

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
@@ -53,6 +54,9 @@ class _Pipe:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
+        # Open once something was put in, so that it can be waited for with a timeout. That of
+        # SimpleQueue.get is forgotten by Python 3.11 when a signal handler runs meanwhile.
+        self._bell = threading.Lock()
         self._held = 0
         self._waiting = 0
         self._ended = False
@@ -71,7 +75,13 @@ class _Pipe:
             self._held += parcel.size
             self._put_in += 1
             self._parcels.put(parcel)
+        self._ring()
         return True
+
+    def _ring(self) -> None:
+        if self._bell.locked():
+            with suppress(RuntimeError):  # another thread was first
+                self._bell.release()
 
     def _wait_for_room(self, deadline: float) -> None:
         self._waiting += 1
@@ -89,6 +99,7 @@ class _Pipe:
         parcel = self._parcels.get() if until == math.inf else self._get(until, done)
         if parcel is None:
             self._parcels.put(None)
+            self._ring()
             return None
         with self._room:
             self._held -= parcel.size
@@ -99,12 +110,13 @@ class _Pipe:
     def _get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
         longest = threading.TIMEOUT_MAX if done is never else _GLANCE_SECONDS
         while True:
-            left = max(until - time.monotonic(), 0.0)
+            left = until - time.monotonic()
             try:
-                return self._parcels.get(block=left > 0, timeout=min(left, longest) or None)
+                return self._parcels.get_nowait()
             except Empty:
-                if left <= longest or done():
+                if left <= 0 or done():
                     raise
+            self._bell.acquire(timeout=min(left, longest))  # what rings before is seen above
 
     def taken(self) -> int:
         """How many parcels are no longer in it."""
@@ -119,6 +131,7 @@ class _Pipe:
                 self._put_in += 1
                 self._parcels.put(None)
                 self._room.notify_all()
+                self._ring()
 
     def drop(self) -> None:
         """End, and let go of what is in: its reader is gone."""
@@ -128,6 +141,7 @@ class _Pipe:
                 self._parcels.get_nowait()
         except Empty:
             self._parcels.put(None)
+            self._ring()
 
 
 @final

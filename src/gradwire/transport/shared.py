@@ -21,10 +21,10 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, cast, final
 
 from gradwire.errors import BadMessage
 from gradwire.options import Limits
@@ -121,7 +121,9 @@ class Lender:
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
         self._limit = limit
         self._smallest = smallest
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
+        """whether this thread has the lock: then it is interrupted by who asks"""
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
         self._bytes = 0
@@ -163,7 +165,7 @@ class Lender:
     def _forget(self) -> None:
         # A signal handler may close while its own thread is in `_take`, so this must not wait:
         # whoever has the lock looks at `_is_closed` afterwards.
-        if not self._lock.acquire(blocking=False):
+        if self._is_inside() or not self._lock.acquire(blocking=False):
             return
         try:
             for loan in self._loans:
@@ -175,6 +177,8 @@ class Lender:
 
     def _take(self, length: int) -> Loan | None:
         room = size_class(length)
+        if self._is_inside():
+            return None
         with self._lock:
             if self._is_closed or sum(loan.unread for loan in self._loans) >= HELD_AT_MOST:
                 return None
@@ -240,26 +244,36 @@ class Lender:
             _log.warning("no %d bytes of shared memory, the socket is used: %s", room, error)
 
 
+def descriptors_in(received: Received) -> list[int]:
+    """Those that came beside bytes."""
+    found = array("i")
+    for level, kind, data in received[1]:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
+
+
 @final
 class Borrower:
     """The peer's blocks, as one end of a channel reads them; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
-        self._unclaimed: deque[int] = deque()
+        self.unclaimed: deque[int] = deque()
+        """descriptors that came, the first of them with the first frame that speaks of a new one"""
 
-    def note(self, received: Received) -> int:
-        """Keep the descriptors that came with bytes; how many bytes came."""
-        nbytes, ancillary, _, _ = received
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._keep(data)
-        return nbytes
+    def open(
+        self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
+    ) -> memoryview:
+        """The payload that a note speaks of; BadMessage if there is no such thing.
 
-    def open(self, note: Buffer, length: int, limits: Limits) -> memoryview:
-        """The payload that a note speaks of; BadMessage if there is no such thing."""
+        A new block comes with its descriptor, which is closed.
+        """
         number, is_new = NOTE.unpack(note)
-        block = self._introduced(number, limits) if is_new else self._blocks.get(number)
+        if is_new:
+            block: Block | None = self._introduced(number, descriptor, limits)
+        else:
+            block = self._blocks.get(number)
         if block is None:
             raise BadMessage(f"shared block {number} was never introduced")
         if not 0 < length <= block.room:
@@ -271,23 +285,20 @@ class Borrower:
     def close(self) -> None:
         """Forget every block; what still lies on one keeps its memory."""
         self._blocks.clear()
-        while self._unclaimed:
-            os.close(self._unclaimed.popleft())
+        while self.unclaimed:
+            os.close(self.unclaimed.popleft())
 
-    def _keep(self, data: bytes) -> None:
-        descriptors = array("i")
-        descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        self._unclaimed.extend(descriptors)
-        while len(self._unclaimed) > _MOST_UNCLAIMED:
-            os.close(self._unclaimed.popleft())
+    def forget_unclaimed(self) -> None:
+        """Close those that no frame has spoken of."""
+        while len(self.unclaimed) > _MOST_UNCLAIMED:
+            os.close(self.unclaimed.popleft())
 
-    def _introduced(self, number: int, limits: Limits) -> Block:
-        if not self._unclaimed:
+    def _introduced(self, number: int, descriptor: int | None, limits: Limits) -> Block:
+        if descriptor is None:
             raise BadMessage(
                 f"shared block {number} came without its descriptor",
                 hint="if this process has no free descriptors, raise ulimit -n",
             )
-        descriptor = self._unclaimed.popleft()
         gone = [known for known, block in self._blocks.items() if block.state == GONE]
         for known in gone:
             del self._blocks[known]

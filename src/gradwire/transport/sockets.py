@@ -19,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from typing import Final, final
 
-from gradwire.errors import GradwireError, PeerLost
+from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.transport.base import closed_here, never, unheard_by_deadline, unread_by_deadline
 from gradwire.transport.blocks import BlockPool
@@ -45,6 +46,8 @@ _MOST_PARTS: Final = 1024
 _LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
+_AT_ONCE_: Final = (_AT_ONCE,)
+_NOW: Final = (False,)
 
 
 @final
@@ -76,7 +79,12 @@ class SocketChannel:
         self._stall = stall
         self._sock = sock
         self._sending = threading.Lock()
-        self._receiving = threading.Lock()
+        self._sender = 0
+        """the thread that has the turn to send"""
+        self._is_midway = False
+        """whether a part of a frame has left, or may have"""
+        self._is_opaque = not isinstance(sock, socket.socket)
+        self._receiving = threading.RLock()  # see Note [Reading inside a read] in intake.py
         self._shared = shared
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
         also_close = shared.close if shared else lambda: None
@@ -141,24 +149,34 @@ class SocketChannel:
         if small is None:
             self._send_large(frame, deadline)
             return
-        if not self._sending.acquire(False):
-            self._wait_for_turn(deadline)
+        length, me = len(small), get_ident()
+        (has_turn,) = map(self._sending.acquire, _NOW)
+        if has_turn:
+            self._sender = me
+        elif not self._wait_for_turn(deadline, me):
+            self._send_inside([small], (), deadline)
+            return
         is_finished_later = False
         try:
             try:
                 if self._guard.story is None:
-                    sent = self._sock.send(small, _AT_ONCE)
-                    if sent < len(small):
+                    sends = map(self._sock.send, (small,), _AT_ONCE_)
+                    self._is_midway = self._is_opaque
+                    (sent,) = sends
+                    self._is_midway = sent != length
+                    if self._is_midway:
                         is_finished_later = self._carry_on([memoryview(small)[sent:]], deadline)
                     return
             except BlockingIOError:
-                pass
+                self._is_midway = False
             except BaseException as error:
                 self._failed_midway(error)
                 raise
             is_finished_later = self._send([small], (), deadline)
         finally:
             if not is_finished_later:
+                self._is_midway = False
+                self._sender = 0
                 self._sending.release()
                 if self._guard.story is not None:
                     self._guard.settle()
@@ -196,8 +214,9 @@ class SocketChannel:
     # --- sending, under the lock ---
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        if not self._sending.acquire(False):
-            self._wait_for_turn(deadline)
+        if not self._wait_for_turn(deadline, get_ident()):
+            self._send_inside(parts, ancillary, deadline)
+            return
         is_finished_later = False
         try:
             is_finished_later = self._send(parts, ancillary, deadline)
@@ -205,19 +224,44 @@ class SocketChannel:
             if not is_finished_later:
                 self._give_up_turn()
 
-    def _wait_for_turn(self, deadline: float) -> None:
+    def _wait_for_turn(self, deadline: float, me: int) -> bool:
+        """False if this thread has the turn already, for a send that was interrupted.
+
+        Whose turn it is, is noted by the step that takes it: see Note [Reading inside a read].
+        """
+        if self._sender == me:
+            return False
         left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-        if not self._sending.acquire(timeout=left):
-            raise unread_by_deadline(self.remote)
+        (has_turn,) = map(self._sending.acquire, (True,), (left,))
+        if has_turn:
+            self._sender = me
+            return True
+        raise unread_by_deadline(self.remote)
+
+    def _send_inside(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+        """A finalizer or a signal handler sends while its own thread does.
+
+        Before or after the other frame; in the middle of it nobody can.
+        """
+        if self._is_midway:
+            raise DeadlinePassed(
+                f"this thread is in the middle of sending a message to {self.remote}",
+                hint="let finalizers and signal handlers hand such calls to another thread",
+            )
+        self._send(parts, ancillary, deadline, later=False)
 
     def _give_up_turn(self) -> None:
+        self._is_midway = False
+        self._sender = 0
         self._sending.release()
         if self._guard.story is not None:
             self._guard.settle()
 
-    def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> bool:
+    def _send(
+        self, parts: list[Buffer], ancillary: Ancillary, deadline: float, *, later: bool = True
+    ) -> bool:
         """Whether some of it was left at the deadline, for a thread that has our turn now."""
-        waiting = False
+        waiting, is_left = False, False
         try:
             rest = self._push(parts, _AT_ONCE, ancillary)
             while rest is parts:
@@ -225,11 +269,14 @@ class SocketChannel:
                 self._wait_for_room(deadline)
                 waiting = False
                 rest = self._push(parts, _AT_ONCE, ancillary)
-            return bool(rest) and self._carry_on(rest, deadline)
+            is_left = bool(rest) and self._carry_on(rest, deadline if later else math.inf)
+            return is_left
         except BaseException as error:
             if not waiting:
                 self._failed_midway(error)
             raise
+        finally:
+            self._is_midway = is_left
 
     def _failed_midway(self, error: BaseException) -> None:
         """A Ctrl-C may land between the system call and its result being noted.
@@ -262,6 +309,7 @@ class SocketChannel:
     def _finish_later(self, rest: list[Buffer]) -> None:
         """The buffers are their sender's again, so what is left of them is copied."""
         owned: list[Buffer] = [bytes(part) for part in rest]
+        self._sender = 0
         name = f"gradwire send {self.remote}"
         threading.Thread(target=self._finish, args=(owned,), name=name, daemon=True).start()
 
@@ -286,14 +334,17 @@ class SocketChannel:
         """Give the kernel what it takes, and return the rest: `parts` itself if it took nothing."""
         if self._guard.story is not None:
             raise PeerLost(self._guard.story)
+        length, was_midway = sum(map(len, parts)), self._is_midway
+        if len(parts) == 1:
+            sends = map(self._sock.send, (parts[0],), (flags,))
+        else:
+            sends = map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
         try:
-            if len(parts) == 1:
-                sent = self._sock.send(parts[0], flags)
-                if sent == len(parts[0]):
-                    return []
-            else:
-                sent = self._sock.sendmsg(parts[:_MOST_PARTS], ancillary, flags)
+            self._is_midway = was_midway or self._is_opaque or not flags & socket.MSG_DONTWAIT
+            (sent,) = sends
+            self._is_midway = sent != length
         except BlockingIOError:
+            self._is_midway = was_midway
             return parts
         except OSError as error:
             raise self._lost_sending(error) from error

@@ -56,7 +56,7 @@ class TlsStream:
         self._sock, self._stall = sock, stall
         self._tls, self._incoming, self._outgoing = session.tls, session.incoming, session.outgoing
         self._read: Any = session.tls.read  # which returns a number when it is given a buffer
-        self._computing = threading.Lock()
+        self._computing = threading.RLock()  # a finalizer inside may send
         self._is_dry = False
         self._broken: str | None = None
         self._room = select.poll()

@@ -67,6 +67,11 @@ class Faults:
 
 
 @final
+class InjectedLoss(PeerLost):
+    """A message does not leave by a channel that has not ended."""
+
+
+@final
 class FaultyChannel:
     """A channel that does not always do what it is told."""
 
@@ -109,7 +114,7 @@ class FaultyChannel:
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
         if self._faults.fails(frame):
-            raise PeerLost("RPCErr:2:a fault was injected on purpose")
+            raise InjectedLoss("RPCErr:2:a fault was injected on purpose")
         late = self._faults.seconds_late(frame)
         if not late:
             self._inner.send(frame, deadline)

@@ -1,0 +1,115 @@
+"""Calls that finalizers and signal handlers make, in the middle of whatever their thread does."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import signal
+import threading
+
+import pytest
+import torch
+
+import gradwire
+from tests.processes import far
+
+
+class Calls:
+    """In a cycle, so that only the collector finds it, in the middle of some allocation."""
+
+    made = 0
+    errors: list[BaseException] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        try:
+            assert gradwire.rpc_sync("w1", far.add, args=(1, 2), timeout=20) == 3
+            Calls.made += 1
+        except BaseException as error:
+            Calls.errors.append(error)
+
+
+@pytest.fixture
+def often():
+    """The collector runs at almost every allocation."""
+    before = gc.get_threshold()
+    Calls.made, Calls.errors = 0, []
+    gc.set_threshold(3)
+    yield
+    gc.set_threshold(*before)
+    Calls.errors.clear()
+
+
+def test_finalizers_that_call_while_their_thread_reads(linked, often):
+    for n in range(60):
+        Calls()
+        assert gradwire.rpc_sync("w1", far.add, args=(n, 1), timeout=20) == n + 1
+    gc.collect()
+    assert Calls.errors == []
+    assert Calls.made >= 60
+
+
+@pytest.fixture
+def signalled():
+    """A handler that calls w1 or w2 at each signal, of which many come while a test runs."""
+    seen: list[object] = []
+    workers = itertools.cycle(["w1", "w2"])
+    main, is_over, is_free = threading.main_thread().ident, threading.Event(), threading.Event()
+    is_free.set()
+
+    def handle(*_):
+        try:
+            seen.append(gradwire.rpc_sync(next(workers), far.add, args=(1, 2), timeout=20))
+        except BaseException as error:
+            seen.append(error)
+        is_free.set()
+
+    def send():
+        while not is_over.is_set():
+            if is_free.wait(0.1):  # one after the other: else handlers would interrupt handlers
+                is_free.clear()
+                is_over.wait(0.002)
+                signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    sender = threading.Thread(target=send)
+    sender.start()
+    yield seen
+    is_over.set()
+    sender.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_signal_handlers_that_call_while_their_thread_reads_and_sends(workers, signalled):
+    large = torch.ones(1 << 16)  # by shared memory
+    for n in range(100):
+        assert gradwire.rpc_sync("w1", far.add, args=(n, 1), timeout=20) == n + 1
+        if n % 10 == 0:
+            (same,) = gradwire.rpc_sync("w1", far.same, args=(large,), timeout=20)
+            assert (same == 1).all()
+    assert [value for value in signalled if value != 3] == []
+    assert len(signalled) > 3
+
+
+def test_a_handler_waits_for_a_call_that_was_made_before(workers):
+    """Its answer comes by the line that the interrupted thread reads."""
+    seen: list[object] = []
+    gradwire.rpc_sync("w1", far.close_gate)
+    earlier = gradwire.rpc_async("w1", far.wait_at_gate, timeout=30)
+
+    def handle(*_):
+        opening = gradwire.rpc_async("w1", far.open_gate, timeout=30)
+        seen.append((earlier.wait(), opening.wait()))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, args=(main, signal.SIGUSR1))
+    timer.start()
+    try:
+        gradwire.rpc_sync("w1", far.wait_at_gate, timeout=30)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [(None, None)]
