@@ -533,6 +533,63 @@ def test_a_run_that_was_given_up_here_is_not_told_to_be_done(workers, monkeypatc
     assert_nothing_left(workers)
 
 
+@pytest.fixture
+def held_up(workers, monkeypatch):
+    """A backward of w0 whose run on w1 is held up when its weight has a gradient.
+
+    Meanwhile w0 says what it should not; then the run goes on.
+    """
+    reached, opened = (_gate(name) for name in ("in", "out"))
+    weight = torch.full((1,), 3.0, requires_grad=True)
+    monkeypatch.setattr(HERE, "weight", weight, raising=False)
+
+    def train(attack):
+        x = torch.ones(1, requires_grad=True)
+        with gradwire.context() as context:
+            y = gradwire.rpc_sync("w1", weigh, (x,))
+            attacking = threading.Thread(target=attack_held_up, args=(attack, context))
+            attacking.start()
+            try:
+                y.backward()
+            finally:
+                attacking.join(10)
+
+    def attack_held_up(attack, context):
+        assert reached.wait(10)
+        try:
+            (running,) = workers[0].worker.engine.passes.in_context(context)
+            assert weight.grad == 1
+            attack(context, running.id)
+        finally:
+            opened.set()
+
+    yield lambda attack: workers[0].run(train, attack)
+    assert_nothing_left(workers)
+    assert workers[1].worker.engine._served._locks.of(weight).unfinished == []
+
+
+def test_a_pass_does_not_end_well_before_its_run(workers, held_up):
+    def attack(context, pass_id):
+        say(workers[0].worker, 1, PassEnded(context, pass_id, None))
+        assert eventually(lambda: refused(workers, 1))
+
+    held_up(attack)
+    assert HERE.weight.grad == 1
+
+
+def test_a_pass_does_not_begin_twice(workers, held_up):
+    """What its first run has done is put back with the rest of it."""
+
+    def attack(context, pass_id):
+        say(workers[0].worker, 1, Start(context, pass_id, b"\1", None, 0, False, False, 5.0, None))
+        (running,) = workers[0].worker.engine.passes.in_context(context)
+        assert eventually(lambda: running.error is not None)
+
+    with pytest.raises(BadMessage, match=r"p0\.1 was begun twice"):
+        held_up(attack)
+    assert HERE.weight.grad is None
+
+
 def test_a_step_of_another_gets_no_more_time_than_one_of_our_own():
     options = gradwire.Options(timeouts=gradwire.Timeouts(step=30.0))
     with cluster(2, expose=[HERE], options=options) as workers:

@@ -101,6 +101,8 @@ class Running:
         self._awaited: set[EdgeId] = set()
         self._leaves = 0
         self._run_over = False
+        self._start = [None]
+        """taken by the first Start"""
         self._parked: Callable[[], object] | None = None
 
     @property
@@ -133,6 +135,13 @@ class Running:
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
 
+    def start_came(self) -> None:
+        """The root has told this worker to run. A second run would have books that nobody ends."""
+        try:
+            self._start.pop()  # one step for the interpreter
+        except IndexError:
+            raise BadMessage(f"{self.id} was begun twice") from None
+
     def park(self, begin: Callable[[], object]) -> bool:
         """Call this when the first gradients have come, or the pass has failed; False if it is so.
 
@@ -141,8 +150,6 @@ class Running:
         with self._lock:
             if self.error is not None or self._state.settled:
                 return False
-            if self._parked is not None:
-                raise BadMessage(f"{self.id} was begun twice")
             self._parked = begin
             return True
 
@@ -228,6 +235,10 @@ class Running:
             if self._changed is not None:
                 self._changed.notify_all()
             return self.error is not None
+
+    def is_running(self) -> bool:
+        """Whether the engine runs here."""
+        return self.ledger is not None and not self._run_over
 
     def wait_for_run(self, seconds: float) -> bool:
         """Wait until the engine has returned here, if it began; a failed pass wakes its waits.

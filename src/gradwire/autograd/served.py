@@ -46,7 +46,7 @@ from gradwire.autograd.torch_private import (
     recording,
     will_execute,
 )
-from gradwire.errors import ContextClosed, DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 
 _ANSWER_SECONDS = 10.0
@@ -103,6 +103,7 @@ class Served:
         except PeerLost:  # which may have been dealt with before the pass came to be
             self._passes.over(running)
             raise
+        running.start_came()
         if self._doubts.get(root):
             self._wait_while_in_doubt(root, running, limit - self._agent.clock.now())
         first = start.first
@@ -283,6 +284,8 @@ class Served:
         if message.failure is None:
             running = self._passes.maybe(message.context, message.pass_id)
             if running is not None:
+                if running.is_running():  # its books would be closed before all is in them
+                    raise BadMessage(f"{running.id} ended well before its run here was over")
                 self._passes.over(running)
                 if running.ledger is not None:
                     running.ledger.keep(self._agent.dispatch.service.submit)
