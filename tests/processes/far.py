@@ -435,6 +435,15 @@ def noisy_there(x, to):
     return noisy(gradwire.rpc_sync(to, noisy, args=(noisy(x),)))
 
 
+def noisy_kept(x, to):
+    """Draws in a value that is kept; on its owner, `to_here` gives it without a message."""
+    return noisy(gradwire.remote(to, noisy, args=(noisy(x),)).to_here())
+
+
+def raises_what_it_drew(x, to):
+    raise ValueError(noisy_there(x.detach(), to).sum().item())
+
+
 def noisy_twice(x, to):
     first = gradwire.rpc_async(to, noisy, args=(x,))
     second = gradwire.rpc_async(to, noisy, args=(x.cos(),))

@@ -53,6 +53,17 @@ def noisy_twice(apart, x, to):
     return far.noisy(apart.sync(to, far.noisy, x) * apart.sync(to, far.noisy, x.cos()))
 
 
+def raised(apart, x, to):
+    return noisy_there(apart, x.detach(), to).sum().item()
+
+
+def far_after_an_error(x):
+    try:
+        gradwire.rpc_sync("w1", far.raises_what_it_drew, args=(x, "w2"))
+    except ValueError as error:
+        return x * error.args[0]
+
+
 # each with real workers, and in one process
 PROGRAMS = {
     "a call": (
@@ -74,6 +85,18 @@ PROGRAMS = {
     "nested, back here": (
         lambda x: far.noisy(gradwire.rpc_sync("w1", far.noisy_there, args=(far.noisy(x), "w0"))),
         lambda apart, x: far.noisy(apart.sync("w1", noisy_there, apart, far.noisy(x), "w0")),
+    ),
+    "a reference of its own": (
+        lambda x: gradwire.rpc_sync("w1", far.noisy_kept, args=(x, "w1")),
+        lambda apart, x: apart.sync("w1", noisy_there, apart, x, "w1"),
+    ),
+    "a reference, back here": (
+        lambda x: far.noisy(gradwire.remote("w1", far.noisy_there, args=(x, "w0")).to_here()),
+        lambda apart, x: far.noisy(apart.sync("w1", noisy_there, apart, x, "w0")),
+    ),
+    "an error that tells what was drawn": (
+        far_after_an_error,
+        lambda apart, x: x * apart.sync("w1", raised, apart, x, "w2"),
     ),
     "a checkpoint within": (
         lambda x: checkpoint(far.noisy_there, x, "w1", use_reentrant=False).tan(),

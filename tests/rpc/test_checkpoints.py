@@ -33,6 +33,10 @@ def quiet(x):
     return x.sin()
 
 
+def quiet_there(x, to):
+    return quiet(gradwire.rpc_sync(to, quiet, args=(x,)))
+
+
 def noisy_there(x, to):
     """Draws here, there, and here again."""
     return noisy(gradwire.rpc_sync(to, noisy, args=(noisy(x),)))
@@ -144,7 +148,13 @@ class Holder:
 FUNCTIONS = [noisy, quiet, noisy_there, noisy_twice, checkpointed, noisy_later, completes]
 FUNCTIONS += [completed_by_another, draws_at_first, draws_more_each_time, Holder, nn.Dropout]
 FUNCTIONS += [noisy_later_raises, raises_what_it_drew, noisy_itself, noisy_by_a_third, fetched]
-FUNCTIONS += [noisy_and_forgotten, checkpointed_twice, noisy_then_there, more_with_a_graph]
+FUNCTIONS += [
+    quiet_there,
+    noisy_and_forgotten,
+    checkpointed_twice,
+    noisy_then_there,
+    more_with_a_graph,
+]
 
 
 @pytest.fixture(autouse=True)

@@ -175,16 +175,13 @@ class Calls:
     def _fetched(self, hold: Hold, deadline: float) -> Landing[Any]:
         self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
-        seconds = deadline - self._agent.clock.now()
-        message = Fetch(hold.ref, context, seconds)
-        what = f"fetch of {hold.ref}"
-        phase = "call" if context is None else "forward"
+        message = Fetch(hold.ref, context, deadline - self._agent.clock.now())
+        what, phase = f"fetch of {hold.ref}", "call" if context is None else "forward"
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
         spoken_of = partial(spoken_on, self._agent.directory, hold.owner, what)
         landing = self._landing(promise, hold.owner, context, spoken_of, self._manner.of_fetch)
-        self._wait_for(hold.owner, landing)
-        return landing
+        return self._waited_for(hold.owner, landing)
 
     def _ask(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -335,11 +332,12 @@ class Calls:
         )
         return replace(came, copies=result.copies) if result.copies > 0 else came
 
-    def _wait_for(self, peer: WorkerId, landing: Landing[Any]) -> None:
+    def _waited_for(self, peer: WorkerId, landing: Landing[Any]) -> Landing[Any]:
         promise = landing.promise
         try:
             self._agent.wait(peer, lambda: promise.settled, promise.wait)
             promise.wait()
+            return landing
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
             self._let_go(landing)

@@ -52,6 +52,11 @@ def current_errand() -> Source | None:
     return _due.get()[1]
 
 
+def current_deadline() -> float:
+    """The moment by which this code must be over."""
+    return _due.get()[0]
+
+
 def current_run() -> object:
     """The run of a checkpoint's function that this code is a part of; see sessions.py.
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Self, cast, final
@@ -31,15 +32,16 @@ import torch
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.failure import note_of
 from gradwire.agent.promise import Promise
-from gradwire.errors import RemoteError, UsageError
+from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Made, Result
-from gradwire.rpc.scope import current_run, enter_run, was_due
+from gradwire.rpc.scope import current_deadline, current_run, enter_run, was_due
 from gradwire.rpc.sealing import opened, sealed
 from gradwire.rpc.tapes_state import UNKNOWN, Key, Place, State, Tape, nothing_new
 
-_PATIENCE = 1.0
-"""Seconds to wait for a turn. Who has it may wait for us in a way that we cannot see; then both
-go on, and if that changes the numbers the repetition is refused.
+_PATIENCE = 10.0
+"""Seconds to wait for a turn, at most; and at most half of the time that is left to this code. Who
+has the turn may wait for this code in a way that cannot be seen here (`torch.futures.wait_all`, an
+event, a thread pool). Then both go on, and what they draw meanwhile is not repeated but refused.
 """
 
 
@@ -50,10 +52,18 @@ class Stream:
     def __init__(self, own: torch.Generator | None = None) -> None:
         self._own = own
         self._turn = threading.Lock()
+        self.patience = _PATIENCE
+        self.overlaps = 0
+        """changes when code begins or ends that runs without a turn, beside the one who has it"""
 
     def take_turn(self) -> bool:
         """Whether it was had in time."""
-        return self._turn.acquire(timeout=_PATIENCE)
+        if self._turn.acquire(blocking=False):
+            return True
+        left = (current_deadline() - time.monotonic()) / 2
+        taken = self._turn.acquire(timeout=max(0.0, min(self.patience, left)))
+        self.overlaps += not taken
+        return taken
 
     def end_turn(self) -> None:
         """Let the next one draw."""
@@ -126,7 +136,8 @@ def _noted(tape: Tape, function: str, *, wait: bool) -> bytes:
         return b""
     assert isinstance(tape.end, tuple)
     calls = [(place.key, place.known, place.drawn) for place in places]
-    noted = _Drawn(tape.state, _digest(tape.end), tape.raised, tape.after, calls)
+    end = b"" if tape.is_mixed else _digest(tape.end)  # then it is not drawn again, but refused
+    noted = _Drawn(tape.state, end, tape.raised, tape.after, calls)
     return sealed(msgspec.msgpack.encode(noted), function)
 
 
@@ -180,11 +191,16 @@ class Session:
         self._calls = self._waits = 0
         self._is_over = False
         """it may still be found, by callbacks of futures that it has left behind"""
+        self.is_mixed = False
+        """whether others may have drawn at the same time, beside the turns"""
         around = current_session()
         self.outer = around if around is not None and around._goes_on_here(stream) else None
 
     def __enter__(self) -> Self:
+        if self.tape is not None and self.tape.is_mixed and self.tape.has_drawn_here:
+            raise UsageError(_MIXED, hint=_HINT)
         self._has_turn = self.outer is None and self.stream.take_turn()
+        self._overlaps = self.stream.overlaps if self._has_turn else -1
         try:
             self._before = self.stream.state()
             if self.written is not None:
@@ -197,22 +213,39 @@ class Session:
         self._token = enter_run(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over = True
         try:
             was_due(self._token)
             now = self.stream.state()
+            self._find_overlaps()
             if self.written is not None:
                 self.written.end = now
+                self.written.is_mixed = self.is_mixed
             elif now != self._before:
                 self.stream.put(self._before)
         finally:
             self._end_turn()
+        begin = () if self.tape is None else self.tape.state or self._before
+        is_wrong = self.tape is not None and self.is_mixed and now != begin
+        # An error of the function's own may tell of a number; that torch stops it early does not
+        # matter; an error of gradwire's explains itself.
+        if is_wrong and not isinstance(error, GradwireError):
+            raise UsageError(_MIXED, hint=_HINT) from error
+
+    def _find_overlaps(self) -> None:
+        """Whether others may have drawn since this code began, or had its turn back."""
+        every = list(self._ancestry())
+        if self.stream.overlaps != every[-1]._overlaps:
+            for run in every:
+                run.is_mixed = True
 
     def _end_turn(self) -> None:
         if self._has_turn:
             self._has_turn = False
             self.stream.end_turn()
+        elif self.outer is None:  # for the one who has the turn by now
+            self.stream.overlaps += 1
 
     def _goes_on_here(self, stream: Stream) -> bool:
         return not self._is_over and self.thread == threading.get_ident() and self.stream is stream
@@ -242,11 +275,13 @@ class Session:
         repeats = [run for run in every if run.tape is not None]
         if repeats:  # the outermost has what the generators are for everybody else
             stream.put(repeats[-1]._before)
+        self._find_overlaps()
         every[-1]._end_turn()
         try:
             yield
         finally:
             every[-1]._has_turn = stream.take_turn()
+            every[-1]._overlaps = stream.overlaps if every[-1]._has_turn else -1
             now = stream.state()
             if repeats:
                 repeats[-1]._before, now = now, self._noted_after(mine)
@@ -304,9 +339,9 @@ class Served:
         self._session.__enter__()
         self._begin = self._stream.state()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end = self._stream.state()
-        self._session.__exit__(*error)
+        self._session.__exit__(kind, error, traceback)
 
     def note(self, error: BaseException | None = None, *, wait: bool = True) -> bytes:
         """The function has returned, or raised: what goes home, so that it can be repeated.
@@ -353,6 +388,11 @@ class Served:
         )
 
 
+_MIXED = (
+    "random numbers cannot be drawn again for the recomputation of a checkpoint: another function "
+    "ran on this worker at the same time, and the two may have drawn in turns. It ran beside the "
+    "checkpoint because that has waited for it in a way that gradwire cannot see"
+)
 _HINT = (
     "let no other function draw there at the same time (Options(threads=1) runs one after the "
     "other), or checkpoint(preserve_rng_state=False) if it does not matter which numbers are drawn"

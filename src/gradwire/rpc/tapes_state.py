@@ -60,11 +60,18 @@ class Tape:
         self.places: list[Place] = []
         self.after: dict[int, State] = {}
         """the generators after a wait, by its number, where others had moved them meanwhile"""
+        self.is_mixed = False
+        """whether others may have drawn from the generators at the same time"""
 
     @property
     def has_drawn(self) -> bool:
         """Whether a repetition has to do anything to get the same numbers."""
-        return bool(self.state != self.end or self.after or any(p.drawn for p in self.places))
+        return self.has_drawn_here or any(place.drawn for place in self.places)
+
+    @property
+    def has_drawn_here(self) -> bool:
+        """The same, without what callees have drawn."""
+        return bool(self.state != self.end or self.after)
 
     def answered_places(self, *, wait: bool = False) -> Sequence[Place]:
         """Those that count. A call that was lost, and made again by somebody, counts once."""
