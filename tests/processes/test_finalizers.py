@@ -9,17 +9,10 @@ import pytest
 
 PROGRAM = """
 import gc
-import sys
 
 import torch
 
 import gradwire as gw
-
-
-def reads(frame):
-    while frame is not None and not frame.f_code.co_filename.endswith("agent/lines.py"):
-        frame = frame.f_back
-    return frame is not None
 
 
 class Finalized:
@@ -29,9 +22,6 @@ class Finalized:
         self.itself, self.x = self, x
 
     def __del__(self):
-        if reads(sys._getframe()):  # that is another matter: tests/agent
-            Finalized.ended.append("reading")
-            return
         try:
             y = gw.rpc_sync("w1", torch.mul, args=(self.x, 3), timeout=2.0)
             Finalized.ended.append(y.item() == 3)
@@ -54,7 +44,7 @@ def train():
         gc.collect()
     ended = Finalized.ended
     assert len(ended) == 200 and False not in ended and "CallTimeout" not in ended, ended
-    print("called", ended.count(True), "reading", ended.count("reading"))
+    print("called", ended.count(True))
 
 
 if __name__ == "__main__":
@@ -75,6 +65,4 @@ def test_finalizers_that_make_calls_do_not_stop_a_process(script):
     )
 
     assert done.returncode == 0, done.stderr
-    called, reading = map(int, done.stdout.split()[1::2])
-    assert called > 0
-    assert called + reading > 150  # few are refused
+    assert int(done.stdout.split()[1]) > 150  # few are refused

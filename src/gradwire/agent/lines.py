@@ -79,7 +79,7 @@ class Line:
         """threads that read it when they can"""
         self.running: list[Job] = []
         """what they run that they have read; it grows and shrinks in one step, without a lock"""
-        self.is_parked = self.has_ended = False
+        self.is_parked = self.is_called = self.has_ended = False
         self.is_attended = False
         """whether one of its readers has the role: it will see what comes"""
         self.wake: SimpleQueue[None] = SimpleQueue()
@@ -329,14 +329,17 @@ class Lines:
                 return False
             line.is_parked = True
         line.wake.get()
+        line.is_parked = False
+        line.is_called = False
         return True
 
     def _attend(self, line: Line) -> None:
         """Let one of its readers read, or one more if all of them are busy."""
         with line.counting:
             if line.is_parked:
-                line.is_parked = False
-                line.wake.put(None)
+                if not line.is_called:
+                    line.is_called = True
+                    line.wake.put(None)
                 return
             if len(line.running) < line.readers or line.has_ended or self._closed:
                 return  # one of them is just about to

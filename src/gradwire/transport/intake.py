@@ -13,6 +13,13 @@ a reader looks whether `_turn` is still the one it began with, and starts again 
 frame belongs to whoever moves `_start` past it. What cannot be resumed are a read that blocks in
 the kernel and one that is not a single call into C (TLS); then `_is_blocked`, and the inner read
 raises Reentered. The main thread, where signal handlers run, therefore polls and never blocks.
+
+Python 3.11 also collects garbage inside C functions that make containers. A read makes a tuple of
+its arguments and, with descriptors, some for its result: there nothing may run, as the bytes are
+not noted yet. So the lines marked "stock" make as many of these as are needed and drop them: the
+interpreter then takes them from its stock, and does not collect. Not by a call, after which
+anything may run, and before the look whether the turn is over. Later Pythons collect only between
+two instructions. The exception of a read that finds nothing is no danger: nothing is to be noted.
 """
 
 from __future__ import annotations
@@ -179,6 +186,8 @@ class Intake:
 
     def _take_first(self, reads: Iterator[Any], blocks: bool) -> None:
         """Read, if nothing is there yet; but for the end, in one step: see the Note."""
+        stock = ((self, self, self), (self, self, self, self), [self])
+        del stock  # see the Note
         if self._start != self._end:
             return
         self._is_blocked = blocks or not self._is_plain
@@ -349,6 +358,8 @@ class Intake:
         self.is_midway = True
         count = -1
         try:
+            stock = ((self, self, self), (self, self, self, self), [self])
+            del stock  # see the Note
             if self._turn != turn or self._end != end:
                 return
             self._is_blocked = not self._is_plain
@@ -417,6 +428,8 @@ class Intake:
         self.is_midway = True
         count = -1
         try:
+            stock = ((self, self, self), (self, self, self, self), [self])
+            del stock  # see the Note
             if rest.ready != ready:
                 return
             self._is_blocked = was_blocked or blocks or not self._is_plain

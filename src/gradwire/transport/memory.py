@@ -33,6 +33,9 @@ from gradwire.transport.blocks import BlockPool
 from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
 
 _GLANCE_SECONDS = 0.001
+_LONGEST_WAIT_SECONDS = 1.0
+_AT_ONCE = (False,)
+_PATIENTLY = (True,)
 
 
 class _Parcel(NamedTuple):
@@ -47,8 +50,9 @@ class _Parcel(NamedTuple):
 class _Pipe:
     """One direction: frames in order, and room for so many bytes.
 
-    The lock is held for a few operations, never while copying or waiting. What ends the
-    queue is None, and it stays there for whoever asks again.
+    What ends the queue is None, and it stays there for whoever asks again. Only who waits for room
+    has a lock: a finalizer or a signal handler may run in the middle of `put` and `get`, and do the
+    same or wait for the peer, which must be able to go on. Numbers change in one step each.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -57,26 +61,28 @@ class _Pipe:
         # Open once something was put in, so that it can be waited for with a timeout. That of
         # SimpleQueue.get is forgotten by Python 3.11 when a signal handler runs meanwhile.
         self._bell = threading.Lock()
-        self._held = 0
+        self._put_bytes = self._got_bytes = 0
         self._waiting = 0
         self._ended = False
-        self._put_in = 0
-        self._room = threading.Condition(threading.RLock())  # a finalizer inside may put or get
+        self.taken = 0
+        """parcels that are no longer in it"""
+        self._room = threading.Condition(threading.RLock())
 
     def put(self, parcel: _Parcel, deadline: float) -> bool:
         """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
-        with self._room:
-            # Held bytes are compared without those of this parcel: a large frame then does not
-            # starve behind small ones, and one larger than the whole pipe passes.
-            if self._held >= self._capacity:
-                self._wait_for_room(deadline)
-            if self._ended:
-                return False
-            self._held += parcel.size
-            self._put_in += 1
-            self._parcels.put(parcel)
+        # Held bytes are compared without those of this parcel: a large frame then does not
+        # starve behind small ones, and one larger than the whole pipe passes.
+        if self._is_full():
+            self._wait_for_room(deadline)
+        if self._ended:
+            return False
+        self._put_bytes += parcel.size
+        self._parcels.put(parcel)
         self._ring()
         return True
+
+    def _is_full(self) -> bool:
+        return self._put_bytes - self._got_bytes >= self._capacity
 
     def _ring(self) -> None:
         if self._bell.locked():
@@ -84,27 +90,37 @@ class _Pipe:
                 self._bell.release()
 
     def _wait_for_room(self, deadline: float) -> None:
+        """Who makes room looks at `_waiting` afterwards, so one of the two sees the other."""
         self._waiting += 1
         try:
-            while self._held >= self._capacity and not self._ended:
+            while self._is_full() and not self._ended:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
-                self._room.wait(min(left, threading.TIMEOUT_MAX))
+                with self._room:
+                    if self._is_full() and not self._ended:
+                        self._room.wait(min(left, _LONGEST_WAIT_SECONDS))
         finally:
             self._waiting -= 1
 
     def get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
         """The next parcel, or None after the last; Empty if there is none by then."""
-        parcel = self._parcels.get() if until == math.inf else self._get(until, done)
+        parcel = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
         if parcel is None:
             self._parcels.put(None)
             self._ring()
             return None
-        with self._room:
-            self._held -= parcel.size
-            if self._waiting:
+        if self._waiting:
+            with self._room:
                 self._room.notify_all()
+        return parcel
+
+    def _take(self, block: tuple[bool]) -> _Parcel | None:
+        """Taken and counted in one step: see Note [Reading inside a read] in intake.py."""
+        (parcel,) = map(self._parcels.get, block)
+        if parcel is not None:
+            self.taken += 1
+            self._got_bytes += parcel.size
         return parcel
 
     def _get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
@@ -112,26 +128,20 @@ class _Pipe:
         while True:
             left = until - time.monotonic()
             try:
-                return self._parcels.get_nowait()
+                return self._take(_AT_ONCE)
             except Empty:
                 if left <= 0 or done():
                     raise
             self._bell.acquire(timeout=min(left, longest))  # what rings before is seen above
 
-    def taken(self) -> int:
-        """How many parcels are no longer in it."""
-        with self._room:
-            return self._put_in - self._parcels.qsize()
-
     def end(self) -> None:
         """Nothing more goes in; what is in can still be had."""
-        with self._room:
-            if not self._ended:
-                self._ended = True
-                self._put_in += 1
-                self._parcels.put(None)
+        if not self._ended:
+            self._ended = True
+            self._parcels.put(None)
+            self._ring()
+            with self._room:
                 self._room.notify_all()
-                self._ring()
 
     def drop(self) -> None:
         """End, and let go of what is in: its reader is gone."""
@@ -171,7 +181,7 @@ class MemoryChannel:
     @property
     def taken(self) -> int:
         """See `Channel.taken`."""
-        return self._incoming.taken()
+        return self._incoming.taken
 
     def say(self, words: bytes, deadline: float) -> None:
         """Queue the bytes; see `Channel.say`."""

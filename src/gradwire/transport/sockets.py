@@ -17,12 +17,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import get_ident
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
-from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
+from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.base import closed_here, never, unheard_by_deadline, unread_by_deadline
 from gradwire.transport.blocks import BlockPool
@@ -48,6 +48,9 @@ _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
 _NOW: Final = (False,)
+
+
+Unsent: TypeAlias = "bytes | list[Buffer]"
 
 
 @final
@@ -81,8 +84,11 @@ class SocketChannel:
         self._sending = threading.Lock()
         self._sender = 0
         """the thread that has the turn to send"""
-        self._is_midway = False
-        """whether a part of a frame has left, or may have"""
+        self._unsent: Unsent | None = None
+        """a frame of which a part has left, that is, so many bytes:"""
+        self._sent = 0
+        self._is_blocked = False
+        """whether a send is under way that cannot be interrupted by another"""
         self._is_opaque = not isinstance(sock, socket.socket)
         self._receiving = threading.RLock()  # see Note [Reading inside a read] in intake.py
         self._shared = shared
@@ -149,37 +155,36 @@ class SocketChannel:
         if small is None:
             self._send_large(frame, deadline)
             return
-        length, me = len(small), get_ident()
+        me = get_ident()
         (has_turn,) = map(self._sending.acquire, _NOW)
         if has_turn:
             self._sender = me
         elif not self._wait_for_turn(deadline, me):
             self._send_inside([small], (), deadline)
             return
-        is_finished_later = False
         try:
             try:
-                if self._guard.story is None:
-                    sends = map(self._sock.send, (small,), _AT_ONCE_)
-                    self._is_midway = self._is_opaque
+                sends = map(self._sock.send, (small,), _AT_ONCE_)
+                stock = (small, sends)
+                del stock  # see Note [Reading inside a read]
+                if self._guard.story is None and self._unsent is None:
+                    self._is_blocked = self._is_opaque
                     (sent,) = sends
-                    self._is_midway = sent != length
-                    if self._is_midway:
-                        is_finished_later = self._carry_on([memoryview(small)[sent:]], deadline)
-                    return
+                    self._is_blocked = False
+                    if sent == len(small):
+                        return
+                    self._sent, self._unsent = sent, small
             except BlockingIOError:
-                self._is_midway = False
+                self._is_blocked = False
             except BaseException as error:
                 self._failed_midway(error)
                 raise
-            is_finished_later = self._send([small], (), deadline)
+            if self._unsent is not small:
+                self._send([small], (), deadline)
+            else:
+                self._finish_by(deadline, small)
         finally:
-            if not is_finished_later:
-                self._is_midway = False
-                self._sender = 0
-                self._sending.release()
-                if self._guard.story is not None:
-                    self._guard.settle()
+            self._give_up_turn()
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
@@ -217,12 +222,10 @@ class SocketChannel:
         if not self._wait_for_turn(deadline, get_ident()):
             self._send_inside(parts, ancillary, deadline)
             return
-        is_finished_later = False
         try:
-            is_finished_later = self._send(parts, ancillary, deadline)
+            self._send(parts, ancillary, deadline)
         finally:
-            if not is_finished_later:
-                self._give_up_turn()
+            self._give_up_turn()
 
     def _wait_for_turn(self, deadline: float, me: int) -> bool:
         """False if this thread has the turn already, for a send that was interrupted.
@@ -241,42 +244,61 @@ class SocketChannel:
     def _send_inside(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """A finalizer or a signal handler sends while its own thread does.
 
-        Before or after the other frame; in the middle of it nobody can.
+        If the other frame has begun, the rest of it goes first.
         """
-        if self._is_midway:
-            raise DeadlinePassed(
-                f"this thread is in the middle of sending a message to {self.remote}",
-                hint="let finalizers and signal handlers hand such calls to another thread",
+        if self._is_blocked:
+            raise UsageError(
+                "a finalizer or a signal handler sends while it interrupts its thread in the "
+                f"middle of sending to {self.remote}",
+                hint="let it put a note into a queue.SimpleQueue, and make the call elsewhere",
             )
-        self._send(parts, ancillary, deadline, later=False)
+        self._send(parts, ancillary, deadline)
 
     def _give_up_turn(self) -> None:
-        self._is_midway = False
+        """What somebody has begun is finished by a thread, which has the turn then."""
+        if self._unsent is not None and self._guard.story is None:
+            self._finish_later()
+            return
+        self._unsent = None
+        self._is_blocked = False
         self._sender = 0
         self._sending.release()
         if self._guard.story is not None:
             self._guard.settle()
 
-    def _send(
-        self, parts: list[Buffer], ancillary: Ancillary, deadline: float, *, later: bool = True
-    ) -> bool:
-        """Whether some of it was left at the deadline, for a thread that has our turn now."""
-        waiting, is_left = False, False
+    def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+        """Begin it, after what was begun before, and send what can be sent until the deadline."""
+        waiting = False
         try:
-            rest = self._push(parts, _AT_ONCE, ancillary)
-            while rest is parts:
+            while True:
+                waiting = True
+                if not self._go_on(deadline):
+                    raise unread_by_deadline(self.remote)
+                waiting = False
+                if self._begin(parts, ancillary):
+                    break
                 waiting = True
                 self._wait_for_room(deadline)
-                waiting = False
-                rest = self._push(parts, _AT_ONCE, ancillary)
-            is_left = bool(rest) and self._carry_on(rest, deadline if later else math.inf)
-            return is_left
+            waiting = False
+            self._finish_by(deadline, parts)
         except BaseException as error:
             if not waiting:
                 self._failed_midway(error)
             raise
-        finally:
-            self._is_midway = is_left
+
+    def _finish_by(self, deadline: float, mine: Unsent) -> None:
+        """Send what is left of a frame; at the deadline, keep a copy for who sends next."""
+        if self._go_on(deadline):
+            return
+        # The buffers are their sender's again when it returns.
+        owned: list[Buffer] = []
+        sent = -1
+        while self._unsent is mine and self._sent != sent:
+            sent = self._sent
+            owned = [bytes(part) for part in _after(_listed(mine), sent)]
+        if self._unsent is mine:
+            self._unsent = owned
+            self._sent = 0
 
     def _failed_midway(self, error: BaseException) -> None:
         """A Ctrl-C may land between the system call and its result being noted.
@@ -289,34 +311,37 @@ class SocketChannel:
             raise self._lost_sending(error) from error
         self._guard.end(INTERRUPTED)
 
-    def _carry_on(self, rest: list[Buffer], deadline: float) -> bool:
-        """It has begun; whether some of it was left at the deadline, for a thread."""
-        rest = self._go_on(rest, deadline)
-        if rest:
-            self._finish_later(rest)
-        return bool(rest)
+    def _go_on(self, deadline: float) -> bool:
+        """Send what is begun; False if some is left at the deadline. The peer is slow, if so.
 
-    def _go_on(self, rest: list[Buffer], deadline: float) -> list[Buffer]:
-        """Send until the deadline; what is left then. The peer is slow, if not stalled."""
-        while rest and (left := deadline - time.monotonic()) > 0:
-            if left > self._stall:
-                rest = self._push_patiently(rest)
+        On the main thread a signal handler could run inside a send that blocks, so it polls.
+        """
+        blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
+        while (unsent := self._unsent) is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            sent = self._sent
+            is_ready = False
+            if blocks and left > self._stall:
+                self._push(_PATIENTLY)
             else:
-                self._poll(left)
-                rest = self._push(rest, _AT_ONCE)
-        return rest
+                is_ready = self._poll(min(left, self._stall))
+                self._push(_AT_ONCE)
+            is_idle = not is_ready and self._unsent is unsent and self._sent == sent
+            if is_idle and left > self._stall:
+                self._guard.lose(stalled(self._stall))
+        return True
 
-    def _finish_later(self, rest: list[Buffer]) -> None:
-        """The buffers are their sender's again, so what is left of them is copied."""
-        owned: list[Buffer] = [bytes(part) for part in rest]
+    def _finish_later(self) -> None:
         self._sender = 0
         name = f"gradwire send {self.remote}"
-        threading.Thread(target=self._finish, args=(owned,), name=name, daemon=True).start()
+        threading.Thread(target=self._finish, name=name, daemon=True).start()
 
-    def _finish(self, rest: list[Buffer]) -> None:
+    def _finish(self) -> None:
+        self._sender = get_ident()
         try:
-            while rest:
-                rest = self._push_patiently(rest)
+            self._go_on(math.inf)
         except PeerLost:
             pass  # whoever reads finds out
         finally:
@@ -324,31 +349,57 @@ class SocketChannel:
             with suppress(RuntimeError):
                 self._give_up_turn()
 
-    def _push_patiently(self, parts: list[Buffer]) -> list[Buffer]:
-        rest = self._push(parts, _PATIENTLY)
-        if rest is parts:
-            self._guard.lose(stalled(self._stall))
-        return rest
-
-    def _push(self, parts: list[Buffer], flags: int, ancillary: Ancillary = ()) -> list[Buffer]:
-        """Give the kernel what it takes, and return the rest: `parts` itself if it took nothing."""
+    def _begin(self, parts: list[Buffer], ancillary: Ancillary) -> bool:
+        """Give the kernel what it takes of a new frame; False if that is nothing."""
         if self._guard.story is not None:
             raise PeerLost(self._guard.story)
-        length, was_midway = sum(map(len, parts)), self._is_midway
-        if len(parts) == 1:
-            sends = map(self._sock.send, (parts[0],), (flags,))
-        else:
-            sends = map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
+        length, sends = sum(map(len, parts)), self._sends(parts, ancillary, _AT_ONCE)
         try:
-            self._is_midway = was_midway or self._is_opaque or not flags & socket.MSG_DONTWAIT
+            stock = (parts, parts), (parts, parts, parts)
+            del stock
+            if self._unsent is not None:
+                return False
+            self._is_blocked = self._is_opaque
             (sent,) = sends
-            self._is_midway = sent != length
+            self._is_blocked = False
+            if sent != length:
+                self._sent, self._unsent = sent, parts
         except BlockingIOError:
-            self._is_midway = was_midway
-            return parts
+            self._is_blocked = False
+            return False
         except OSError as error:
             raise self._lost_sending(error) from error
-        return _after(parts, sent)
+        return True
+
+    def _push(self, flags: int) -> None:
+        """Give the kernel what it takes of what is begun, unless an inner send does meanwhile."""
+        if self._guard.story is not None:
+            raise PeerLost(self._guard.story)
+        unsent, sent = self._unsent, self._sent
+        if unsent is None:
+            return
+        rest = _after(_listed(unsent), sent)
+        length, sends = sum(map(len, rest)), self._sends(rest, (), flags)
+        try:
+            stock = (rest, rest), (rest, rest, rest)
+            del stock
+            if self._unsent is not unsent or self._sent != sent:
+                return
+            self._is_blocked = self._is_opaque or flags == _PATIENTLY
+            (count,) = sends
+            self._is_blocked = False
+            self._sent = sent + count
+            if count == length:
+                self._unsent = None
+        except BlockingIOError:
+            self._is_blocked = False
+        except OSError as error:
+            raise self._lost_sending(error) from error
+
+    def _sends(self, parts: list[Buffer], ancillary: Ancillary, flags: int) -> Iterator[int]:
+        if len(parts) == 1:
+            return map(self._sock.send, (parts[0],), (flags,))
+        return map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
 
     def _wait_for_room(self, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -356,12 +407,14 @@ class SocketChannel:
             raise unread_by_deadline(self.remote)
         self._poll(left)
 
-    def _poll(self, left: float) -> None:
+    def _poll(self, left: float) -> bool:
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT)
-        poller.poll(1 + int(1000 * min(left, _LONGEST_POLL)))
+        return bool(poller.poll(1 + int(1000 * min(left, _LONGEST_POLL))))
 
     def _lost_sending(self, error: OSError) -> PeerLost:
+        self._is_blocked = False
+        self._unsent = None  # nothing can follow it
         # A peer that closed may have sent its last answers before: then only sending is
         # over, and recv finds the end by itself.
         if not isinstance(error, ConnectionError):
@@ -381,6 +434,10 @@ def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
     if len(head) > SMALL:
         return [prefix, head, *frame.payload]
     return [prefix + head, *frame.payload]
+
+
+def _listed(unsent: Unsent) -> list[Buffer]:
+    return unsent if isinstance(unsent, list) else [unsent]
 
 
 def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
