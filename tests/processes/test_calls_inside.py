@@ -13,7 +13,6 @@ import torch
 import gradwire
 from tests.processes import far
 
-
 REFUSED = "a finalizer or a signal handler"
 
 

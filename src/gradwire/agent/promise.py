@@ -33,7 +33,7 @@ class Promise(Generic[T]):
         """whether the outcome is there; for others to read"""
         self._outcome: T | None = None
         self._waiters: list[threading.Lock] = []
-        self._callbacks: list[Callable[[T], None]] = []
+        self._callbacks: list[Callable[[T], object]] = []
 
     def settle(self, outcome: T) -> bool:
         """Give the outcome; False if there was one already. Callbacks run here, on this thread."""
@@ -69,7 +69,7 @@ class Promise(Generic[T]):
                 raise TimeoutError
         return self._outcome  # type: ignore[return-value]  # settled, so it is a T
 
-    def on_settled(self, callback: Callable[[T], None]) -> None:
+    def on_settled(self, callback: Callable[[T], object]) -> None:
         """Call back with the outcome: at once if it is there, else on the thread that settles."""
         if not self.settled:
             self._callbacks.append(callback)

@@ -344,10 +344,7 @@ class Calls:
             raise
 
     def _let_go(self, late: Landing[Any]) -> None:
-        def unpack(_: Outcome) -> None:
-            self._agent.dispatch.service.submit(late.unpacked)
-
-        late.promise.on_settled(unpack)
+        late.promise.on_settled(lambda _: self._agent.dispatch.service.submit(late.unpacked))
 
     def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
