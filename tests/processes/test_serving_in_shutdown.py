@@ -180,6 +180,21 @@ def test_a_server_serves_again_when_a_network_that_was_cut_is_back(cut_off, call
     _leave(trainer, server)
 
 
+def test_both_leave_if_a_program_ended_while_the_network_was_cut(cut_off):
+    trainer, server, proxies = cut_off
+    _read_until(trainer, "trains\n")
+    _call(trainer)
+    for proxy in proxies:
+        proxy.stall()
+    trainer.stdin.close()
+    trainer.stdin = None  # so that communicate() does not flush it
+    for worker, other in ((trainer, "w1"), (server, "w0")):
+        _read_until(worker, f"lost {other}\n")
+    for proxy in proxies:
+        proxy.heal()
+    _leave(trainer, server)
+
+
 def test_a_worker_that_gives_up_names_whom_and_fails(start):
     server, trainer = start(1, dead=1.0, timeout="2"), start(0, dead=1.0)
     assert trainer.stdout.readline() == "trains\n"

@@ -70,6 +70,19 @@ def test_a_connection_found_broken_by_a_call_costs_one_try_however_late_its_read
         assert attempt.number == 1
 
 
+def test_a_connection_found_broken_by_a_pass_costs_one_try(w0):
+    """Its gradients are told, not asked for: nobody waits for an answer to them."""
+    for _ in range(50):
+        x = torch.ones(2, requires_grad=True)
+        with faults.armed("close before-send Start"):
+            for attempt in gradwire.retrying(times=2):
+                with attempt, gradwire.context() as context:
+                    y = gradwire.rpc_sync("w1", torch.mul, args=(x, 3))
+                    gradwire.backward(context, [y.sum()])
+                    assert gradwire.get_gradients(context)[x].tolist() == [3, 3]
+        assert attempt.number == 1
+
+
 class _Trained:
     """Two weights on two workers and their optimizer, and what the next step begins with."""
 

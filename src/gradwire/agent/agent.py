@@ -200,13 +200,14 @@ class Agent:
     ) -> None:
         """Send one way."""
         frame = framed(message, payload, self.limits)
+        channel = None
         try:
-            known = self._connections.channels.get(to)
-            channel = known[0] if known else self._connections.to(to, deadline)
+            channel = self._connections.to(to, deadline)
             points = self.failpoints
             send = channel.send if points is None else points.sending(to, channel)
             send(frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
+            self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, type(message).__name__, phase) from error
 
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:

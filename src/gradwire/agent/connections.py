@@ -96,7 +96,7 @@ class Connections:
         self._refusals = refusals
         self._doorstep = Doorstep(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
-        self._ends = Ends(directory.lock, clock)
+        self._ends = Ends(clock)
         self._dialling: dict[WorkerId, threading.RLock] = {}
         self._turns: dict[WorkerId, threading.RLock] = {}
         """held while a worker's first channel, or its loss, is told: one after the other"""

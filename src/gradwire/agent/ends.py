@@ -24,13 +24,14 @@ _NOTICE_SECONDS = 1.0
 class Ends:
     """Those of one worker's channels."""
 
-    def __init__(self, lock: threading.RLock, clock: Clock) -> None:
-        self._noted = threading.Condition(lock)
+    def __init__(self, clock: Clock) -> None:
+        self._noted = threading.Condition()  # not the worker's lock, which a wait would release
         self._clock = clock
 
     def noted(self) -> None:
-        """A channel is not used any more; with the lock held."""
-        self._noted.notify_all()
+        """A channel is not used any more."""
+        with self._noted:
+            self._noted.notify_all()
 
     def wait(
         self,
