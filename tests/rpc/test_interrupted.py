@@ -245,7 +245,7 @@ PLAIN_LOCKS = {
     "agent/agent.py": 1,  # taken without waiting
     "agent/promise.py": 2,  # made to be waited for
     "rpc/futures.py": 1,  # taken without waiting
-    "rpc/sessions.py": 1,  # waited for a second at most, then done without
+    "rpc/streams.py": 1,  # waited for ten seconds at most, then done without
 }
 
 

@@ -15,7 +15,8 @@ from typing import Any, final
 import torch
 from torch.utils import checkpoint as _checkpoint
 
-from gradwire.rpc.sessions import Session, Stream
+from gradwire.rpc.sessions import Session
+from gradwire.rpc.streams import Stream
 from gradwire.rpc.tapes_state import Tape
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

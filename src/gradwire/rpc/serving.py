@@ -37,7 +37,8 @@ from gradwire.rpc.profiling import function_span
 from gradwire.rpc.refs import Refs
 from gradwire.rpc.registry import Registry
 from gradwire.rpc.rights import check_kept
-from gradwire.rpc.sessions import Served, Stream
+from gradwire.rpc.sessions import Served
+from gradwire.rpc.streams import Stream
 
 
 class Scope(AbstractContextManager[None], Protocol):

@@ -9,96 +9,37 @@ Note [Random numbers under a checkpoint]:
     function from that state and puts back its own. A callee whose function draws nothing sends
     nothing, and one that is not called by a checkpoint notes nothing.
 
-    The generator belongs to the process, functions run in many threads. What runs for a checkpoint
-    therefore has turns, and gives its turn away while it waits for a call: who is waited for may
-    have to draw here. What the generators are after such a wait is noted where others have moved
-    them. Functions that no checkpoint calls do not wait for turns. Where one of them draws in
-    between, the repetition ends at another state than the first run, and is refused.
+    A callee that raises sends the same home with its error: the caller may catch it and go on.
+    Before a callee answers, it waits for the answers to its own calls: what they drew belongs to
+    what it sends home.
+
+    The generators belong to the process, and functions run in many threads. Code that runs for a
+    checkpoint therefore takes turns (streams.py). It gives its turn away while it waits for a
+    call, a future or a value: the function that it waits for may have to draw here. Each wait is
+    counted, and the tape notes the state after a wait if others have moved the generators
+    meanwhile. Functions that no checkpoint calls take no turns. If one of them draws in between,
+    the repetition on a callee ends at another state than the first run, and is refused.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self, cast, final
+from typing import NamedTuple, Self, cast, final
 
 import msgspec
-import torch
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.failure import note_of
 from gradwire.agent.promise import Promise
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Made, Result
-from gradwire.rpc.scope import current_deadline, current_run, enter_run, was_due
+from gradwire.rpc.scope import current_run, enter_run, was_due
 from gradwire.rpc.sealing import opened, sealed
+from gradwire.rpc.streams import Stream
 from gradwire.rpc.tapes_state import UNKNOWN, Key, Place, State, Tape, nothing_new
-
-_PATIENCE = 10.0
-"""Seconds to wait for a turn, at most; and at most half of the time that is left to this code. Who
-has the turn may wait for this code in a way that cannot be seen here (`torch.futures.wait_all`, an
-event, a thread pool). Then both go on, and what they draw meanwhile is not repeated but refused.
-"""
-
-
-@final
-class Stream:
-    """The generators that functions of a worker draw from, and whose turn it is."""
-
-    def __init__(self, own: torch.Generator | None = None) -> None:
-        self._own = own
-        self._turn = threading.Lock()
-        self.patience = _PATIENCE
-        self.overlaps = 0
-        """changes when code begins or ends that runs without a turn, beside the one who has it"""
-
-    def take_turn(self) -> bool:
-        """Whether it was had in time."""
-        if self._turn.acquire(blocking=False):
-            return True
-        left = (current_deadline() - time.monotonic()) / 2
-        taken = self._turn.acquire(timeout=max(0.0, min(self.patience, left)))
-        self.overlaps += not taken
-        return taken
-
-    def end_turn(self) -> None:
-        """Let the next one draw."""
-        self._turn.release()
-
-    def state(self) -> State:
-        """All that decides which numbers come next."""
-        own = torch.default_generator if self._own is None else self._own
-        states = [own.get_state()]
-        if self._own is None:
-            states += [device.get_rng_state(i) for device, i in _devices()]
-        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
-
-    def put(self, state: State) -> None:
-        """From now on, the numbers that come after this state."""
-        cpu, *others = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
-        (torch.default_generator if self._own is None else self._own).set_state(cpu)
-        if self._own is None:
-            for (device, i), part in zip(_devices(), others, strict=False):
-                device.set_rng_state(part, i)
-
-
-PROCESS = Stream()
-"""what all workers share that have no generator of their own"""
-
-
-def _devices() -> list[tuple[Any, int]]:
-    """The devices of this process, with the module that knows their generators, if in use."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return []
-    device = torch.get_device_module(accelerator)
-    if not getattr(device, "_initialized", False):  # to ask for its state would initialize it
-        return []
-    return [(device, i) for i in range(torch.accelerator.device_count())]
 
 
 class _Drawn(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +53,10 @@ class _Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 
 _decoder = msgspec.msgpack.Decoder(_Drawn)
+
+
+_NO_DIGEST = b"mixed"
+"""the end of a function that is not to be repeated if it draws"""
 
 
 def _digest(state: State) -> bytes:
@@ -136,7 +81,7 @@ def _noted(tape: Tape, function: str, *, wait: bool) -> bytes:
         return b""
     assert isinstance(tape.end, tuple)
     calls = [(place.key, place.known, place.drawn) for place in places]
-    end = b"" if tape.is_mixed else _digest(tape.end)  # then it is not drawn again, but refused
+    end = _NO_DIGEST if tape.is_mixed else _digest(tape.end)
     noted = _Drawn(tape.state, end, tape.raised, tape.after, calls)
     return sealed(msgspec.msgpack.encode(noted), function)
 
@@ -198,7 +143,7 @@ class Session:
 
     def __enter__(self) -> Self:
         if self.tape is not None and self.tape.is_mixed and self.tape.has_drawn_here:
-            raise UsageError(_MIXED, hint=_HINT)
+            raise UsageError(_MIXED, hint=_MIXED_HINT)
         self._has_turn = self.outer is None and self.stream.take_turn()
         self._overlaps = self.stream.overlaps if self._has_turn else -1
         try:
@@ -231,7 +176,7 @@ class Session:
         # An error of the function's own may tell of a number; that torch stops it early does not
         # matter; an error of gradwire's explains itself.
         if is_wrong and not isinstance(error, GradwireError):
-            raise UsageError(_MIXED, hint=_HINT) from error
+            raise UsageError(_MIXED, hint=_MIXED_HINT) from error
 
     def _find_overlaps(self) -> None:
         """Whether others may have drawn since this code began, or had its turn back."""
@@ -389,9 +334,14 @@ class Served:
 
 
 _MIXED = (
-    "random numbers cannot be drawn again for the recomputation of a checkpoint: another function "
-    "ran on this worker at the same time, and the two may have drawn in turns. It ran beside the "
-    "checkpoint because that has waited for it in a way that gradwire cannot see"
+    "the random numbers of a checkpoint's forward cannot be drawn again: another function that a "
+    "checkpoint calls ran on this worker at the same time. It got no turn, because the one before "
+    "it took too long, or waited for it where gradwire cannot see that (torch.futures.wait_all, an "
+    "event, a thread pool)"
+)
+_MIXED_HINT = (
+    "wait for each future with wait(), or checkpoint(preserve_rng_state=False) if it does not "
+    "matter which numbers are drawn"
 )
 _HINT = (
     "let no other function draw there at the same time (Options(threads=1) runs one after the "

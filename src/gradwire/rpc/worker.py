@@ -51,7 +51,7 @@ from gradwire.rpc.registry import Registry, exception_name
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, is_due, was_due
 from gradwire.rpc.serving import Serving
-from gradwire.rpc.sessions import PROCESS, Stream
+from gradwire.rpc.streams import PROCESS, Stream
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
