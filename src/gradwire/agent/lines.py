@@ -154,18 +154,30 @@ class Lines:
         try:
             if held is None:
                 self._maybe_read_for(line, done)
-            elif held is line:
+            if not done():
+                self._wait_longer(line, held, done, block)
+        finally:
+            line.waiting.remove(done)
+            if replaced is not None:
+                replaced.running.pop()
+
+    def _wait_longer(
+        self, line: Line, held: Line | None, done: Done, block: Callable[[], object]
+    ) -> None:
+        """What this thread interrupts may be sending: meanwhile others must be able to."""
+        lent = [channel for channel in tuple(self._lines) if channel.lend_turn()]
+        try:
+            if held is line:
                 self._read_inside(line, done)
-            else:
+            elif held is not None:
                 self._attend(line)
                 with suppress(UsageError):  # what is waited for comes by another line
                     self._read_inside(held, done)
             if not done():
                 block()
         finally:
-            line.waiting.remove(done)
-            if replaced is not None:
-                replaced.running.pop()
+            for channel in lent:
+                channel.take_turn_back()
 
     def keep_deadlines(self) -> None:
         """The calling thread ends waits by their deadlines, so it may not wait itself."""
@@ -229,14 +241,14 @@ class Lines:
         has_role = False
         try:
             (has_role,) = taking
-            if not has_role:
+            if not has_role:  # one step
                 return
-            mine.reads = line
+            mine.reads = line  # one step
             self._read_for(line, done)
         finally:
             if has_role:
                 mine.reads = None
-                line.role.release()
+                line.role.release()  # one step
                 if not done() or (len(line.waiting) > 1 and line.is_wanted()):
                     self._attend(line)
                 if line not in self._in_use or not self._is_looking:

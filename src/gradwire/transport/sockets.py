@@ -254,6 +254,20 @@ class SocketChannel:
             )
         self._send(parts, ancillary, deadline)
 
+    def lend_turn(self) -> bool:
+        """See `Channel.lend_turn`. What was interrupted looks anew before each of its steps."""
+        if self._sender != get_ident() or self._is_blocked:
+            return False
+        self._sender = 0
+        self._sending.release()
+        return True
+
+    def take_turn_back(self) -> None:
+        """See `Channel.lend_turn`."""
+        me = get_ident()
+        (_,) = map(self._sending.acquire, (True,))
+        self._sender = me
+
     def _give_up_turn(self) -> None:
         """What somebody has begun is finished by a thread, which has the turn then."""
         if self._unsent is not None and self._guard.story is None:
