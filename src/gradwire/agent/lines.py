@@ -41,6 +41,7 @@ from gradwire.agent.pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel, Reentered
+from gradwire.transport.forking import renew_after_fork
 from gradwire.wire.frame import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
@@ -140,6 +141,11 @@ class Lines:
             line.has_ended = True
             line.wake.put(None)
         self._look.put(None)
+
+    def forked(self) -> None:
+        """In a forked process: nobody reads, and threads that it lacks may have had a lock."""
+        self._closed = True
+        renew_after_fork(self._keeping, *(line.counting for line in self._lines.values()))
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""

@@ -265,7 +265,9 @@ class SocketChannel:
     def take_turn_back(self) -> None:
         """See `Channel.lend_turn`."""
         me = get_ident()
-        (_,) = map(self._sending.acquire, (True,))
+        # After the end nothing is sent; and in a forked process who has the turn may not be there.
+        patience = -1 if self._guard.story is None else 1
+        (_,) = map(self._sending.acquire, (True,), (patience,))
         self._sender = me
 
     def _give_up_turn(self) -> None:
