@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
@@ -52,12 +53,12 @@ def under(kinds: list[str], chance: random.Random) -> Iterator[None]:
 
 
 def _handler(chance: random.Random, forking: random.Random | None):
-    def handle(number: int, _frame: object) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if _mood["inside"]:
             return
         _mood["inside"] = True
         try:
-            if forking is not None and forking.random() < 0.02:
+            if forking is not None and forking.random() < 0.02 and not _is_submitting(frame):
                 forks.fork(forking)
             else:
                 me = gradwire.get_worker_info().name
@@ -71,6 +72,15 @@ def _handler(chance: random.Random, forking: random.Random | None):
             _mood["inside"] = False
 
     return handle
+
+
+def _is_submitting(frame: FrameType | None) -> bool:
+    """Whether Python's own thread pool is interrupted, with a lock that `os.fork` waits for."""
+    while frame is not None:
+        if "/concurrent/futures/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _say(to: str, tensor: torch.Tensor | None) -> None:
