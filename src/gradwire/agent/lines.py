@@ -15,7 +15,7 @@ two looks has a reader that sleeps, and when all have one the keeper sleeps too.
 
 A signal handler or a finalizer may run while its own thread has a role, and wait for something.
 Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
-(Note [Reading inside a read] in intake.py). A thread never has two roles.
+(see Note [Reading inside a read] in intake.py). A thread never has two roles.
 
 It may also run in the middle of what is here. So nothing here is locked where it could wait for its
 own thread: locks are RLocks around single steps, and who sleeps is woken by a SimpleQueue, whose

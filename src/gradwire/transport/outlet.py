@@ -6,7 +6,7 @@ sends it is kept until its deadline, and then a thread does it.
 
 One thread at a time has the turn to send. A finalizer or a signal handler may interrupt it anywhere
 and send, too. So what is begun is where the next sender looks for it, `_unsent` and `_sent`, which
-change in the step that sends (Note [Reading inside a read] in intake.py). The rest goes first.
+change in the step that sends: see Note [Reading inside a read] in intake.py. The rest goes first.
 """
 
 from __future__ import annotations
