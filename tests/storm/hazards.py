@@ -58,7 +58,7 @@ def _handler(chance: random.Random, forking: random.Random | None):
             return
         _mood["inside"] = True
         try:
-            if forking is not None and forking.random() < 0.02 and not _is_submitting(frame):
+            if forking is not None and forking.random() < 0.02 and not _may_not_fork(frame):
                 forks.fork(forking)
             else:
                 me = gradwire.get_worker_info().name
@@ -74,10 +74,14 @@ def _handler(chance: random.Random, forking: random.Random | None):
     return handle
 
 
-def _is_submitting(frame: FrameType | None) -> bool:
-    """Whether Python's own thread pool is interrupted, with a lock that `os.fork` waits for."""
+def _may_not_fork(frame: FrameType | None) -> bool:
+    """Whether Python itself cannot be forked here.
+
+    A thread pool may have a lock that `os.fork` waits for. A child that leaves an event loop takes
+    its file descriptors out of the epoll that it shares with its parent, which then never wakes.
+    """
     while frame is not None:
-        if "/concurrent/futures/" in frame.f_code.co_filename:
+        if any(part in frame.f_code.co_filename for part in ("/concurrent/futures/", "/asyncio/")):
             return True
         frame = frame.f_back
     return False
