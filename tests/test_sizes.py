@@ -15,7 +15,10 @@ MOST_IN_A_FUNCTION = 40
 MOST_IN_A_MODULE = 300
 
 LARGE_FUNCTIONS: dict[str, str] = {}  # "path:function": the reason
-LARGE_MODULES: dict[str, str] = {}  # "path": the reason
+LARGE_MODULES: dict[str, str] = {  # "path": the reason
+    "agent/lines.py": "readers, waits inside of them and the keeper share one set of steps",
+    "transport/intake.py": "each step of a read must be seen together: a read may run inside it",
+}
 
 
 def module_sizes() -> dict[str, int]:

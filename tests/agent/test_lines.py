@@ -267,6 +267,7 @@ def socket_ends():
 
 def memory_ends():
     here, there = MemoryNetwork().pair()
+    here._incoming._waiting = 1  # then who makes room has this lock
     return here, there, (here._incoming, "_room")
 
 

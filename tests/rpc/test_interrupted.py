@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import linecache
 import sys
 import threading
 from collections import Counter
@@ -47,6 +48,11 @@ def workers():
         yield made
 
 
+def is_one_step(name, line):
+    """Between this line and the one before it there is no call: only a tracer comes there."""
+    return "# one step" in linecache.getline(name, line)
+
+
 class Interrupting:
     """Runs `action` once, at the first line of ours that is not among those `tried`."""
 
@@ -65,7 +71,7 @@ class Interrupting:
         name = frame.f_code.co_filename
         if not name.startswith(SOURCE) or name[len(SOURCE) + 1 :].startswith("testing"):
             return None
-        if event == "line" and self.where is None:
+        if event == "line" and self.where is None and not is_one_step(name, frame.f_lineno):
             where = f"{name[len(SOURCE) + 1 :]}:{frame.f_lineno}"
             if where not in self._tried:
                 self._tried.add(where)
@@ -176,7 +182,7 @@ def test_a_call_may_be_made_between_any_two_lines(workers, program, nested):
     assert wrong == {}
     assert {w for w in refused if w.startswith("autograd/crossing.py")} == set()
     assert len(refused) < len(tried) / 3
-    assert all("interrupts w0 while it holds a lock" in str(error) for error in refused.values())
+    assert all("a finalizer or a signal handler" in str(error) for error in refused.values())
     assert all("queue.SimpleQueue" in error.hint for error in refused.values())
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
@@ -52,12 +53,12 @@ def under(kinds: list[str], chance: random.Random) -> Iterator[None]:
 
 
 def _handler(chance: random.Random, forking: random.Random | None):
-    def handle(number: int, _frame: object) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if _mood["inside"]:
             return
         _mood["inside"] = True
         try:
-            if forking is not None and forking.random() < 0.02:
+            if forking is not None and forking.random() < 0.02 and not _may_not_fork(frame):
                 forks.fork(forking)
             else:
                 me = gradwire.get_worker_info().name
@@ -71,6 +72,19 @@ def _handler(chance: random.Random, forking: random.Random | None):
             _mood["inside"] = False
 
     return handle
+
+
+def _may_not_fork(frame: FrameType | None) -> bool:
+    """Whether Python itself cannot be forked here.
+
+    A thread pool may have a lock that `os.fork` waits for. A child that leaves an event loop takes
+    its file descriptors out of the epoll that it shares with its parent, which then never wakes.
+    """
+    while frame is not None:
+        if any(part in frame.f_code.co_filename for part in ("/concurrent/futures/", "/asyncio/")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _say(to: str, tensor: torch.Tensor | None) -> None:

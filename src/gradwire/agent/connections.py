@@ -173,6 +173,7 @@ class Connections:
         """In a process forked from this one: use no channel, dial none, let nobody wait."""
         self._closed = True
         self.channels, self._turns, self._dialling = {}, {}, {}
+        self.lines.forked()
         self.lines.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
         self.to = _refuse_to_wait  # type: ignore[method-assign,assignment]
 

@@ -15,7 +15,7 @@ two looks has a reader that sleeps, and when all have one the keeper sleeps too.
 
 A signal handler or a finalizer may run while its own thread has a role, and wait for something.
 Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
-(Note [Reading inside a read] in intake.py). A thread never has two roles.
+(see Note [Reading inside a read] in intake.py). A thread never has two roles.
 
 It may also run in the middle of what is here. So nothing here is locked where it could wait for its
 own thread: locks are RLocks around single steps, and who sleeps is woken by a SimpleQueue, whose
@@ -41,6 +41,7 @@ from gradwire.agent.pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel, Reentered
+from gradwire.transport.forking import renew_after_fork
 from gradwire.wire.frame import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
@@ -141,6 +142,11 @@ class Lines:
             line.wake.put(None)
         self._look.put(None)
 
+    def forked(self) -> None:
+        """In a forked process: nobody reads, and threads that it lacks may have had a lock."""
+        self._closed = True
+        renew_after_fork(self._keeping, *(line.counting for line in self._lines.values()))
+
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""
         line = self._lines.get(channel) if channel is not None else None
@@ -154,18 +160,30 @@ class Lines:
         try:
             if held is None:
                 self._maybe_read_for(line, done)
-            elif held is line:
+            if not done():
+                self._wait_longer(line, held, done, block)
+        finally:
+            line.waiting.remove(done)
+            if replaced is not None:
+                replaced.running.pop()
+
+    def _wait_longer(
+        self, line: Line, held: Line | None, done: Done, block: Callable[[], object]
+    ) -> None:
+        """What this thread interrupts may be sending: meanwhile others must be able to."""
+        lent = [channel for channel in tuple(self._lines) if channel.lend_turn()]
+        try:
+            if held is line:
                 self._read_inside(line, done)
-            else:
+            elif held is not None:
                 self._attend(line)
                 with suppress(UsageError):  # what is waited for comes by another line
                     self._read_inside(held, done)
             if not done():
                 block()
         finally:
-            line.waiting.remove(done)
-            if replaced is not None:
-                replaced.running.pop()
+            for channel in lent:
+                channel.take_turn_back()
 
     def keep_deadlines(self) -> None:
         """The calling thread ends waits by their deadlines, so it may not wait itself."""
@@ -229,14 +247,14 @@ class Lines:
         has_role = False
         try:
             (has_role,) = taking
-            if not has_role:
+            if not has_role:  # one step
                 return
-            mine.reads = line
+            mine.reads = line  # one step
             self._read_for(line, done)
         finally:
             if has_role:
                 mine.reads = None
-                line.role.release()
+                line.role.release()  # one step
                 if not done() or (len(line.waiting) > 1 and line.is_wanted()):
                     self._attend(line)
                 if line not in self._in_use or not self._is_looking:

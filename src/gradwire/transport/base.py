@@ -118,6 +118,16 @@ class Channel(Protocol):
         has arrived.
         """
 
+    def lend_turn(self) -> bool:
+        """Let others send though this thread is in the middle of it; False if it is not.
+
+        For a finalizer or a signal handler that waits. It calls `take_turn_back` in the end.
+        """
+        return False
+
+    def take_turn_back(self) -> None:
+        """See `lend_turn`."""
+
     def recv(self) -> Frame:
         """Block for the next frame; its payload is one block, owned by whoever holds it.
 

@@ -9,8 +9,9 @@ when the parent dies: its peers see the end of a connection only when every copy
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakSet
 
 FORKED = "this process was forked from a worker, whose threads and connections it lacks"
@@ -29,6 +30,14 @@ _all: WeakSet[Inherited] = WeakSet()
 def let_go_in_forks(thing: Inherited) -> None:
     """Call its `forked` in each process that is forked from this one while it lives."""
     _all.add(thing)
+
+
+def renew_after_fork(*locks: threading.RLock) -> None:
+    """In a forked process: free those that another thread had; what this one has it gives back."""
+    for lock in locks:
+        inner = cast(Any, lock)
+        if not inner._is_owned():
+            inner._at_fork_reinit()
 
 
 def _let_go() -> None:

@@ -10,7 +10,7 @@ from typing import Final, NoReturn, TypeAlias, final
 
 from gradwire.errors import PeerLost
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
-from gradwire.transport.forking import FORKED, let_go_in_forks
+from gradwire.transport.forking import FORKED, let_go_in_forks, renew_after_fork
 from gradwire.transport.stream import Stream
 
 Use: TypeAlias = "threading.Lock | threading.RLock"
@@ -58,6 +58,7 @@ class Guard:
     def forked(self) -> None:
         """See forking.py: without `shutdown`, which would end the parent's connection."""
         self.story = self.story or closed_here(FORKED)
+        renew_after_fork(self._ending)
         self._sock.close()
         self._also_close()
 

@@ -198,6 +198,13 @@ class MemoryChannel:
         heard, self._heard = self._heard[:length], self._heard[length:]
         return heard
 
+    def lend_turn(self) -> bool:
+        """See `Channel.lend_turn`: nobody has a turn here."""
+        return False
+
+    def take_turn_back(self) -> None:
+        """See `Channel.lend_turn`."""
+
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""
         self._put(self._pack(frame), deadline)

@@ -78,6 +78,13 @@ class SimulatedChannel:
         heard, self._said = self._said[:length], self._said[length:]
         return heard
 
+    def lend_turn(self) -> bool:
+        """See `Channel.lend_turn`: nobody has a turn here."""
+        return False
+
+    def take_turn_back(self) -> None:
+        """See `Channel.lend_turn`."""
+
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Channel.send`."""
         self._network.scheduler.me()

@@ -88,6 +88,14 @@ class FaultyChannel:
     def limits(self, limits: Limits) -> None:
         self._inner.limits = limits
 
+    def lend_turn(self) -> bool:
+        """See `Channel.lend_turn`."""
+        return self._inner.lend_turn()
+
+    def take_turn_back(self) -> None:
+        """See `Channel.lend_turn`."""
+        self._inner.take_turn_back()
+
     @property
     def watches_itself(self) -> bool:
         """As the channel itself does."""
