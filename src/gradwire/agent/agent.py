@@ -81,9 +81,8 @@ class Agent:
         self._type_of, self._name_of = type_of, name_of
         self._closing = threading.Lock()
         self._calls = CallTable()
-        pools = self.dispatch.user, self.dispatch.service
-        locks = directory.lock, self.timer.lock, *(pool.lock for pool in pools)
-        self.sections = Sections(directory.me.name, *locks)
+        pools = self.dispatch.user.lock, self.dispatch.service.lock
+        self.sections = Sections(directory.me.name, directory.lock, self.timer.lock, *pools)
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
