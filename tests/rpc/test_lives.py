@@ -242,7 +242,7 @@ def test_one_that_comes_back_while_others_leave_is_told_how_far_they_are(workers
 
     leaving += [_leaving(workers.restart(1)), _leaving(workers[0])]
 
-    assert [one.result() for one in leaving] == [([], [])] * 3
+    assert [one.result() for one in leaving] == [([], [], [])] * 3
 
 
 def test_who_serves_a_worker_that_died_waits_for_its_next_life(workers):
@@ -253,7 +253,7 @@ def test_who_serves_a_worker_that_died_waits_for_its_next_life(workers):
     leaving = [_leaving(workers[n]) for n in (0, 1)]
     serving.result()
     leaving.append(_leaving(workers[2]))
-    assert [one.result() for one in leaving] == [([], [])] * 3
+    assert [one.result() for one in leaving] == [([], [], [])] * 3
 
 
 # -- joining again at a store
