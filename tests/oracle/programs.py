@@ -17,7 +17,7 @@ Block = list
 
 KINDS = ["threads", "finalizers", "inner backwards", "failed passes", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
-DRAWN: tuple[str, ...] = ("threads", "inner backwards", "inputs", "draws")
+DRAWN: tuple[str, ...] = ("threads", "finalizers", "inner backwards", "inputs", "draws")
 """Those that are drawn unless it is said otherwise."""
 
 MODES = [
