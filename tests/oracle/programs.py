@@ -17,8 +17,6 @@ Block = list
 
 KINDS = ["threads", "finalizers", "inner backwards", "failed passes", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
-DRAWN: tuple[str, ...] = ("threads", "inner backwards", "failed passes", "inputs", "draws")
-"""Those that are drawn unless it is said otherwise."""
 
 MODES = [
     "backward",
@@ -138,7 +136,7 @@ class Program:
         return f"seed {self.seed}: {self.mode} on {self.workers} workers"
 
 
-def draw(seed: int, kinds: Collection[str] = DRAWN) -> Program:
+def draw(seed: int, kinds: Collection[str] = KINDS) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
     modes = [mode for mode in MODES if KIND_OF_MODE.get(mode) in (None, *kinds)]
