@@ -27,7 +27,7 @@ from gradwire.testing import cluster
 from gradwire.testing.processes import process_cluster
 from tests.oracle import dice
 from tests.oracle.check import SECONDS, Checker, exposed
-from tests.oracle.programs import KINDS, features_of
+from tests.oracle.programs import DRAWN, KINDS, features_of
 
 SHARE = 250
 """programs of one process"""
@@ -40,7 +40,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
     parser.add_argument("--together", action="store_true", help="one edge for each message")
     parser.add_argument("--processes", action="store_true", help="workers in processes")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="all, or of: " + ", ".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(DRAWN), help="all, or of: " + ", ".join(KINDS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="a program may take")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--share", action="store_true", help=argparse.SUPPRESS)
