@@ -36,6 +36,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import final
+from weakref import WeakSet
 
 from gradwire.agent.pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
@@ -68,8 +69,8 @@ OnEnd = Callable[["Line", GradwireError], None]
 class Line:
     """One channel, and who reads it."""
 
-    def __init__(self, worker: WorkerId, channel: Channel) -> None:
-        self.worker, self.channel = worker, channel
+    def __init__(self, worker: WorkerId, channel: Channel, lines: Lines) -> None:
+        self.worker, self.channel, self.lines = worker, channel, lines
         self.role = threading.Lock()
         self.waiting: list[Done] = []
         """what threads wait for that comes by this line"""
@@ -98,7 +99,10 @@ class Line:
 
 
 class _Mine(threading.local):
-    """What each thread knows of itself."""
+    """What each thread knows of itself, for all workers of the process.
+
+    A finalizer may be any worker's: it may call as one worker on a thread that reads for another.
+    """
 
     duty: Line | Lines | None = None
     """the line that it is a reader of; all lines, for the keeper and for who sees to deadlines"""
@@ -109,6 +113,10 @@ class _Mine(threading.local):
     """whose role it has"""
 
 
+_mine = _Mine()
+_of_process: WeakSet[Lines] = WeakSet()
+
+
 @final
 class Lines:
     """The lines of one worker."""
@@ -117,7 +125,7 @@ class Lines:
         self, spawn: Callable[[str, Callable[[], None]], None], on_frame: OnFrame, on_end: OnEnd
     ) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
-        self._mine = _Mine()
+        _of_process.add(self)
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
         self._look: SimpleQueue[None] = SimpleQueue()
@@ -126,7 +134,7 @@ class Lines:
 
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
-        line = self._lines[channel] = Line(worker, channel)
+        line = self._lines[channel] = Line(worker, channel, self)
         line.readers = 1
         self._spawn(f"read {name}", lambda: self._read(line, name))
 
@@ -153,7 +161,7 @@ class Lines:
         if line is None:
             block()
             return
-        mine = self._mine
+        mine = _mine
         duty, held = mine.duty, mine.reads
         replaced = self._replaced(duty, line) if duty is not None else None
         line.waiting.append(done)
@@ -171,14 +179,15 @@ class Lines:
         self, line: Line, held: Line | None, done: Done, block: Callable[[], object]
     ) -> None:
         """What this thread interrupts may be sending: meanwhile others must be able to."""
-        lent = [channel for channel in tuple(self._lines) if channel.lend_turn()]
+        every = [channel for lines in tuple(_of_process) for channel in tuple(lines._lines)]
+        lent = [channel for channel in every if channel.lend_turn()]
         try:
             if held is line:
                 self._read_inside(line, done)
             elif held is not None:
                 self._attend(line)
                 with suppress(UsageError):  # what is waited for comes by another line
-                    self._read_inside(held, done)
+                    held.lines._read_inside(held, done)
             if not done():
                 block()
         finally:
@@ -187,7 +196,7 @@ class Lines:
 
     def keep_deadlines(self) -> None:
         """The calling thread ends waits by their deadlines, so it may not wait itself."""
-        self._mine.duty = self
+        _mine.duty = self
 
     def _replaced(self, duty: Line | Lines, line: Line) -> Line | None:
         """A thread with a duty waits: see to it that somebody else does it.
@@ -195,15 +204,15 @@ class Lines:
         The line that counts it as one that runs something, if a reader was interrupted between
         two frames. It is neither asleep nor about to read.
         """
-        mine = self._mine
+        mine = _mine
         if isinstance(duty, Lines):
             if not mine.keeps:
                 raise UsageError(
                     "a finalizer or a signal handler waits for a peer on a thread that others need",
                     hint=_HINT,
                 )
-            for each in tuple(self._in_use):
-                self._attend(each)
+            for each in tuple(duty._in_use):
+                duty._attend(each)
             return None
         if mine.reads is not None:
             return None
@@ -211,7 +220,7 @@ class Lines:
         if is_between:
             duty.running.append(_nothing)
         if is_between or duty is not line:
-            self._attend(duty)
+            duty.lines._attend(duty)
         return duty if is_between else None
 
     def _read_inside(self, line: Line, done: Done) -> None:
@@ -243,7 +252,7 @@ class Lines:
 
     def _maybe_read_for(self, line: Line, done: Done) -> None:
         """If nobody else reads, until `done` or for a while."""
-        mine, taking = self._mine, map(line.role.acquire, _AT_ONCE)
+        mine, taking = _mine, map(line.role.acquire, _AT_ONCE)
         has_role = False
         try:
             (has_role,) = taking
@@ -297,7 +306,7 @@ class Lines:
                 line.readers -= 1
 
     def _read_on(self, line: Line, name: str) -> None:
-        mine = self._mine
+        mine = _mine
         mine.duty = line  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
             (has_role,) = map(line.role.acquire, _AT_ONCE)
@@ -331,13 +340,13 @@ class Lines:
 
     def _run(self, line: Line, job: Job) -> None:
         line.running.append(job)
-        self._mine.runs = True
+        _mine.runs = True
         if line not in self._in_use or not self._is_looking:
             self._keep(line)
         try:
             job()
         finally:
-            self._mine.runs = False
+            _mine.runs = False
             line.running.pop()
 
     def _park(self, line: Line) -> bool:
@@ -392,7 +401,7 @@ class Lines:
                         self._spawn("keep", self._keep_looking)
 
     def _keep_looking(self) -> None:
-        self._mine.duty, self._mine.keeps = self, True
+        _mine.duty, _mine.keeps = self, True
         while not self._closed:
             self._look.get()
             tick = _TICK_SECONDS
@@ -440,7 +449,7 @@ class Lines:
 
     def _take(self, line: Line) -> bool:
         """What has come while nobody read."""
-        mine = self._mine
+        mine = _mine
         (has_role,) = map(line.role.acquire, _AT_ONCE)
         if not has_role:
             return False
