@@ -199,7 +199,7 @@ def test_a_line_whose_reader_goes_on_while_it_is_looked_at_is_not_forgotten():
             pass
 
     lines = Lines(lambda *_: None, lambda *_: None, lambda *_: None)
-    line = GoesOn(1, MemoryNetwork().pair()[0])
+    line = GoesOn(1, MemoryNetwork().pair()[0], lines)
     lines._in_use[line] = None
     lines._look_at(line)
     assert line in lines._in_use
