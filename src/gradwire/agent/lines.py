@@ -36,7 +36,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import final
-from weakref import WeakSet
 
 from gradwire.agent.pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
@@ -114,7 +113,8 @@ class _Mine(threading.local):
 
 
 _mine = _Mine()
-_of_process: WeakSet[Lines] = WeakSet()
+_of_process: dict[Lines, None] = {}
+"""those of all workers of the process that are open; hot: asked by each wait that lasts"""
 
 
 @final
@@ -125,7 +125,7 @@ class Lines:
         self, spawn: Callable[[str, Callable[[], None]], None], on_frame: OnFrame, on_end: OnEnd
     ) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
-        _of_process.add(self)
+        _of_process[self] = None
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
         self._look: SimpleQueue[None] = SimpleQueue()
@@ -145,6 +145,7 @@ class Lines:
     def close(self) -> None:
         """Their channels are closed: let every thread see it."""
         self._closed = True
+        _of_process.pop(self, None)
         for line in tuple(self._lines.values()):
             line.has_ended = True
             line.wake.put(None)
