@@ -125,7 +125,6 @@ class Lines:
         self, spawn: Callable[[str, Callable[[], None]], None], on_frame: OnFrame, on_end: OnEnd
     ) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
-        _of_process[self] = None
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
         self._look: SimpleQueue[None] = SimpleQueue()
@@ -134,6 +133,8 @@ class Lines:
 
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
+        if not self._closed:  # here, so that a worker which never opened one leaves nothing behind
+            _of_process[self] = None
         line = self._lines[channel] = Line(worker, channel, self)
         line.readers = 1
         self._spawn(f"read {name}", lambda: self._read(line, name))
@@ -154,6 +155,7 @@ class Lines:
     def forked(self) -> None:
         """In a forked process: nobody reads, and threads that it lacks may have had a lock."""
         self._closed = True
+        _of_process.pop(self, None)
         renew_after_fork(self._keeping, *(line.counting for line in self._lines.values()))
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
