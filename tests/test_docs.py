@@ -132,7 +132,7 @@ def thread_names_in(source: str) -> set[str]:
             found.add(as_written(node.value))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("._spawn"):
             found.add(f"gradwire w {as_written(node.args[0])}")
-    spawned = "gradwire w w"  # which _spawn completes
+    spawned = "gradwire w"  # which Threads.spawn completes
     return {name for name in found if name.startswith("gradwire ")} - {spawned}
 
 
@@ -151,7 +151,7 @@ def modules_of_workers() -> list[Path]:
 
 
 def test_every_module_that_starts_threads_is_on_the_page():
-    starts = re.compile(r"threading\.(Thread|Timer)\(")
+    starts = re.compile(r"threads\.thread\(|threading\.(Thread|Timer)\(")
     starters = [path for path in modules_of_workers() if starts.search(path.read_text())]
 
     page = (ROOT / "docs" / "threads.md").read_text()

@@ -15,6 +15,7 @@ LAYERS = [
     "ids",
     "options",
     "events",
+    "threads",
     "door",
     "wire",
     "transport",

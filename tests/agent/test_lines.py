@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from gradwire import threads
 from gradwire.agent.lines import Line, Lines
 from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
@@ -30,8 +31,8 @@ class Desk:
     def open(self) -> None:
         self.lines.open(1, self.here, "peer")
 
-    def _spawn(self, what, target) -> None:
-        thread = threading.Thread(target=target, name=what, daemon=True)
+    def _spawn(self, what, target, duty=None) -> None:
+        thread = threads.thread(what, target, duty)
         self.threads.append(thread)
         thread.start()
 
@@ -168,7 +169,7 @@ def test_a_frame_that_cannot_be_taken_ends_the_channel_whoever_read_it(desk):
 def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
     here, _ = MemoryNetwork().pair()
     spawned = []
-    lines = Lines(lambda what, target: spawned.append(what), lambda *_: None, lambda *_: None)
+    lines = Lines(lambda what, *_: spawned.append(what), lambda *_: None, lambda *_: None)
     lines.open(1, here, "peer")  # its reader is about to read, but does not get there yet
     (line,) = lines._lines.values()
     lines._keep(line)
@@ -218,7 +219,7 @@ def test_a_reader_more_is_made_only_if_all_are_busy(desk):
     assert began.wait(20)
     assert eventually(lambda: line.is_attended)
     for _ in range(5):
-        desk.lines._attend(line)
+        desk.lines.attend(line)
     assert (line.readers, len(line.running)) == (2, 1)
     goes_on.set()
     assert eventually(lambda: not line.running)
@@ -286,7 +287,7 @@ def read_for(desk, line, done):
         desk.lines._read_for(line, done)
     finally:
         line.role.release()
-        desk.lines._attend(line)
+        desk.lines.attend(line)
 
 
 def test_an_interrupt_while_a_frame_is_handled_ends_the_channel_rather_than_lose_it(desk):

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from gradwire import threads
 from gradwire.agent.pool import ElasticPool
 from tests.leftovers import eventually
 
@@ -149,3 +150,37 @@ def test_a_backlog_does_not_start_more_threads_than_the_limit_allows(make_pool):
 
     assert eventually(lambda: len(most) == 200)
     assert max(most) <= 4
+
+
+def test_a_thread_that_is_interrupted_between_two_jobs_is_replaced():
+    """A finalizer runs on an idle thread, and waits for what another job brings."""
+    pool = ElasticPool("test")
+    came, gone = threading.Event(), threading.Event()
+    wait = pool._changed.wait
+    interrupted, armed = [], []
+
+    def wait_interrupted(seconds):
+        woken = wait(seconds)
+        if (
+            woken and armed and not interrupted
+        ):  # as the collector would, before the lock is taken again
+            interrupted.append(threading.current_thread())
+            pool.lock.release()
+            undo = threads.mine.duty.hand_over(None)
+            assert came.wait(10)
+            undo()
+            pool.lock.acquire()
+            gone.set()
+        return woken
+
+    try:
+        pool._changed.wait = wait_interrupted
+        pool.submit(lambda: None)
+        eventually(lambda: pool.active == 0)
+        armed.append(True)
+        pool.submit(came.set)
+
+        assert gone.wait(10)
+    finally:
+        assert pool.close(5, drop_queued=False) == []
+    assert interrupted

@@ -10,14 +10,21 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
+from gradwire.agent.sections import MAKE_IT_ELSEWHERE
+from gradwire.errors import UsageError
 from tests.oracle.state import State
 
 _SECONDS = 20.0
 
 
 class Finalizer:
-    """Calls `say` when it is collected, with the context variables of where it was made."""
+    """Calls `say` when it is collected, with the context variables of where it was made.
+
+    If it interrupts its thread where that may not wait, it is refused, and does what the error
+    says: it leaves a note, and `settle` makes the call.
+    """
 
     def __init__(self, state: State, say: Callable[[], None]) -> None:
         self.itself = self
@@ -26,12 +33,20 @@ class Finalizer:
         state.owe(1)
 
     def __del__(self) -> None:
-        try:
-            self.context.run(self.say)
-        except BaseException as error:
-            self.state.count(f"finalizer raised {type(error).__name__}: {error}")
-        finally:
-            self.state.owe(-1)
+        _say(self.state, partial(self.context.run, self.say))
+
+
+def _say(state: State, say: Callable[[], None]) -> None:
+    try:
+        say()
+    except UsageError as error:
+        if MAKE_IT_ELSEWHERE in str(error):
+            state.later.append(say)
+            return
+        state.count(f"finalizer raised {type(error).__name__}: {error}")
+    except BaseException as error:
+        state.count(f"finalizer raised {type(error).__name__}: {error}")
+    state.owe(-1)
 
 
 def settle(state: State) -> None:
@@ -41,6 +56,8 @@ def settle(state: State) -> None:
     pause = threading.Event()
     for _ in range(int(_SECONDS / 0.01)):
         gc.collect()  # does nothing while another thread collects
+        while state.later:
+            _say(state, state.later.popleft())
         if not state.owed:
             return
         pause.wait(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 import torch
 
@@ -28,6 +29,8 @@ class State:
         # Appending is one step: a finalizer may run while its own thread counts.
         self._said: deque[str] = deque()
         self._owed: deque[int] = deque()
+        self.later: deque[Callable[[], None]] = deque()
+        """what finalizers were refused, and do elsewhere"""
 
     def count(self, what: str) -> None:
         self._said.append(what)

@@ -14,7 +14,7 @@ from gradwire.agent.secret import write_secret
 _PROGRAM = """
 import gc, multiprocessing, os, queue, sys, warnings
 import torch
-import gradwire
+import gradwire, gradwire.rpc.rref
 from gradwire import Options, UsageError
 
 warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
@@ -35,6 +35,13 @@ def refused(use):
         assert "forked from a worker" in str(error), error
     else:
         raise AssertionError("it was not refused")
+
+def leave_from(pool):
+    with pool.lock:  # as a signal handler does that interrupts it there
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "SystemExit was replaced by another error"
 
 def in_child(how):
     if how == "shutdown":
@@ -74,6 +81,7 @@ if rank == 0:
             assert (large == 2).all()
             assert reference.to_here() == 2
         loss.sum().backward()
+    leave_from(gradwire.rpc.rref.home_door.find().agent.dispatch.service)
     process = multiprocessing.get_context("fork").Process(target=gradwire.shutdown)
     process.start()
     process.join()

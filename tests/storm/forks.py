@@ -9,8 +9,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
+from types import FrameType
 
 import gradwire
 from tests.storm.notes import NOTES
@@ -25,11 +27,21 @@ def is_original() -> bool:
     return os.getpid() == _original
 
 
-def fork(chance: random.Random) -> None:
-    """Make a child that does one of these deeds; return in the parent alone."""
+def check_original() -> None:
+    """A forked child that comes here was to leave: somebody has dropped its SystemExit."""
+    if not is_original():
+        os.write(2, f"{os.getpid()} has not left\n".encode())
+        os._exit(3)
+
+
+def fork(chance: random.Random, frame: FrameType | None = None) -> None:
+    """Make a child that does one of these deeds; return in the parent alone.
+
+    Python drops a SystemExit that a finalizer raises, and ends only its thread by one elsewhere.
+    """
     deed = chance.choice(DEEDS)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main and "exit" in deed:
+    if "exit" in deed and (not is_main or _is_in_a_finalizer(frame)):
         deed = "shutdown"
     pid = os.fork()
     if pid:
@@ -42,12 +54,22 @@ def fork(chance: random.Random) -> None:
     if deed == "collect":
         gc.collect()
     if "exit" in deed:
+        os.write(2, f"{os.getpid()} leaves from {''.join(traceback.format_stack())}".encode())
         sys.exit(0)  # through whatever this thread was doing
     os._exit(0)
 
 
+def _is_in_a_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def reap(*, wait: bool) -> None:
     """Note which children have ended, and which should have."""
+    check_original()
     for _ in range(len(_children)):
         try:
             child = _children.popleft()
@@ -64,14 +86,15 @@ def _is_over(child: tuple[int, str, float], wait: bool) -> bool:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             if code:
-                NOTES.wrong(f"a forked child that was to {deed} ended with {code}")
+                NOTES.wrong(f"{pid}, a forked child that was to {deed}, has not ended well: {code}")
             return True
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGQUIT)  # its stacks
             time.sleep(0.5)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            NOTES.wrong(f"a forked child that was to {deed} had not ended after {SECONDS:g} s")
+            late = f"{pid}, a forked child that was to {deed}, had not ended"
+            NOTES.wrong(f"{late} after {SECONDS:g} s")
             return True
         if not wait:
             return False

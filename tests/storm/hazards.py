@@ -59,7 +59,7 @@ def _handler(chance: random.Random, forking: random.Random | None):
         _mood["inside"] = True
         try:
             if forking is not None and forking.random() < 0.02 and not _may_not_fork(frame):
-                forks.fork(forking)
+                forks.fork(forking, frame)
             else:
                 me = gradwire.get_worker_info().name
                 _say(chance.choice([name for name in rounds.WEIGHTS if name != me]), None)
@@ -74,14 +74,18 @@ def _handler(chance: random.Random, forking: random.Random | None):
     return handle
 
 
+_LOCKED = ("/concurrent/futures/", "/asyncio/", "/logging/", "/storm/forks.py")
+
+
 def _may_not_fork(frame: FrameType | None) -> bool:
     """Whether Python itself cannot be forked here.
 
-    A thread pool may have a lock that `os.fork` waits for. A child that leaves an event loop takes
-    its file descriptors out of the epoll that it shares with its parent, which then never wakes.
+    A thread pool, or logging, may have a lock that `os.fork` waits for, also in a fork that the
+    signal interrupts. A child that leaves an event loop takes its file descriptors out of the
+    epoll that it shares with its parent, which then never wakes.
     """
     while frame is not None:
-        if any(part in frame.f_code.co_filename for part in ("/concurrent/futures/", "/asyncio/")):
+        if any(part in frame.f_code.co_filename for part in _LOCKED):
             return True
         frame = frame.f_back
     return False

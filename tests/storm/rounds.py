@@ -99,6 +99,7 @@ class Plan:
 
 def one(chance: random.Random, kinds: list[str]) -> None:
     """A round that nothing may disturb: whatever it raises is wrong."""
+    forks.check_original()
     plan = Plan(chance, kinds)
     runner = chance.choice(list(RUNNERS)) if "threads" in kinds else "here"
     try:

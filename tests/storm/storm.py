@@ -29,6 +29,10 @@ PATIENCE = 60.0
 """Seconds until a command that should be over counts as never ending."""
 
 
+MOST_REFUSED = 0.1
+"""of the calls that finalizers and signal handlers make"""
+
+
 class Violation(AssertionError):
     """A promise was broken."""
 
@@ -103,7 +107,7 @@ class Crewman:
         os.close(self._answers)
 
     def log(self) -> str:
-        return self._log.read_text(errors="replace")[-9000:]
+        return self._log.read_text(errors="replace")
 
 
 class Storm:
@@ -174,12 +178,18 @@ class Storm:
         if wrong:
             raise Violation("\n".join([f"under {', '.join(kinds)}:", *wrong]))
         self._check_clean(kinds)
+        self._check_refused()
         return kinds
 
     def _send_signals(self, seed: float, over: threading.Event) -> None:
         chance = random.Random(seed)
         while not over.wait(chance.uniform(0.001, 0.05)):
             chance.choice(self._crew).signal(signal.SIGUSR1)
+
+    def _check_refused(self) -> None:
+        made = sum(n for what, n in self.done.items() if what.startswith("calls of "))
+        if self.done["refused"] > MOST_REFUSED * made + 20:
+            raise Violation(f"{self.done['refused']} calls were refused, {made} were made")
 
     def _check_clean(self, kinds: list[str]) -> None:
         for man in self._crew:

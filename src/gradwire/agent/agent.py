@@ -357,7 +357,6 @@ class Agent:
                 self.answer_with(source, error)
 
     def _expire(self, now: float) -> float | None:
-        self._connections.lines.keep_deadlines()
         late = self._calls.passed(now)
         following = self._calls.next_deadline()
         for n, pending, _ in late:

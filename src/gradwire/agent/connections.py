@@ -39,6 +39,7 @@ from gradwire.errors import (
 )
 from gradwire.ids import WorkerId
 from gradwire.options import Options
+from gradwire.threads import Threads
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
 from gradwire.transport.forking import FORKED, let_go_in_forks
@@ -105,7 +106,7 @@ class Connections:
         self._losses: Counter[WorkerId] = Counter()
         self._lost_us: Counter[WorkerId] = Counter()
         """how often each peer was lost in its life, and how often it has lost us, as it says"""
-        self._threads: set[threading.Thread] = set()
+        self._threads = Threads(f"gradwire {directory.me.name}", directory.lock)
         self._closed = False
         self.on_joined: list[Callable[[WorkerId], None]] = []
         self.on_opened: Callable[[], None] = lambda: None
@@ -116,8 +117,8 @@ class Connections:
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
         self._on_frame, self._on_end = on_frame, on_end
-        self.lines = Lines(self._spawn, self._take, self._ended)
-        self._doorstep.open(self._spawn, self._welcome)
+        self.lines = Lines(self._threads.spawn, self._take, self._ended)
+        self._doorstep.open(self._threads.spawn, self._welcome)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
         """A channel to this worker, dialled if there is none."""
@@ -161,13 +162,11 @@ class Connections:
         with self._lock:
             self._closed = True
             channels = [channel for known in self.channels.values() for channel in known]
-            threads = self._threads - {threading.current_thread()}
         self._doorstep.close(reason)
         for channel in channels:
             channel.close(reason)
         self.lines.close()
-        for thread in threads:
-            thread.join(_JOIN_SECONDS)
+        self._threads.join(_JOIN_SECONDS)
 
     def forked(self) -> None:
         """In a process forked from this one: use no channel, dial none, let nobody wait."""
@@ -363,18 +362,3 @@ class Connections:
                     other.close(f"another connection to the same worker ended: {error}")
                     self._on_end(worker, other, error, False)
             self._on_end(worker, channel, error, not self._closed)
-
-    def _spawn(self, what: str, target: Callable[[], None]) -> None:
-        name = f"gradwire {self._directory.me.name} {what}"
-
-        def run() -> None:
-            try:
-                target()
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:  # or close() could find a thread that cannot be joined yet
-            thread.start()
-            self._threads.add(thread)

@@ -37,7 +37,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import final
 
+from gradwire import threads
 from gradwire.agent.pool import Job
+from gradwire.agent.sections import MAKE_IT_ELSEWHERE
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel, Reentered
@@ -55,8 +57,6 @@ _AT_ONCE = (False,)
 _LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
 """Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
-
-_HINT = "let it put a note into a queue.SimpleQueue, and make the call elsewhere"
 
 Done = Callable[[], bool]
 OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
@@ -96,6 +96,24 @@ class Line:
         """
         return self.channel.taken != self.reads
 
+    def hand_over(self, line: object) -> threads.Undo | None:
+        """One of its readers waits for what comes by `line`: another one is to read here.
+
+        A reader that was interrupted between two frames is neither asleep nor about to read, so
+        it counts as one that runs something.
+        """
+        if _mine.reads is not None:
+            return None
+        is_between = not _mine.runs
+        if is_between:
+            self.running.append(_nothing)
+        if is_between or self is not line:
+            self.lines.attend(self)
+        return self._is_back if is_between else None
+
+    def _is_back(self) -> None:
+        self.running.pop()
+
 
 class _Mine(threading.local):
     """What each thread knows of itself, for all workers of the process.
@@ -103,9 +121,6 @@ class _Mine(threading.local):
     A finalizer may be any worker's: it may call as one worker on a thread that reads for another.
     """
 
-    duty: Line | Lines | None = None
-    """the line that it is a reader of; all lines, for the keeper and for who sees to deadlines"""
-    keeps: bool = False
     runs: bool = False
     """whether it runs a frame that it has read, as a reader"""
     reads: Line | None = None
@@ -121,9 +136,7 @@ _of_process: dict[Lines, None] = {}
 class Lines:
     """The lines of one worker."""
 
-    def __init__(
-        self, spawn: Callable[[str, Callable[[], None]], None], on_frame: OnFrame, on_end: OnEnd
-    ) -> None:
+    def __init__(self, spawn: threads.Spawn, on_frame: OnFrame, on_end: OnEnd) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
@@ -137,7 +150,7 @@ class Lines:
             _of_process[self] = None
         line = self._lines[channel] = Line(worker, channel, self)
         line.readers = 1
-        self._spawn(f"read {name}", lambda: self._read(line, name))
+        self._spawn(f"read {name}", lambda: self._read(line, name), line)
 
     def all(self) -> list[Line]:
         """Every one that is open."""
@@ -161,12 +174,19 @@ class Lines:
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""
         line = self._lines.get(channel) if channel is not None else None
-        if line is None:
-            block()
-            return
-        mine = _mine
-        duty, held = mine.duty, mine.reads
-        replaced = self._replaced(duty, line) if duty is not None else None
+        duty = threads.mine.duty
+        undo = duty.hand_over(line) if duty is not None else None
+        try:
+            if line is None:
+                block()
+            else:
+                self._wait_for(line, done, block)
+        finally:
+            if undo is not None:
+                undo()
+
+    def _wait_for(self, line: Line, done: Done, block: Callable[[], object]) -> None:
+        held = _mine.reads
         line.waiting.append(done)
         try:
             if held is None:
@@ -175,8 +195,6 @@ class Lines:
                 self._wait_longer(line, held, done, block)
         finally:
             line.waiting.remove(done)
-            if replaced is not None:
-                replaced.running.pop()
 
     def _wait_longer(
         self, line: Line, held: Line | None, done: Done, block: Callable[[], object]
@@ -188,7 +206,7 @@ class Lines:
             if held is line:
                 self._read_inside(line, done)
             elif held is not None:
-                self._attend(line)
+                self.attend(line)
                 with suppress(UsageError):  # what is waited for comes by another line
                     held.lines._read_inside(held, done)
             if not done():
@@ -197,34 +215,10 @@ class Lines:
             for channel in lent:
                 channel.take_turn_back()
 
-    def keep_deadlines(self) -> None:
-        """The calling thread ends waits by their deadlines, so it may not wait itself."""
-        _mine.duty = self
-
-    def _replaced(self, duty: Line | Lines, line: Line) -> Line | None:
-        """A thread with a duty waits: see to it that somebody else does it.
-
-        The line that counts it as one that runs something, if a reader was interrupted between
-        two frames. It is neither asleep nor about to read.
-        """
-        mine = _mine
-        if isinstance(duty, Lines):
-            if not mine.keeps:
-                raise UsageError(
-                    "a finalizer or a signal handler waits for a peer on a thread that others need",
-                    hint=_HINT,
-                )
-            for each in tuple(duty._in_use):
-                duty._attend(each)
-            return None
-        if mine.reads is not None:
-            return None
-        is_between = not mine.runs
-        if is_between:
-            duty.running.append(_nothing)
-        if is_between or duty is not line:
-            duty.lines._attend(duty)
-        return duty if is_between else None
+    def hand_over(self, line: object) -> None:
+        """The keeper waits: whatever is in use gets a reader, until it looks again."""
+        for each in tuple(self._in_use):
+            self.attend(each)
 
     def _read_inside(self, line: Line, done: Done) -> None:
         """Until `done`, on a line whose role this thread has: what it interrupts had taken it.
@@ -243,7 +237,7 @@ class Lines:
             raise UsageError(
                 "a finalizer or a signal handler waits for a peer while it interrupts its thread "
                 f"in the middle of reading from {line.channel.remote}",
-                hint=_HINT,
+                hint=MAKE_IT_ELSEWHERE,
             ) from None
         except (PeerLost, BadMessage) as error:
             line.channel.close(str(error))
@@ -268,7 +262,7 @@ class Lines:
                 mine.reads = None
                 line.role.release()  # one step
                 if not done() or (len(line.waiting) > 1 and line.is_wanted()):
-                    self._attend(line)
+                    self.attend(line)
                 if line not in self._in_use or not self._is_looking:
                     self._keep(line)
 
@@ -310,7 +304,6 @@ class Lines:
 
     def _read_on(self, line: Line, name: str) -> None:
         mine = _mine
-        mine.duty = line  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
             (has_role,) = map(line.role.acquire, _AT_ONCE)
             if not has_role:
@@ -363,7 +356,7 @@ class Lines:
         line.is_called = False
         return True
 
-    def _attend(self, line: Line) -> None:
+    def attend(self, line: Line) -> None:
         """Let one of its readers read, or one more if all of them are busy."""
         with line.counting:
             if line.is_parked:
@@ -375,7 +368,7 @@ class Lines:
                 return  # one of them is just about to
             line.readers += 1
         try:
-            self._spawn("read on", lambda: self._read(line, "a peer"))
+            self._spawn("read on", lambda: self._read(line, "a peer"), line)
         except BaseException:
             with line.counting:
                 line.readers -= 1
@@ -401,10 +394,9 @@ class Lines:
                     self._look.put(None)
                     if not self._has_keeper:
                         self._has_keeper = True
-                        self._spawn("keep", self._keep_looking)
+                        self._spawn("keep", self._keep_looking, self)
 
     def _keep_looking(self) -> None:
-        _mine.duty, _mine.keeps = self, True
         while not self._closed:
             self._look.get()
             tick = _TICK_SECONDS
@@ -447,7 +439,7 @@ class Lines:
         line.seen = line.reads
         line.idle_ticks += 1
         if came or line.idle_ticks >= _TICKS_UNTIL_IDLE:
-            self._attend(line)
+            self.attend(line)
         return True
 
     def _take(self, line: Line) -> bool:

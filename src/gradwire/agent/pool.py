@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
+from gradwire import threads
 from gradwire.transport.forking import let_go_in_forks
 
 _log = logging.getLogger("gradwire")
@@ -27,7 +28,7 @@ _IDLE_SECONDS = 5.0
 
 
 class _Mine(threading.local):
-    """What each thread knows of itself."""
+    """Whether the thread is in a job of this pool."""
 
     running = False
 
@@ -125,11 +126,11 @@ class ElasticPool:
             if drop_queued:
                 self._jobs.clear()
             self._changed.notify_all()
-            threads = self._threads - {threading.current_thread()}
+            running = self._threads - {threading.current_thread()}
         deadline = time.monotonic() + timeout
-        for thread in threads:
+        for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return sorted(thread.name for thread in threads if thread.is_alive())
+        return sorted(thread.name for thread in running if thread.is_alive())
 
     def forked(self) -> None:
         """In a process forked from this one: its threads are gone, and none is started."""
@@ -148,20 +149,32 @@ class ElasticPool:
             self._changed.notify()
             return
         name = f"{self._name} {len(self._threads)}"
-        thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        thread.start()
+        thread = threads.thread(name, self._loop, self)
+        thread.start()  # with the lock held, see Note [Starting a thread]
         self._threads.add(thread)
         self._idle += 1  # it begins by looking for a job
 
+    def hand_over(self, line: object) -> threads.Undo:
+        """The calling thread, which has no job, waits for something of a finalizer's."""
+        with self.lock:
+            self._idle -= 1
+            self._start_one_if_needed()
+        return self._look_again
+
+    def _look_again(self) -> None:
+        with self.lock:
+            self._idle += 1
+
     def _loop(self) -> None:
+        mine = threads.mine
         while True:
             with self._changed:
                 job = self._maybe_next()
+                self._idle -= 1
+                mine.duty = None
                 if job is None:
-                    self._idle -= 1
                     self._threads.discard(threading.current_thread())
                     return
-                self._idle -= 1
                 self._busy += 1
             self.mine.running = True
             try:
@@ -173,6 +186,7 @@ class ElasticPool:
             with self._changed:
                 self._busy -= 1
                 self._idle += 1
+                mine.duty = self
                 self._start_one_if_needed()
 
     def _may_begin(self) -> bool:

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from typing import Any, cast, final
 
 from gradwire.errors import UsageError
+from gradwire.transport.forking import renew_after_fork
+
+MAKE_IT_ELSEWHERE = "let it put a note into a queue.SimpleQueue, and make the call elsewhere"
+"""What somebody can do whose finalizer was refused."""
 
 
 @final
@@ -31,8 +35,7 @@ class Sections:
 
     def forked(self) -> None:
         """In a forked process: threads that it does not have may have held them."""
-        for lock in self._locks:
-            cast(Any, lock)._at_fork_reinit()
+        renew_after_fork(*self._locks)
 
     def check_outside(self, what: str) -> None:
         """UsageError if the calling thread has one of them.
@@ -44,5 +47,5 @@ class Sections:
                 raise UsageError(
                     f"{what} was asked for by a finalizer or a signal handler which interrupts "
                     f"{self._name} while it holds a lock",
-                    hint="let it put a note into a queue.SimpleQueue, and make the call elsewhere",
+                    hint=MAKE_IT_ELSEWHERE,
                 )

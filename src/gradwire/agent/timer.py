@@ -10,9 +10,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import NoReturn, final
 
+from gradwire import threads
 from gradwire.agent.clock import Clock
+from gradwire.agent.sections import MAKE_IT_ELSEWHERE
+from gradwire.errors import UsageError
 
 _log = logging.getLogger("gradwire")
 _JOIN_SECONDS = 5.0
@@ -50,9 +53,16 @@ class Timer:
                 return
             self.armed = min(self.armed, deadline)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread = threads.thread(self._name, self._loop, self)
                 self._thread.start()
             self._wake.notify()
+
+    def hand_over(self, line: object) -> NoReturn:
+        """Its thread ends the waits of others by their deadlines, so it may not wait itself."""
+        raise UsageError(
+            "a finalizer or a signal handler waits for a peer on a thread that others need",
+            hint=MAKE_IT_ELSEWHERE,
+        )
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""

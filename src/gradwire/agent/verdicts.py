@@ -12,7 +12,7 @@ def late(name: str, call: CallId, pending: Pending, silence: float) -> CallTimeo
     """Its deadline is over; `silence` is how long the worker gave no sign of life at all."""
     waited = pending.deadline - pending.opened
     silent = f"; it has given no sign of life for {silence:.3g} s" if silence else ""
-    within, cut = f"within {float(f'{waited:.2g}'):g} s", spoken(pending.deadline)
+    within, cut = f"within {max(0.0, float(f'{waited:.2g}')):g} s", spoken(pending.deadline)
     longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
     error = CallTimeout(
         f"{name} did not answer {call} ({pending.what}) {within}{cut}{silent}",

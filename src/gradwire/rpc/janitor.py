@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
+from gradwire import threads
 from gradwire.rpc.holds_state import Hold
 
 _JOIN_SECONDS = 5.0
@@ -54,7 +55,7 @@ class Janitor:
     def _begin(self) -> None:
         if self._thread is not None or self._closed:
             return
-        thread = threading.Thread(target=self._clean, name=self._name, daemon=True)
+        thread = threads.thread(self._name, self._clean)
         with self._lock:  # no calls in here, see docs/threads.md
             is_first = self._thread is None and not self._closed
             if is_first:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Final, TypeAlias, final
 
+from gradwire import threads
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.transport.base import unread_by_deadline
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
@@ -259,7 +260,7 @@ class Outlet:
     def _finish_later(self) -> None:
         self._sender = 0
         name = f"gradwire send {self._remote}"
-        threading.Thread(target=self._finish, name=name, daemon=True).start()
+        threads.thread(name, self._finish).start()
 
     def _finish(self) -> None:
         self._sender = get_ident()

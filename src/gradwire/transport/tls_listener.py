@@ -16,8 +16,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final, final
 
+from gradwire import threads
 from gradwire.errors import PeerLost
 from gradwire.transport.base import closed_here
 from gradwire.transport.forking import let_go_in_forks
@@ -225,11 +227,8 @@ class TlsListener:
         self._ready: deque[SocketChannel] = deque()
         self._changed = threading.Condition()
         self._story: str | None = None
-        self._thread = threading.Thread(
-            target=self._doorman.work,
-            args=(self._admit,),
-            name=f"gradwire {worker} tls",
-            daemon=True,
+        self._thread = threads.thread(
+            f"gradwire {worker} tls", partial(self._doorman.work, self._admit)
         )
         self._thread.start()
 
