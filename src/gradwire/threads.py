@@ -24,10 +24,14 @@ Undo = Callable[[], None]
 class Duty(Protocol):
     """What a thread does for others."""
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether another one can take its place."""
+
     def hand_over(self, line: object) -> Undo | None:
         """The calling thread waits for what comes by this line: let another one take its place.
 
-        What is to be called when it goes on, if anything. UsageError if it may not wait at all.
+        What is to be called when it goes on, if anything.
         """
 
 

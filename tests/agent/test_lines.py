@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
+from queue import SimpleQueue
 
 import pytest
 
 from gradwire import threads
+from gradwire.agent import lines as lines_module
 from gradwire.agent.lines import Line, Lines
 from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
@@ -79,7 +81,7 @@ def test_what_comes_is_read_by_its_reader(desk):
 def after_an_answer(desk):
     """The reader has read an answer that nobody waits for any more, and lets others read."""
     desk.send(0, IS_ANSWER)
-    assert eventually(lambda: any(line.is_parked for line in desk.lines._lines.values()))
+    assert eventually(lambda: any(line.parked for line in desk.lines._lines.values()))
 
 
 def test_after_an_answer_whoever_waits_reads(desk):
@@ -177,7 +179,7 @@ def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
     for _ in range(20):
         lines._look_at(line)
     assert line in lines._in_use
-    assert spawned == ["read peer", "keep"]
+    assert spawned == ["keep", "read peer"]
 
     line.is_attended = True
     lines._look_at(line)
@@ -220,7 +222,7 @@ def test_a_reader_more_is_made_only_if_all_are_busy(desk):
     assert eventually(lambda: line.is_attended)
     for _ in range(5):
         desk.lines.attend(line)
-    assert (line.readers, len(line.running)) == (2, 1)
+    assert (len(line.readers), len(line.running)) == (2, 1)
     goes_on.set()
     assert eventually(lambda: not line.running)
 
@@ -321,3 +323,62 @@ def test_an_interrupt_while_nothing_comes_leaves_the_channel_in_order(desk):
     desk.send(1)
     assert eventually(lambda: desk.has(1))
     assert not desk.ended
+
+
+def interrupted_reader(desk, monkeypatch, where):
+    """A finalizer runs on the reader where it is about to sleep or has just been woken, and waits
+    for what comes by the same line."""
+    (line,) = desk.lines._lines.values()
+    waited = threading.Event()
+
+    class Bed(SimpleQueue):
+        """Interrupted once."""
+
+        def get(self):
+            if where == "before" and not waited.is_set():
+                self._interrupt()
+            super().get()
+            if where == "after" and not waited.is_set():
+                self._interrupt()
+
+        def _interrupt(self):
+            waited.set()
+            desk.send(7)
+            desk.lines.wait(desk.here, lambda: desk.has(8), lambda: eventually(lambda: desk.has(8)))
+
+    monkeypatch.setattr(lines_module, "SimpleQueue", Bed)
+    return line, waited
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_reader_that_is_interrupted_as_it_sleeps_is_replaced(desk, monkeypatch, where):
+    line, waited = interrupted_reader(desk, monkeypatch, where)
+    after_an_answer(desk)
+    desk.lines.attend(line)
+    assert waited.wait(10)
+    for _ in range(2):  # whoever reads for itself leaves the line to its readers
+        desk.lines.attend(line)
+    desk.send(8)
+    assert eventually(lambda: desk.has(8))
+    desk.send(9)
+    assert eventually(lambda: desk.has(9))
+
+
+def test_a_keeper_that_is_interrupted_is_replaced(desk, monkeypatch):
+    lines, first = desk.lines, desk.lines._keeper
+    look_at = lines._look_at
+    waited = threading.Event()
+
+    def interrupted(line):
+        if not waited.is_set():
+            waited.set()
+            lines.wait(desk.here, lambda: desk.has(8), lambda: eventually(lambda: desk.has(8)))
+        return look_at(line)
+
+    monkeypatch.setattr(lines, "_look_at", interrupted)
+    after_an_answer(desk)
+    assert waited.wait(10)
+    assert eventually(lambda: lines._keeper is not first)
+    desk.send(8)
+    assert eventually(lambda: desk.has(8))
+    assert eventually(lambda: sum(t.is_alive() and t.name == "keep" for t in desk.threads) == 1)

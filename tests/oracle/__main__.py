@@ -40,6 +40,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
     parser.add_argument("--together", action="store_true", help="one edge for each message")
     parser.add_argument("--processes", action="store_true", help="workers in processes")
+    parser.add_argument(
+        "--stacks", type=float, default=0.0, help="print those of all threads after so many seconds"
+    )
     parser.add_argument("--kinds", default=",".join(DRAWN), help="all, or of: " + ", ".join(KINDS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="a program may take")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
@@ -76,7 +79,8 @@ def run_share(asked: argparse.Namespace) -> None:
     with running(asked) as checker:
         for seed in range(asked.first, asked.first + asked.programs):
             # Also if the process cannot even say so: a lock held while the collector runs.
-            faulthandler.dump_traceback_later(2 * asked.seconds, exit=True)
+            patience = asked.stacks or 2 * asked.seconds
+            faulthandler.dump_traceback_later(patience, exit=not asked.stacks)
             failure, used = checker.failure(seed), checker.features
             checker.features = Counter()
             print(json.dumps({"seed": seed, "failure": failure, "features": used}), flush=True)
@@ -120,6 +124,7 @@ class Long:
         command = [sys.executable, "-m", "tests.oracle", "--share"]
         command += ["--first", str(seeds.start), "--programs", str(len(seeds))]
         command += ["--kinds", ",".join(self._asked.kinds), "--seconds", str(self._asked.seconds)]
+        command += ["--stacks", str(self._asked.stacks)]
         command += ["--together"] if self._asked.together else []
         command += ["--processes"] if self._asked.processes else []
         next_seed = seeds.start

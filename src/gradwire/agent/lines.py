@@ -17,10 +17,10 @@ A signal handler or a finalizer may run while its own thread has a role, and wai
 Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
 (see Note [Reading inside a read] in intake.py). A thread never has two roles.
 
-It may also run in the middle of what is here. So nothing here is locked where it could wait for its
-own thread: locks are RLocks around single steps, and who sleeps is woken by a SimpleQueue, whose
-`put` may be interrupted by itself (that of `threading.Event` may not). And a thread that has
-something to do here, a reader or the keeper, is not counted on while code that interrupts it waits.
+It may also run in the middle of what is here. So nothing here is locked but the role: lists change
+in single steps of the interpreter, and who sleeps is woken by a SimpleQueue, whose `put` may be
+interrupted by itself (that of `threading.Event` may not). And a thread that has something to do
+here, a reader or the keeper, is not counted on while code that interrupts it waits: it hands over.
 
 The role is taken by `(has_role,) = map(…)`, which takes it and notes it in one step for the
 interpreter: no interrupt comes between the two, so a role that is held is always given back.
@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import final
 
@@ -43,7 +44,6 @@ from gradwire.agent.sections import MAKE_IT_ELSEWHERE
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel, Reentered
-from gradwire.transport.forking import renew_after_fork
 from gradwire.wire.frame import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
@@ -68,6 +68,8 @@ OnEnd = Callable[["Line", GradwireError], None]
 class Line:
     """One channel, and who reads it."""
 
+    may_wait = True
+
     def __init__(self, worker: WorkerId, channel: Channel, lines: Lines) -> None:
         self.worker, self.channel, self.lines = worker, channel, lines
         self.role = threading.Lock()
@@ -75,15 +77,15 @@ class Line:
         """what threads wait for that comes by this line"""
         self.reads = self.seen = channel.taken
         self.idle_ticks = 0
-        self.counting = threading.RLock()
-        self.readers = 0
-        """threads that read it when they can"""
+        self.readers: list[None] = []
+        """one for each thread that reads it when it can"""
         self.running: list[Job] = []
-        """what they run that they have read; it grows and shrinks in one step, without a lock"""
-        self.is_parked = self.is_called = self.has_ended = False
+        """what they run that they have read"""
+        self.parked: list[SimpleQueue[None]] = []
+        """what wakes each of them that sleeps, mostly one; whoever takes it out wakes it"""
+        self.has_ended = False
         self.is_attended = False
         """whether one of its readers has the role: it will see what comes"""
-        self.wake: SimpleQueue[None] = SimpleQueue()
 
     def is_wanted(self) -> bool:
         """Whether somebody still waits for something."""
@@ -99,20 +101,27 @@ class Line:
     def hand_over(self, line: object) -> threads.Undo | None:
         """One of its readers waits for what comes by `line`: another one is to read here.
 
-        A reader that was interrupted between two frames is neither asleep nor about to read, so
-        it counts as one that runs something.
+        A reader that was interrupted between two frames, or as it goes to sleep, is neither
+        asleep nor about to read, so it counts as one that runs something.
         """
         if _mine.reads is not None:
             return None
-        is_between = not _mine.runs
-        if is_between:
-            self.running.append(_nothing)
-        if is_between or self is not line:
-            self.lines.attend(self)
-        return self._is_back if is_between else None
+        if _mine.runs:
+            if self is not line:
+                self.lines.attend(self)
+            return None
+        bed = _mine.bed
+        if bed is not None:
+            with suppress(ValueError):  # it was called: nobody else is
+                self.parked.remove(bed)
+        self.running.append(_nothing)
+        self.lines.attend(self)
+        return partial(self._is_back, bed)
 
-    def _is_back(self) -> None:
+    def _is_back(self, bed: SimpleQueue[None] | None) -> None:
         self.running.pop()
+        if bed is not None:
+            bed.put(None)
 
 
 class _Mine(threading.local):
@@ -125,6 +134,8 @@ class _Mine(threading.local):
     """whether it runs a frame that it has read, as a reader"""
     reads: Line | None = None
     """whose role it has"""
+    bed: SimpleQueue[None] | None = None
+    """what wakes it, from before it sleeps until it is awake"""
 
 
 _mine = _Mine()
@@ -136,20 +147,25 @@ _of_process: dict[Lines, None] = {}
 class Lines:
     """The lines of one worker."""
 
+    may_wait = True
+
     def __init__(self, spawn: threads.Spawn, on_frame: OnFrame, on_end: OnEnd) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
         self._lines: dict[Channel, Line] = {}
         self._in_use: dict[Line, None] = {}  # in order: a set has none
         self._look: SimpleQueue[None] = SimpleQueue()
-        self._has_keeper = self._is_looking = self._closed = False
-        self._keeping = threading.RLock()
+        self._keeper = object()
+        """the one that is counted on; one that was interrupted is not, and ends"""
+        self._is_looking = self._closed = False
 
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
         if not self._closed:  # here, so that a worker which never opened one leaves nothing behind
+            if self not in _of_process:
+                self._spawn_keeper()
             _of_process[self] = None
         line = self._lines[channel] = Line(worker, channel, self)
-        line.readers = 1
+        line.readers.append(None)
         self._spawn(f"read {name}", lambda: self._read(line, name), line)
 
     def all(self) -> list[Line]:
@@ -161,15 +177,18 @@ class Lines:
         self._closed = True
         _of_process.pop(self, None)
         for line in tuple(self._lines.values()):
-            line.has_ended = True
-            line.wake.put(None)
+            self._wake_all(line)
         self._look.put(None)
 
+    def _wake_all(self, line: Line) -> None:
+        line.has_ended = True
+        while self._maybe_wake(line):
+            pass
+
     def forked(self) -> None:
-        """In a forked process: nobody reads, and threads that it lacks may have had a lock."""
+        """In a forked process nobody reads."""
         self._closed = True
         _of_process.pop(self, None)
-        renew_after_fork(self._keeping, *(line.counting for line in self._lines.values()))
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""
@@ -216,9 +235,9 @@ class Lines:
                 channel.take_turn_back()
 
     def hand_over(self, line: object) -> None:
-        """The keeper waits: whatever is in use gets a reader, until it looks again."""
-        for each in tuple(self._in_use):
-            self.attend(each)
+        """The keeper waits: another one keeps from now on."""
+        self._spawn_keeper()
+        self._look.put(None)
 
     def _read_inside(self, line: Line, done: Done) -> None:
         """Until `done`, on a line whose role this thread has: what it interrupts had taken it.
@@ -299,11 +318,11 @@ class Lines:
         try:
             self._read_on(line, name)
         finally:
-            with line.counting:
-                line.readers -= 1
+            line.readers.pop()
 
     def _read_on(self, line: Line, name: str) -> None:
         mine = _mine
+        mine.reads = None  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
             (has_role,) = map(line.role.acquire, _AT_ONCE)
             if not has_role:
@@ -347,36 +366,44 @@ class Lines:
 
     def _park(self, line: Line) -> bool:
         """Sleep until the line needs a reader; False if another one is asleep already."""
-        with line.counting:
-            if line.is_parked:
-                return False
-            line.is_parked = True
-        line.wake.get()
-        line.is_parked = False
-        line.is_called = False
+        if line.parked:
+            return False
+        bed: SimpleQueue[None] = SimpleQueue()
+        _mine.bed = bed
+        line.parked.append(bed)
+        if line.has_ended:  # after it is there: of the two, who ends the line sees the other
+            self._wake_all(line)
+        bed.get()
+        if bed in line.parked:  # it was interrupted, and is awake for that reason alone
+            with suppress(ValueError):
+                line.parked.remove(bed)
+        _mine.bed = None
+        return True
+
+    def _maybe_wake(self, line: Line) -> bool:
+        """Whether one of its readers slept."""
+        try:
+            bed = line.parked.pop()
+        except IndexError:
+            return False
+        bed.put(None)
         return True
 
     def attend(self, line: Line) -> None:
         """Let one of its readers read, or one more if all of them are busy."""
-        with line.counting:
-            if line.is_parked:
-                if not line.is_called:
-                    line.is_called = True
-                    line.wake.put(None)
-                return
-            if len(line.running) < line.readers or line.has_ended or self._closed:
-                return  # one of them is just about to
-            line.readers += 1
+        if self._maybe_wake(line) or line.has_ended or self._closed:
+            return
+        if len(line.running) < len(line.readers):
+            return  # one of them is just about to
+        line.readers.append(None)  # two at once may both add one: the second sleeps, or ends
         try:
             self._spawn("read on", lambda: self._read(line, "a peer"), line)
         except BaseException:
-            with line.counting:
-                line.readers -= 1
+            line.readers.pop()
             raise
 
     def _end(self, line: Line, error: GradwireError) -> None:
-        line.has_ended = True
-        line.wake.put(None)
+        self._wake_all(line)
         is_first = self._lines.pop(line.channel, None) is not None
         self._in_use.pop(line, None)
         if is_first:  # code that interrupts a reader may find the end before it does
@@ -388,26 +415,27 @@ class Lines:
         """Nobody may be reading this line: look after it."""
         self._in_use[line] = None
         if not self._is_looking:
-            with self._keeping:
-                if not self._is_looking and not self._closed:
-                    self._is_looking = True
-                    self._look.put(None)
-                    if not self._has_keeper:
-                        self._has_keeper = True
-                        self._spawn("keep", self._keep_looking, self)
+            self._look.put(None)
 
-    def _keep_looking(self) -> None:
-        while not self._closed:
+    def _spawn_keeper(self) -> None:
+        self._keeper = keeper = object()
+        self._spawn("keep", lambda: self._keep_looking(keeper), self)
+
+    def _keep_looking(self, keeper: object) -> None:
+        while keeper is self._keeper and not self._closed:
             self._look.get()
-            tick = _TICK_SECONDS
-            while self._in_use and not self._closed:
-                time.sleep(tick)
-                is_quiet = self._look_at_all()
-                tick = _TICK_SECONDS if is_quiet else min(2 * tick, _LONGEST_TICK_SECONDS)
+            self._is_looking = True
+            self._look_on(keeper)
             self._is_looking = False
             if self._in_use:  # added just now
-                self._is_looking = True
                 self._look.put(None)
+
+    def _look_on(self, keeper: object) -> None:
+        tick = _TICK_SECONDS
+        while self._in_use and keeper is self._keeper and not self._closed:
+            time.sleep(tick)
+            is_quiet = self._look_at_all()
+            tick = _TICK_SECONDS if is_quiet else min(2 * tick, _LONGEST_TICK_SECONDS)
 
     def _look_at_all(self) -> bool:
         """Whether there is a line on which nobody has read since the last look."""

@@ -37,6 +37,8 @@ class _Mine(threading.local):
 class ElasticPool:
     """Jobs in order of arrival, each on a thread of its own or an idle one."""
 
+    may_wait = True
+
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
         self._limit = limit

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast, final
 
 from gradwire.errors import UsageError
+from gradwire.threads import mine
 from gradwire.transport.forking import renew_after_fork
 
 MAKE_IT_ELSEWHERE = "let it put a note into a queue.SimpleQueue, and make the call elsewhere"
@@ -38,10 +39,17 @@ class Sections:
         renew_after_fork(*self._locks)
 
     def check_outside(self, what: str) -> None:
-        """UsageError if the calling thread has one of them.
+        """UsageError if the calling thread has one of them, or may not wait for another reason.
 
         hot: each request and each wait
         """
+        duty = mine.duty
+        if duty is not None and not duty.may_wait:
+            raise UsageError(
+                f"{what} was asked for by a finalizer or a signal handler on a thread of "
+                f"{self._name} that others need",
+                hint=MAKE_IT_ELSEWHERE,
+            )
         for is_inside in self._is_inside:
             if is_inside():
                 raise UsageError(

@@ -10,12 +10,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import NoReturn, final
+from typing import final
 
 from gradwire import threads
 from gradwire.agent.clock import Clock
-from gradwire.agent.sections import MAKE_IT_ELSEWHERE
-from gradwire.errors import UsageError
 
 _log = logging.getLogger("gradwire")
 _JOIN_SECONDS = 5.0
@@ -28,6 +26,9 @@ Watcher = Callable[[float], float | None]
 @final
 class Timer:
     """Owns the thread; the watchers own the decisions."""
+
+    may_wait = False
+    """it ends the waits of others by their deadlines"""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
@@ -57,12 +58,8 @@ class Timer:
                 self._thread.start()
             self._wake.notify()
 
-    def hand_over(self, line: object) -> NoReturn:
-        """Its thread ends the waits of others by their deadlines, so it may not wait itself."""
-        raise UsageError(
-            "a finalizer or a signal handler waits for a peer on a thread that others need",
-            hint=MAKE_IT_ELSEWHERE,
-        )
+    def hand_over(self, line: object) -> None:
+        """Nobody can take its place: `Sections` refuses the wait."""
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""

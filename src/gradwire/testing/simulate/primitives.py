@@ -13,6 +13,7 @@ from functools import partial
 from queue import Empty
 from typing import Any, final
 
+from gradwire import threads
 from gradwire.testing.simulate.scheduler import Scheduler, Task, Timed, Unwound, Wait
 
 
@@ -279,6 +280,18 @@ class Thread:
     def ident(self) -> int | None:
         """A number of its own."""
         return None if self._task is None else id(self._task)
+
+
+def thread(
+    scheduler: Scheduler, name: str, target: Callable[[], None], duty: threads.Duty | None = None
+) -> Thread:
+    """As gradwire's own; no collector interrupts what is simulated."""
+
+    def run() -> None:
+        threads.mine.duty = duty
+        target()
+
+    return Thread(scheduler, name=name, target=run, daemon=True)
 
 
 def current_thread(scheduler: Scheduler) -> Thread:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from gradwire import threads
 from gradwire.autograd import context, graph
 from gradwire.testing.simulate import primitives
 from gradwire.testing.simulate.scheduler import here
@@ -73,6 +74,7 @@ _instead: dict[int, object] = {
     ),
     id(queue): _copy(queue, SimpleQueue=_simple_queue),
     id(queue.SimpleQueue): _simple_queue,
+    id(threads.thread): _either(threads.thread, primitives.thread),
 }
 
 
