@@ -353,11 +353,13 @@ def interrupted_reader(desk, monkeypatch, where):
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_reader_that_is_interrupted_as_it_sleeps_is_replaced(desk, monkeypatch, where):
     line, waited = interrupted_reader(desk, monkeypatch, where)
-    after_an_answer(desk)
-    desk.lines.attend(line)
-    assert waited.wait(10)
-    for _ in range(2):  # whoever reads for itself leaves the line to its readers
+    desk.send(0, IS_ANSWER)  # then its reader sleeps
+
+    def is_interrupted():
         desk.lines.attend(line)
+        return waited.is_set()
+
+    assert eventually(is_interrupted)
     desk.send(8)
     assert eventually(lambda: desk.has(8))
     desk.send(9)

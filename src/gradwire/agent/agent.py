@@ -26,7 +26,7 @@ from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, noted, rev
 from gradwire.agent.framing import framed
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.noting import Noting
-from gradwire.agent.pool import Job
+from gradwire.agent.pool import Job, pool_of_thread
 from gradwire.agent.promise import Promise
 from gradwire.agent.refusals import Refusals
 from gradwire.agent.sections import Sections
@@ -308,7 +308,9 @@ class Agent:
         guard = self.guarded if points is None else points.around(self.guarded, frame.kind)
         return self.dispatch.serve(source, frame, guard, may_run)
 
-    def wait(self, peer: WorkerId, done: Callable[[], bool], block: Callable[[], object]) -> None:
+    def wait(
+        self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
+    ) -> None:
         """Until `done` by what this peer sends, or by the end of it; `block` waits for that.
 
         Not counted as running, if it is a function of a peer's that waits.
@@ -316,12 +318,13 @@ class Agent:
         if done():
             return
         self.sections.check_outside("a wait")
-        known, lines = self._connections.channels.get(peer), self._connections.lines
-        channel = known[0] if known else None
-        if not self.dispatch.user.mine.running:
+        known = None if peer is None else self._connections.channels.get(peer)
+        channel, lines = known[0] if known else None, self._connections.lines
+        pool = pool_of_thread()
+        if pool is None:
             lines.wait(channel, done, block)
             return
-        with self.dispatch.user.waiting():
+        with pool.waiting():  # of another worker, if a finalizer of ours has interrupted it
             lines.wait(channel, done, block)
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:

@@ -196,16 +196,16 @@ class Lines:
         duty = threads.mine.duty
         undo = duty.hand_over(line) if duty is not None else None
         try:
-            if line is None:
-                block()
-            else:
-                self._wait_for(line, done, block)
+            self._wait_for(line, done, block)
         finally:
             if undo is not None:
                 undo()
 
-    def _wait_for(self, line: Line, done: Done, block: Callable[[], object]) -> None:
+    def _wait_for(self, line: Line | None, done: Done, block: Callable[[], object]) -> None:
         held = _mine.reads
+        if line is None:
+            self._wait_longer(line, held, done, block)
+            return
         line.waiting.append(done)
         try:
             if held is None:
@@ -216,16 +216,17 @@ class Lines:
             line.waiting.remove(done)
 
     def _wait_longer(
-        self, line: Line, held: Line | None, done: Done, block: Callable[[], object]
+        self, line: Line | None, held: Line | None, done: Done, block: Callable[[], object]
     ) -> None:
         """What this thread interrupts may be sending: meanwhile others must be able to."""
         every = [channel for lines in tuple(_of_process) for channel in tuple(lines._lines)]
         lent = [channel for channel in every if channel.lend_turn()]
         try:
-            if held is line:
+            if held is not None and held is line:
                 self._read_inside(line, done)
             elif held is not None:
-                self.attend(line)
+                if line is not None:
+                    self.attend(line)
                 with suppress(UsageError):  # what is waited for comes by another line
                     held.lines._read_inside(held, done)
             if not done():

@@ -28,9 +28,18 @@ _IDLE_SECONDS = 5.0
 
 
 class _Mine(threading.local):
-    """Whether the thread is in a job of this pool."""
+    """What each thread knows of itself."""
 
-    running = False
+    pool: ElasticPool | None = None
+    """whose job it runs"""
+
+
+_mine = _Mine()
+
+
+def pool_of_thread() -> ElasticPool | None:
+    """The pool whose job the calling thread runs, if there is one. hot: each wait"""
+    return _mine.pool
 
 
 @final
@@ -51,7 +60,6 @@ class ElasticPool:
         self._guests: list[Callable[..., object]] = []
         """what runs on threads that are not ours; it grows and shrinks in one step, without lock"""
         self._closed = False
-        self.mine = _Mine()
         let_go_in_forks(self)
 
     @property
@@ -85,15 +93,15 @@ class ElasticPool:
 
         hot: every short request
         """
-        guests, mine = self._guests, self.mine
+        guests, mine = self._guests, _mine
         guests.append(job)
-        mine.running = True
+        mine.pool = self
         try:
             job(*args)
         except BaseException:  # as in _loop
             _log.exception("%s: a job failed", self._name)
         finally:
-            mine.running = False
+            mine.pool = None
             guests.pop()
             if self._jobs:  # whoever queued one before we left has left its start to us
                 with self.lock:
@@ -102,7 +110,7 @@ class ElasticPool:
     @property
     def runs_this_thread(self) -> bool:
         """Whether the calling thread is one of ours, in a job."""
-        return self.mine.running
+        return _mine.pool is self
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside the block this thread does not count, if it is one of ours."""
@@ -178,12 +186,12 @@ class ElasticPool:
                     self._threads.discard(threading.current_thread())
                     return
                 self._busy += 1
-            self.mine.running = True
+            _mine.pool = self
             try:
                 job()
             except BaseException:  # the thread and its place in the count outlive any job
                 _log.exception("%s: a job failed", self._name)
-            self.mine.running = False
+            _mine.pool = None
             del job  # or it would keep what it holds alive while this thread is idle
             with self._changed:
                 self._busy -= 1

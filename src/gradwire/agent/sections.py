@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, cast, final
+from weakref import WeakSet
 
 from gradwire.errors import UsageError
 from gradwire.threads import mine
@@ -18,28 +19,32 @@ MAKE_IT_ELSEWHERE = "let it put a note into a queue.SimpleQueue, and make the ca
 """What somebody can do whose finalizer was refused."""
 
 
+_alive: WeakSet[Sections] = WeakSet()
+_is_inside: tuple[Callable[[], bool], ...] = ()
+"""For each lock of each worker of the process: a finalizer may be another worker's."""
+
+
 @final
 class Sections:
-    """Those of one worker."""
+    """The locks of one worker."""
 
     def __init__(self, name: str, *locks: threading.RLock) -> None:
         self._name = name
-        self._locks: list[threading.RLock] = []
-        self._is_inside: list[Callable[[], bool]] = []
-        for lock in locks:
-            self.add(lock)
+        self._locks: list[threading.RLock] = [*locks]
+        _alive.add(self)
+        _look_at_all()
 
     def add(self, lock: threading.RLock) -> None:
         """This one, too."""
         self._locks.append(lock)
-        self._is_inside.append(cast(Any, lock)._is_owned)
+        _look_at_all()
 
     def forked(self) -> None:
         """In a forked process: threads that it does not have may have held them."""
         renew_after_fork(*self._locks)
 
     def check_outside(self, what: str) -> None:
-        """UsageError if the calling thread has one of them, or may not wait for another reason.
+        """UsageError if the calling thread has a lock, or may not wait for another reason.
 
         hot: each request and each wait
         """
@@ -50,10 +55,20 @@ class Sections:
                 f"{self._name} that others need",
                 hint=MAKE_IT_ELSEWHERE,
             )
-        for is_inside in self._is_inside:
+        for is_inside in _is_inside:
             if is_inside():
                 raise UsageError(
                     f"{what} was asked for by a finalizer or a signal handler which interrupts "
-                    f"{self._name} while it holds a lock",
+                    f"{_owner_of(is_inside)} while it holds a lock",
                     hint=MAKE_IT_ELSEWHERE,
                 )
+
+
+def _look_at_all() -> None:
+    global _is_inside  # one slot, changed as a whole when a worker opens
+    _is_inside = tuple(cast(Any, lock)._is_owned for each in list(_alive) for lock in each._locks)
+
+
+def _owner_of(is_inside: Callable[[], bool]) -> str:
+    lock = cast(Any, is_inside).__self__
+    return next((each._name for each in list(_alive) if lock in each._locks), "a worker")

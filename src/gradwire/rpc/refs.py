@@ -128,8 +128,10 @@ class Refs:
             content = promise.wait()
         else:
             try:
-                with waiting(), agent.dispatch.user.waiting():
-                    content = promise.wait(deadline - agent.clock.now())
+                with waiting():
+                    left = deadline - agent.clock.now()
+                    agent.wait(None, lambda: promise.settled, lambda: promise.wait(left))
+                content = promise.wait()
             except TimeoutError:
                 name = agent.directory.me.name
                 raise CallTimeout(f"the value of {ref} was not made on {name} in time") from None
@@ -198,11 +200,21 @@ class Refs:
         fork = hold.fork
         if fork is None or not uncounted(fork):
             return
+        self._agent.wait(
+            hold.owner,
+            lambda: not uncounted(fork),
+            lambda: self._sleep_while(uncounted, fork, deadline),
+        )
+        if uncounted(fork):
+            owner = self._agent.directory.name(hold.owner)
+            raise CallTimeout(f"{owner} did not count {fork} of {hold.ref} in time")
+
+    def _sleep_while(
+        self, uncounted: Callable[[ForkId], bool], fork: ForkId, deadline: float
+    ) -> None:
         left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
-        with self._agent.dispatch.user.waiting(), self._counted:
-            if not self._counted.wait_for(lambda: not uncounted(fork), left):
-                owner = self._agent.directory.name(hold.owner)
-                raise CallTimeout(f"{owner} did not count {fork} of {hold.ref} in time")
+        with self._counted:
+            self._counted.wait_for(lambda: not uncounted(fork), left)
 
     def wait_until_all_counted(self, references: Sequence[Reference], deadline: float) -> None:
         """Of references that came with one message."""
