@@ -15,10 +15,23 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol, final
 
 Undo = Callable[[], None]
+
+
+_NEVER = object()
+
+
+def taking(lock: threading.Lock) -> Iterator[bool]:
+    """Each step of it tries to take the lock, and says whether it has.
+
+    `for has_it in taking: break` takes the lock and notes that in one step for the interpreter, so
+    that no interrupt comes between the two, which may come after any call.
+    """
+    return iter(partial(lock.acquire, False), _NEVER)
 
 
 class Duty(Protocol):

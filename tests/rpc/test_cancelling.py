@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.agent.errands import Source
 from gradwire.errors import CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.options import Options
 from gradwire.rpc.manner import Manner
@@ -246,6 +247,19 @@ def test_an_interrupt_is_told(workers, gate):
 
     assert eventually(lambda: SEEN[gate])
     assert "went on" not in SEEN[gate]
+
+
+def test_a_ctrl_c_in_what_a_waiting_thread_serves_is_its_own(workers):
+    """It comes while the thread handles a message of a peer's, and is no answer to that peer."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    agent = workers[0].worker.agent
+    source = Source(1, None, 7)
+
+    with pytest.raises(KeyboardInterrupt):
+        agent.guarded(source, interrupted)
 
 
 def test_what_a_lost_worker_asked_for_ends(workers, gate):

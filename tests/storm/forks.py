@@ -37,7 +37,8 @@ def check_original() -> None:
 def fork(chance: random.Random, frame: FrameType | None = None) -> None:
     """Make a child that does one of these deeds; return in the parent alone.
 
-    Python drops a SystemExit that a finalizer raises, and ends only its thread by one elsewhere.
+    Python drops a SystemExit that a finalizer or the callback of a weak reference raises, and
+    ends only its thread by one elsewhere.
     """
     deed = chance.choice(DEEDS)
     is_main = threading.current_thread() is threading.main_thread()
@@ -61,7 +62,7 @@ def fork(chance: random.Random, frame: FrameType | None = None) -> None:
 
 def _is_in_a_finalizer(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
+        if frame.f_code.co_name in ("__del__", "_came_back"):
             return True
         frame = frame.f_back
     return False

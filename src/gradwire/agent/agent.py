@@ -26,10 +26,10 @@ from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, noted, rev
 from gradwire.agent.framing import framed
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.noting import Noting
-from gradwire.agent.pool import Job, pool_of_thread
+from gradwire.agent.pool import Job, mine
 from gradwire.agent.promise import Promise
 from gradwire.agent.refusals import Refusals
-from gradwire.agent.sections import Sections
+from gradwire.agent.sections import Sections, check_outside
 from gradwire.agent.timer import Timer
 from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import Events
@@ -154,7 +154,7 @@ class Agent:
         known = self._connections.channels.get(to)
         channel = known[0] if known else None
         pending = Pending(to, what, now, deadline, promise, phase, errand, tells, channel)
-        self.sections.check_outside(what)
+        check_outside(what)
         n = self._calls.opened(pending)
         if self._closed is not None:  # after it is there: of the two, close() sees the other
             self._calls.answered(n)
@@ -317,11 +317,10 @@ class Agent:
         """
         if done():
             return
-        self.sections.check_outside("a wait")
         known = None if peer is None else self._connections.channels.get(peer)
         channel, lines = known[0] if known else None, self._connections.lines
-        pool = pool_of_thread()
-        if pool is None:
+        pool = mine.pool
+        if pool is None or pool.limit is None:
             lines.wait(channel, done, block)
             return
         with pool.waiting():  # of another worker, if a finalizer of ours has interrupted it
@@ -350,6 +349,8 @@ class Agent:
         try:
             job()
         except BaseException as error:  # whatever it is, the asker must be told
+            if not isinstance(error, Exception) and mine.pool is None:
+                raise  # Ctrl-C on a thread of the user's that reads while it waits
             is_refusal = self.noting.note(source.worker, error)
             if source.request == 0:
                 if is_refusal:

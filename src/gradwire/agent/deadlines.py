@@ -12,7 +12,7 @@ from gradwire.options import FOREVER
 
 _SHARE = 10
 _MOST_SECONDS = 3.0
-_OUTERMOST = (0, 0.0)
+OUTERMOST = (0, 0.0)
 _LEVELS = 300
 """Note [Deadlines of nested calls]: the deadline of the outermost call is what counts. A call that
 is made inside ends a little earlier than the one around it, so that its error, which names the
@@ -58,9 +58,9 @@ def _taken(depth: int) -> float:
     return 0.5 * (1 - 0.7 ** min(depth, _LEVELS)) + 0.5 * math.sqrt(min(depth / _LEVELS, 1.0))
 
 
-def extent(deadline: float) -> tuple[int, float]:
+def extent_of(deadline: float) -> tuple[int, float]:
     """The depth and the room of a deadline, which travel with a call. hot: every call"""
-    return (deadline.depth, deadline.room) if type(deadline) is Cut else _OUTERMOST
+    return (deadline.depth, deadline.room) if type(deadline) is Cut else OUTERMOST
 
 
 def spoken(deadline: float) -> str:

@@ -22,8 +22,8 @@ in single steps of the interpreter, and who sleeps is woken by a SimpleQueue, wh
 interrupted by itself (that of `threading.Event` may not). And a thread that has something to do
 here, a reader or the keeper, is not counted on while code that interrupts it waits: it hands over.
 
-The role is taken by `(has_role,) = map(…)`, which takes it and notes it in one step for the
-interpreter: no interrupt comes between the two, so a role that is held is always given back.
+The role is taken by `for has_role in line.taking: break`, which takes it and notes it in one step
+for the interpreter (see `taking`): a role that is held is always given back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -40,9 +40,10 @@ from typing import final
 
 from gradwire import threads
 from gradwire.agent.pool import Job
-from gradwire.agent.sections import MAKE_IT_ELSEWHERE
+from gradwire.agent.sections import MAKE_IT_ELSEWHERE, check_outside
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
+from gradwire.threads import taking
 from gradwire.transport.base import Channel, Reentered
 from gradwire.wire.frame import IS_ANSWER, Frame
 
@@ -53,7 +54,6 @@ _LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 2
 _READS_OF_BUSY_LINE = 8
 """From one look to the next."""
-_AT_ONCE = (False,)
 _LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
 """Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
@@ -73,6 +73,7 @@ class Line:
     def __init__(self, worker: WorkerId, channel: Channel, lines: Lines) -> None:
         self.worker, self.channel, self.lines = worker, channel, lines
         self.role = threading.Lock()
+        self.taking: Iterator[bool] = taking(self.role)
         self.waiting: list[Done] = []
         """what threads wait for that comes by this line"""
         self.reads = self.seen = channel.taken
@@ -193,32 +194,26 @@ class Lines:
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Until `done`: read the channel for a while if nobody does, else `block`."""
         line = self._lines.get(channel) if channel is not None else None
-        duty = threads.mine.duty
+        held, duty = _mine.reads, threads.mine.duty
         undo = duty.hand_over(line) if duty is not None else None
+        if line is not None:
+            line.waiting.append(done)
         try:
-            self._wait_for(line, done, block)
-        finally:
-            if undo is not None:
-                undo()
-
-    def _wait_for(self, line: Line | None, done: Done, block: Callable[[], object]) -> None:
-        held = _mine.reads
-        if line is None:
-            self._wait_longer(line, held, done, block)
-            return
-        line.waiting.append(done)
-        try:
-            if held is None:
+            if held is None and line is not None:
                 self._maybe_read_for(line, done)
             if not done():
                 self._wait_longer(line, held, done, block)
         finally:
-            line.waiting.remove(done)
+            if line is not None:
+                line.waiting.remove(done)
+            if undo is not None:
+                undo()
 
     def _wait_longer(
         self, line: Line | None, held: Line | None, done: Done, block: Callable[[], object]
     ) -> None:
         """What this thread interrupts may be sending: meanwhile others must be able to."""
+        check_outside("a wait")
         every = [channel for lines in tuple(_of_process) for channel in tuple(lines._lines)]
         lent = [channel for channel in every if channel.lend_turn()]
         try:
@@ -269,10 +264,10 @@ class Lines:
 
     def _maybe_read_for(self, line: Line, done: Done) -> None:
         """If nobody else reads, until `done` or for a while."""
-        mine, taking = _mine, map(line.role.acquire, _AT_ONCE)
-        has_role = False
+        mine, has_role = _mine, False
         try:
-            (has_role,) = taking
+            for has_role in line.taking:  # noqa: B007
+                break
             if not has_role:  # one step
                 return
             mine.reads = line  # one step
@@ -325,7 +320,8 @@ class Lines:
         mine = _mine
         mine.reads = None  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
-            (has_role,) = map(line.role.acquire, _AT_ONCE)
+            for has_role in line.taking:  # noqa: B007
+                break
             if not has_role:
                 if not self._park(line):
                     return
@@ -474,7 +470,8 @@ class Lines:
     def _take(self, line: Line) -> bool:
         """What has come while nobody read."""
         mine = _mine
-        (has_role,) = map(line.role.acquire, _AT_ONCE)
+        for has_role in line.taking:  # noqa: B007
+            break
         if not has_role:
             return False
         mine.reads = line

@@ -34,12 +34,7 @@ class _Mine(threading.local):
     """whose job it runs"""
 
 
-_mine = _Mine()
-
-
-def pool_of_thread() -> ElasticPool | None:
-    """The pool whose job the calling thread runs, if there is one. hot: each wait"""
-    return _mine.pool
+mine = _Mine()
 
 
 @final
@@ -50,7 +45,7 @@ class ElasticPool:
 
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
-        self._limit = limit
+        self.limit = limit
         self.lock = threading.RLock()  # a finalizer that runs inside it may submit
         self._changed = threading.Condition(self.lock)
         self._jobs: deque[Job] = deque()
@@ -84,7 +79,7 @@ class ElasticPool:
 
     def has_room(self) -> bool:
         """Whether one more may begin at once."""
-        limit = self._limit
+        limit = self.limit
         is_full = limit is not None and self._busy + len(self._guests) >= limit
         return not (is_full or self._closed or self._jobs)
 
@@ -93,7 +88,7 @@ class ElasticPool:
 
         hot: every short request
         """
-        guests, mine = self._guests, _mine
+        guests = self._guests
         guests.append(job)
         mine.pool = self
         try:
@@ -110,7 +105,7 @@ class ElasticPool:
     @property
     def runs_this_thread(self) -> bool:
         """Whether the calling thread is one of ours, in a job."""
-        return _mine.pool is self
+        return mine.pool is self
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside the block this thread does not count, if it is one of ours."""
@@ -151,8 +146,8 @@ class ElasticPool:
     def _start_one_if_needed(self) -> None:
         """With the lock held: let a queued job begin, if there is room."""
         room = len(self._jobs)
-        if self._limit is not None:
-            room = min(room, self._limit - self._busy - len(self._guests))
+        if self.limit is not None:
+            room = min(room, self.limit - self._busy - len(self._guests))
         if room <= 0:
             return
         if self._idle >= room:
@@ -176,31 +171,31 @@ class ElasticPool:
             self._idle += 1
 
     def _loop(self) -> None:
-        mine = threads.mine
+        duties = threads.mine
         while True:
             with self._changed:
                 job = self._maybe_next()
                 self._idle -= 1
-                mine.duty = None
+                duties.duty = None
                 if job is None:
                     self._threads.discard(threading.current_thread())
                     return
                 self._busy += 1
-            _mine.pool = self
+            mine.pool = self
             try:
                 job()
             except BaseException:  # the thread and its place in the count outlive any job
                 _log.exception("%s: a job failed", self._name)
-            _mine.pool = None
+            mine.pool = None
             del job  # or it would keep what it holds alive while this thread is idle
             with self._changed:
                 self._busy -= 1
                 self._idle += 1
-                mine.duty = self
+                duties.duty = self
                 self._start_one_if_needed()
 
     def _may_begin(self) -> bool:
-        return self._limit is None or self._busy + len(self._guests) < self._limit
+        return self.limit is None or self._busy + len(self._guests) < self.limit
 
     def _maybe_next(self) -> Job | None:
         """With the lock held: wait for a job and room to run it; None to end the thread."""

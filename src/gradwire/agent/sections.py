@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import call
 from typing import Any, cast, final
 from weakref import WeakSet
 
@@ -43,25 +44,24 @@ class Sections:
         """In a forked process: threads that it does not have may have held them."""
         renew_after_fork(*self._locks)
 
-    def check_outside(self, what: str) -> None:
-        """UsageError if the calling thread has a lock, or may not wait for another reason.
 
-        hot: each request and each wait
-        """
-        duty = mine.duty
-        if duty is not None and not duty.may_wait:
-            raise UsageError(
-                f"{what} was asked for by a finalizer or a signal handler on a thread of "
-                f"{self._name} that others need",
-                hint=MAKE_IT_ELSEWHERE,
-            )
-        for is_inside in _is_inside:
-            if is_inside():
-                raise UsageError(
-                    f"{what} was asked for by a finalizer or a signal handler which interrupts "
-                    f"{_owner_of(is_inside)} while it holds a lock",
-                    hint=MAKE_IT_ELSEWHERE,
-                )
+def check_outside(what: str) -> None:
+    """UsageError if the calling thread has a lock, or may not wait for another reason.
+
+    hot: each request, and each wait that lasts
+    """
+    duty = mine.duty
+    if duty is not None and not duty.may_wait:
+        raise UsageError(
+            f"{what} was asked for by a finalizer or a signal handler on a thread that others need",
+            hint=MAKE_IT_ELSEWHERE,
+        )
+    if any(map(call, _is_inside)):  # without a step of the interpreter for each
+        raise UsageError(
+            f"{what} was asked for by a finalizer or a signal handler which interrupts "
+            f"{_who_is_inside()} while it holds a lock",
+            hint=MAKE_IT_ELSEWHERE,
+        )
 
 
 def _look_at_all() -> None:
@@ -69,6 +69,11 @@ def _look_at_all() -> None:
     _is_inside = tuple(cast(Any, lock)._is_owned for each in list(_alive) for lock in each._locks)
 
 
-def _owner_of(is_inside: Callable[[], bool]) -> str:
-    lock = cast(Any, is_inside).__self__
-    return next((each._name for each in list(_alive) if lock in each._locks), "a worker")
+def _who_is_inside() -> str:
+    """The worker whose lock this thread has."""
+    inside = (
+        each._name
+        for each in list(_alive)
+        if any(cast(Any, lock)._is_owned() for lock in each._locks)
+    )
+    return next(inside, "a worker")

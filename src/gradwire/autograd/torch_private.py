@@ -73,7 +73,7 @@ _keep_graph = cast(
 )
 
 
-_is_functorch = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
+is_inside_transform = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
 _unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
 _is_wrapped = cast(
     Callable[[torch.Tensor], bool], _find("torch._C._functorch.is_functorch_wrapped_tensor")
@@ -130,7 +130,7 @@ def run_engine(
 
     hot: these take longer than a small run
     """
-    if _is_functorch():
+    if is_inside_transform():
         torch.autograd.backward(roots)  # says that it cannot be used there
     _execution_engine.run_backward(
         roots,
@@ -145,7 +145,7 @@ def run_engine(
 
 def is_transformed() -> bool:
     """Whether the code around is inside vmap, grad or another of torch.func."""
-    return _is_functorch()
+    return is_inside_transform()
 
 
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
@@ -208,12 +208,7 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The place of the first that a transform of torch.func has made, if one is under way.
-
-    hot: every message with tensors
-    """
-    if not _is_functorch():
-        return None
+    """The place of the first that a transform of torch.func has made, if one has."""
     wrapped = map(_is_wrapped, tensors)
     return next((n for n, is_wrapped in enumerate(wrapped) if is_wrapped), None)
 
@@ -243,7 +238,7 @@ def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(first: object, *tensors: torch.Tensor) -> Any:  # noqa: ANN401
-        if _is_functorch():
+        if is_inside_transform():
             return cast(Any, function).apply(first, *tensors)
         return at_once(first, *map(_unwrap_if_dead, tensors))
 

@@ -199,7 +199,9 @@ def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
             f"function should be callable. A {type(func).__name__} is not",
             hint="pass the function itself, and its arguments as args=(...)",
         )
-    return Target(name_of(func), positional(args), {} if kwargs is None else keywords(kwargs))
+    if type(args) is not tuple:
+        args = positional(args)
+    return Target(name_of(func), args, {} if kwargs is None else keywords(kwargs))
 
 
 def _here() -> Worker:

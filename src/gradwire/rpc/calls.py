@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.deadlines import extent
+from gradwire.agent.deadlines import OUTERMOST, Cut, extent_of
 from gradwire.agent.failure import fresh
 from gradwire.agent.promise import Promise
-from gradwire.autograd.anomaly import current_mode
+from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
@@ -30,11 +30,11 @@ from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.holds_state import Hold
 from gradwire.rpc.manner import Manner, Translated
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
-from gradwire.rpc.parcels import Packed, Parcels, Unpacked, warn_if_cut
+from gradwire.rpc.parcels import Packed, Parcels, Unpacked, cut_tensors
 from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.refs import Refs
-from gradwire.rpc.scope import callee_modes, current_errand
-from gradwire.rpc.sessions import Asked, current_session, waiting
+from gradwire.rpc.scope import current_due, current_errand
+from gradwire.rpc.sessions import Asked, Session, waiting
 from gradwire.rpc.target import Created, Sent, Target, spoken, spoken_on
 from gradwire.rpc.window import Window
 from gradwire.wire.message import Message
@@ -239,7 +239,8 @@ class Calls:
         keep: Kept | None = None,
     ) -> Sent:
         """When its answer has come, it has to leave the window."""
-        asked = None if (now := current_session()) is None else now.calling((to, target.name))
+        _, errand, session = current_due()
+        asked = None if session is None else cast(Session, session).calling((to, target.name))
         draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
@@ -248,11 +249,20 @@ class Calls:
         try:
             grad = torch.is_grad_enabled()
             if grad and (parcel.tensors or packed.copies):
-                warn_if_cut(packed, what, partial(self._agent.directory.name, to))
+                cut = cut_tensors(parcel.tensors, parcel.crossings)
+                if cut or packed.copies:
+                    callee = self._agent.directory.name(to)
+                    warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             seconds = deadline - self._agent.clock.now()
-            grad, inference, anomaly = callee_modes(grad, carried=self._carries_modes)
-            more = (seconds, keep, draws, anomaly, *extent(deadline))
+            inference = False
+            if not self._carries_modes:
+                grad = True
+            elif torch.is_inference_mode_enabled():
+                inference = True
+            anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
+            extent = extent_of(deadline) if type(deadline) is Cut else OUTERMOST
+            more = (seconds, keep, draws, anomaly, *extent)
             call, promise = self._agent.request(
                 to,
                 Call(target.name, parcel, context, grad, inference, *more),
@@ -260,7 +270,7 @@ class Calls:
                 deadline=deadline,
                 what=what,
                 phase="call" if context is None else "forward",
-                errand=current_errand(),
+                errand=errand,
                 tells=keep is None and not self._manner.runs_what_is_late,
             )
         except BaseException:

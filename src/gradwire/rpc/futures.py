@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, final
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast, final
 
 import torch
 from msgspec.structs import replace
@@ -31,7 +31,8 @@ from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.parcels import Unpacked
-from gradwire.rpc.sessions import current_session
+from gradwire.rpc.scope import current_due
+from gradwire.rpc.sessions import Session
 
 INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
@@ -189,12 +190,12 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
-        promise, session = self._promise, current_session()
-        if session is not None:
-            with session.waiting():  # also if it is there: the waits of a checkpoint are counted
-                self._await()
-        elif not promise.settled:
+        session = current_due()[2]
+        if session is None:
             self._await()
+        else:
+            with cast(Session, session).waiting():  # also if it is there: these waits are counted
+                self._await()
         self._complete()
         return self._landing.value()
 

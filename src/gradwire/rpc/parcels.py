@@ -8,7 +8,7 @@ Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import msgspec
@@ -18,10 +18,13 @@ from torch import Tensor
 from gradwire.agent.unserved import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
-from gradwire.autograd.torch_private import has_tangent, wrapped_by_transform
+from gradwire.autograd.torch_private import (
+    has_tangent,
+    is_inside_transform,
+    wrapped_by_transform,
+)
 from gradwire.errors import BadMessage, CannotTravel
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import Parcel, Reference
 from gradwire.rpc.payload import Codec, Unopened
 from gradwire.rpc.pickled import PickleCodec
@@ -113,7 +116,8 @@ class Parcels:
     ) -> Packed:
         if not tensors:
             return Packed(Parcel(data, [], [], references), (), context)
-        refuse_transformed(tensors)
+        if is_inside_transform():
+            refuse_transformed(tensors)
         if has_tangent(tensors):
             raise CannotTravel(
                 "a tensor with a forward-mode tangent, which does not cross workers",
@@ -211,13 +215,6 @@ def refuse_transformed(tensors: Sequence[Tensor]) -> None:
             place=f"tensors[{wrapped}]",
             hint="use the transform inside the function that is called, not around the call",
         )
-
-
-def warn_if_cut(packed: Packed, what: str, callee: Callable[[], str]) -> None:
-    """Warn of tensors among the arguments of `what` that lose their graph on the way."""
-    cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
-    if cut or packed.copies:
-        warn_of_cut(len(cut), f"the arguments of {what} on {callee()}", packed.copies)
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:

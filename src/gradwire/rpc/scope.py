@@ -10,11 +10,8 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 
-import torch
-
 from gradwire.agent.deadlines import nested
 from gradwire.agent.errands import Source
-from gradwire.autograd.anomaly import current_mode
 from gradwire.errors import CallTimeout, Cancelled, UsageError
 from gradwire.options import DEFAULT, FOREVER, Timeout
 
@@ -40,11 +37,8 @@ was_due: Callable[[Token[Due]], None] = _due.reset
 """as it was before"""
 
 
-def callee_modes(grad: bool, *, carried: bool) -> tuple[bool, bool, int]:
-    """The grad, inference and anomaly mode in which a callee runs. hot: every call"""
-    if carried:
-        return grad, torch.is_inference_mode_enabled(), current_mode()
-    return True, False, current_mode()
+current_due: Callable[[], Due] = _due.get
+"""All of it at once. hot: each call, so it is no function of Python's"""
 
 
 def current_errand() -> Source | None:

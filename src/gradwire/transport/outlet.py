@@ -23,6 +23,7 @@ from typing import Final, TypeAlias, final
 
 from gradwire import threads
 from gradwire.errors import GradwireError, PeerLost, UsageError
+from gradwire.threads import taking
 from gradwire.transport.base import unread_by_deadline
 from gradwire.transport.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.shared import Ancillary, SharedMemory
@@ -42,7 +43,6 @@ _LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
-_NOW: Final = (False,)
 
 Unsent: TypeAlias = "bytes | list[Buffer]"
 
@@ -66,6 +66,7 @@ class Outlet:
         self._remote, self._stall, self._flags = remote, stall, flags
         self._shared = shared
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
+        self._taking = taking(sending)
         self._sender = 0
         """the thread that has the turn to send"""
         self._unsent: Unsent | None = None
@@ -85,7 +86,8 @@ class Outlet:
             self._send_large(frame, deadline)
             return
         me = get_ident()
-        (has_turn,) = map(self._sending.acquire, _NOW)
+        for has_turn in self._taking:  # noqa: B007
+            break
         if has_turn:
             self._sender = me
         elif not self._wait_for_turn(deadline, me):
