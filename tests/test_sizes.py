@@ -12,7 +12,7 @@ from docs.generate.size import lines_of_code
 
 ROOT = Path(__file__).parents[1] / "src" / "gradwire"
 MOST_IN_A_FUNCTION = 40
-MOST_IN_A_MODULE = 300
+MOST_IN_A_MODULE = 350
 
 LARGE_FUNCTIONS: dict[str, str] = {}  # "path:function": the reason
 LARGE_MODULES: dict[str, str] = {  # "path": the reason

@@ -16,6 +16,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, final
 
@@ -86,6 +87,16 @@ class _Collector:
 
 
 _collector = _Collector()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """The collector interrupts no thread inside the block, which has to be short."""
+    _collector.pause()
+    try:
+        yield
+    finally:
+        _collector.go_on()
 
 
 @final

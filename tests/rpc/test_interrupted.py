@@ -251,6 +251,7 @@ PLAIN_LOCKS = {
     "agent/agent.py": 1,  # taken without waiting
     "agent/promise.py": 2,  # made to be waited for
     "rpc/futures.py": 1,  # taken without waiting
+    "threads.py": 1,  # only a type
     "rpc/streams.py": 1,  # waited for ten seconds at most, then done without
 }
 
@@ -277,3 +278,17 @@ def test_where_no_calls_are_promised_there_are_none():
                 assert not made & set(inside), f"{path}:{node.lineno}"
                 checked += 1
     assert checked == 6
+
+
+def test_a_call_while_python_starts_or_ends_a_thread_is_refused(workers):
+    """No other thread can be started then, and to wait may need one."""
+    with threading._active_limbo_lock, pytest.raises(gw.UsageError, match="interrupts Python"):
+        workers[0].run(gw.rpc_sync, "w1", double, args=(1,))
+
+    assert workers[0].run(gw.rpc_sync, "w1", double, args=(1,)) == 2
+
+
+def test_a_call_while_a_lock_of_another_worker_is_held_is_refused(workers):
+    """A finalizer of one may interrupt a thread of the other, in one process."""
+    with workers[1].worker.agent.directory.lock, pytest.raises(gw.UsageError, match="w1"):
+        workers[0].run(gw.rpc_sync, "w1", double, args=(1,))

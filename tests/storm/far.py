@@ -149,6 +149,7 @@ COMMANDS = {c.__name__: c for c in (join, episode, leftovers, leave, remains)}
 
 def main() -> None:
     answers = int(sys.argv[1])
+    sys.unraisablehook = forks.unraisable
     warnings.simplefilter("ignore")  # a finalizer may use what its context has forgotten
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True)

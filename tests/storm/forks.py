@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
-from types import FrameType
 
 import gradwire
 from tests.storm.notes import NOTES
@@ -34,15 +33,24 @@ def check_original() -> None:
         os._exit(3)
 
 
-def fork(chance: random.Random, frame: FrameType | None = None) -> None:
+def unraisable(what: object) -> None:
+    """Python drops what a finalizer or the callback of a weak reference raises: leave all the same.
+
+    What finalizers raise in a forked child is said, and dropped.
+    """
+    if not is_original() and what.exc_type is SystemExit:
+        os._exit(0)
+    sys.__unraisablehook__(what)
+
+
+def fork(chance: random.Random) -> None:
     """Make a child that does one of these deeds; return in the parent alone.
 
-    Python drops a SystemExit that a finalizer or the callback of a weak reference raises, and
-    ends only its thread by one elsewhere.
+    A SystemExit ends only its thread, unless that is the main one.
     """
     deed = chance.choice(DEEDS)
     is_main = threading.current_thread() is threading.main_thread()
-    if "exit" in deed and (not is_main or _is_in_a_finalizer(frame)):
+    if "exit" in deed and not is_main:
         deed = "shutdown"
     pid = os.fork()
     if pid:
@@ -58,14 +66,6 @@ def fork(chance: random.Random, frame: FrameType | None = None) -> None:
         os.write(2, f"{os.getpid()} leaves from {''.join(traceback.format_stack())}".encode())
         sys.exit(0)  # through whatever this thread was doing
     os._exit(0)
-
-
-def _is_in_a_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_came_back"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def reap(*, wait: bool) -> None:

@@ -59,7 +59,7 @@ def _handler(chance: random.Random, forking: random.Random | None):
         _mood["inside"] = True
         try:
             if forking is not None and forking.random() < 0.02 and not _may_not_fork(frame):
-                forks.fork(forking, frame)
+                forks.fork(forking)
             else:
                 me = gradwire.get_worker_info().name
                 _say(chance.choice([name for name in rounds.WEIGHTS if name != me]), None)

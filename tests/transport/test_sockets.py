@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
 from gradwire.testing.background import Background, raised
+from gradwire.transport import intake
 from gradwire.transport.blocks import BlockPool
 from gradwire.transport.listener import SocketListener
 from gradwire.transport.sockets import SocketChannel
@@ -621,3 +622,32 @@ def test_a_connection_that_cannot_be_wrapped_is_dropped_and_the_next_one_taken()
     assert repr(listener) == "<SocketListener on tcp://there:1: open>"
     for each in (first, second, accepted, listener):
         each.close()
+
+
+def test_a_prefix_that_an_inner_read_has_taken_is_not_judged(pair, monkeypatch):
+    """An interrupt just before it is looked at reads it, and reads over it."""
+    ours, theirs = pair
+    channel = as_channel(ours)
+    first, second = BYTES, BYTES + BYTES
+    theirs.sendall(first[: len(BYTES) - 3])
+    decode, inner = intake.decode_prefix, []
+
+    def interrupted(*args):
+        if not inner:
+            inner.append(None)
+            theirs.sendall(first[len(BYTES) - 3 :])
+            inner.append(channel.recv())
+            channel._intake._ahead[:64] = bytes(64)
+        return decode(*args)
+
+    monkeypatch.setattr(intake, "decode_prefix", interrupted)
+    waker = threading.Thread(target=lambda: (inner_is_there(inner), theirs.sendall(second)))
+    waker.start()
+    outer = channel.recv()
+    waker.join()
+
+    assert bytes(inner[1].payload[0]) == bytes(outer.payload[0]) == b"payload"
+
+
+def inner_is_there(inner):
+    assert eventually(lambda: len(inner) == 2)

@@ -165,9 +165,10 @@ class Lines:
             if self not in _of_process:
                 self._spawn_keeper()
             _of_process[self] = None
-        line = self._lines[channel] = Line(worker, channel, self)
-        line.readers.append(None)
-        self._spawn(f"read {name}", lambda: self._read(line, name), line)
+        with threads.undisturbed():  # a finalizer here would wait, and nobody read this channel
+            line = self._lines[channel] = Line(worker, channel, self)
+            line.readers.append(None)
+            self._spawn(f"read {name}", lambda: self._read(line, name), line)
 
     def all(self) -> list[Line]:
         """Every one that is open."""
@@ -267,7 +268,7 @@ class Lines:
         mine, has_role = _mine, False
         try:
             for has_role in line.taking:  # noqa: B007
-                break
+                break  # one step
             if not has_role:  # one step
                 return
             mine.reads = line  # one step
@@ -321,7 +322,7 @@ class Lines:
         mine.reads = None  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
             for has_role in line.taking:  # noqa: B007
-                break
+                break  # one step
             if not has_role:
                 if not self._park(line):
                     return
@@ -471,7 +472,7 @@ class Lines:
         """What has come while nobody read."""
         mine = _mine
         for has_role in line.taking:  # noqa: B007
-            break
+            break  # one step
         if not has_role:
             return False
         mine.reads = line

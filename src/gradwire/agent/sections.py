@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from operator import call
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 from weakref import WeakSet
 
 from gradwire.errors import UsageError
@@ -64,9 +64,17 @@ def check_outside(what: str) -> None:
         )
 
 
+_of_python: Final = getattr(threading, "_active_limbo_lock", None)
+"""What Python holds while it starts or ends a thread; no other thread can be started then, and to
+wait may need one. It is private: where it is not there, or no RLock, such a wait is not refused."""
+
+
 def _look_at_all() -> None:
     global _is_inside  # one slot, changed as a whole when a worker opens
-    _is_inside = tuple(cast(Any, lock)._is_owned for each in list(_alive) for lock in each._locks)
+    locks = [lock for each in list(_alive) for lock in each._locks]
+    if _of_python is not None and hasattr(_of_python, "_is_owned"):
+        locks.append(_of_python)
+    _is_inside = tuple(cast(Any, lock)._is_owned for lock in locks)
 
 
 def _who_is_inside() -> str:
@@ -76,4 +84,4 @@ def _who_is_inside() -> str:
         for each in list(_alive)
         if any(cast(Any, lock)._is_owned() for lock in each._locks)
     )
-    return next(inside, "a worker")
+    return next(inside, "Python")

@@ -249,23 +249,16 @@ class Calls:
         try:
             grad = torch.is_grad_enabled()
             if grad and (parcel.tensors or packed.copies):
-                cut = cut_tensors(parcel.tensors, parcel.crossings)
-                if cut or packed.copies:
-                    callee = self._agent.directory.name(to)
-                    warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
+                self._warn_if_cut(packed, what, to)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
-            seconds = deadline - self._agent.clock.now()
-            inference = False
-            if not self._carries_modes:
-                grad = True
-            elif torch.is_inference_mode_enabled():
-                inference = True
+            carries = self._carries_modes
+            inference = carries and torch.is_inference_mode_enabled()
             anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
             extent = extent_of(deadline) if type(deadline) is Cut else OUTERMOST
-            more = (seconds, keep, draws, anomaly, *extent)
+            more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad, inference, *more),
+                Call(target.name, parcel, context, grad or not carries, inference, *more),
                 packed.payload,
                 deadline=deadline,
                 what=what,
@@ -276,9 +269,14 @@ class Calls:
         except BaseException:
             self._not_sent(to, size if counted else 0, packed, asked)
             raise
-        return Sent(
-            call, promise, size, None if asked is None else asked.sent(promise, self._agent)
-        )
+        answer = None if asked is None else asked.sent(promise, self._agent)
+        return Sent(call, promise, size, answer)
+
+    def _warn_if_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
+        cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
+        if cut or packed.copies:
+            callee = self._agent.directory.name(to)
+            warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
 
     def _not_sent(self, to: WorkerId, size: int, packed: Packed, asked: Asked | None) -> None:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""

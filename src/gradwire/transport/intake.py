@@ -276,7 +276,12 @@ class Intake:
         turn = self._turn
         if not self._fill(PREFIX.size, turn):
             return None
-        prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
+        try:
+            prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
+        except BadMessage:
+            if self._turn != turn:  # an inner read has taken it, and read over it
+                return None
+            raise
         flags, length, head_length = prefix.flags, prefix.payload_length, prefix.head_length
         # A head that does not fit is read like a payload, into memory of its own.
         large = bytearray(head_length if head_length > _LARGEST_HEAD else 0)
