@@ -516,3 +516,31 @@ def test_nothing_is_left_of_runs_and_leaves(workers):
     gc.collect()
     begin_anew()
     assert eventually(lambda: gc.collect() is not None and ledger._by_run == {})
+
+
+def checkpointed_a(x):
+    return checkpoint(times_a, x, use_reentrant=True, preserve_rng_state=False)
+
+
+def again_on_w2(x):
+    return again(lambda y: call("w2", checkpointed_a, y), x, "tensor")
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["begun here", "begun there"])
+@pytest.mark.parametrize("is_local", [True, False], ids=["one process", "workers"])
+def test_a_checkpoint_behind_a_backward_inside_of_grad_is_refused(workers, is_local, there):
+    """It would add to a leaf that was not asked for; torch refuses it where it can see it."""
+
+    def program():
+        with gw.context():
+            x = leaf()
+            y = call("w1", again_on_w2, x) if there else again_on_w2(x)
+            with pytest.raises(RuntimeError, match="checkpoint is incompatible with"):
+                torch.autograd.grad(y.sum(), [x])
+
+    LOCAL[0] = is_local
+    try:
+        workers[0].run(program)
+    finally:
+        LOCAL[0] = False
+    assert WEIGHTS["a"].grad is None

@@ -27,7 +27,7 @@ from gradwire.testing import cluster
 from gradwire.testing.processes import process_cluster
 from tests.oracle import dice
 from tests.oracle.check import SECONDS, Checker, exposed
-from tests.oracle.programs import DRAWN, KINDS, features_of
+from tests.oracle.programs import KINDS, features_of
 
 SHARE = 250
 """programs of one process"""
@@ -43,7 +43,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--stacks", type=float, default=0.0, help="print those of all threads after so many seconds"
     )
-    parser.add_argument("--kinds", default=",".join(DRAWN), help="all, or of: " + ", ".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(KINDS), help="all, or of: " + ", ".join(KINDS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="a program may take")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--share", action="store_true", help=argparse.SUPPRESS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from tests.oracle import interpreter, outcome, state, unusual
 from tests.oracle.compare import EXACT, difference
 from tests.oracle.outcome import Outcome
-from tests.oracle.programs import DRAWN, Program, draw, features_of
+from tests.oracle.programs import KINDS, Program, draw, features_of
 
 SECONDS = 60.0
 """A program that takes longer hangs: all it waits for has a shorter deadline."""
@@ -37,7 +37,7 @@ class Checker:
         on_w0: Callable,
         *,
         together: bool = False,
-        kinds: Collection[str] = DRAWN,
+        kinds: Collection[str] = KINDS,
         seconds: float = SECONDS,
     ) -> None:
         self._on_w0, self._together = on_w0, together

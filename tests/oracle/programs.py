@@ -17,10 +17,6 @@ Block = list
 
 KINDS = ["threads", "finalizers", "inner backwards", "failed passes", "inputs", "draws"]
 """Groups of steps and modes that can be left out of what is drawn."""
-DRAWN = [kind for kind in KINDS if kind != "finalizers"]
-"""Those that are drawn unless it is said otherwise. Of the programs with finalizers that call while
-the collector runs all the time, a few in a hundred end in a refusal or a timeout.
-"""
 
 MODES = [
     "backward",
@@ -140,7 +136,7 @@ class Program:
         return f"seed {self.seed}: {self.mode} on {self.workers} workers"
 
 
-def draw(seed: int, kinds: Collection[str] = DRAWN) -> Program:
+def draw(seed: int, kinds: Collection[str] = KINDS) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
     modes = [mode for mode in MODES if KIND_OF_MODE.get(mode) in (None, *kinds)]

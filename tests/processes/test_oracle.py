@@ -8,7 +8,7 @@ from gradwire import Options, Timeouts
 from gradwire.testing.processes import process_cluster
 from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
-from tests.oracle.programs import DRAWN, features_of
+from tests.oracle.programs import KINDS, features_of
 
 FIRST, PROGRAMS = 30_000, 32
 
@@ -22,7 +22,7 @@ def test_random_programs_over_processes_are_as_in_one_process():
         failures = [checker.failure(seed) for seed in range(FIRST, FIRST + PROGRAMS)]
 
     assert [failure for failure in failures if failure is not None] == []
-    modes = {feature for feature in features_of(DRAWN) if feature.startswith("mode: ")}
+    modes = {feature for feature in features_of(KINDS) if feature.startswith("mode: ")}
     assert modes <= set(checker.features)
     assert PROGRAMS - checker.skipped >= 25
     assert outcome.STATES == {}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.storm.hazards import KINDS
 from tests.storm.storm import Storm
-
-HAZARDS = ("forks", "threads")
-"""`make storm` has finalizers, timers and signals, too."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 def test_calls_from_anywhere_are_exact_in_time_and_leave_nothing():
-    with Storm(seed=3, kinds=HAZARDS) as storm:
+    with Storm(seed=3, kinds=KINDS) as storm:
         for _ in range(4):
             storm.episode(1.0)
         storm.end()

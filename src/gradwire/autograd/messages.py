@@ -56,6 +56,8 @@ class Start(Message, frozen=True, tag=0x20):
     """the first gradients of the pass, if they are for the receiver: their edge is settled"""
     anomaly: int = 0
     """the root's anomaly mode; see anomaly.py"""
+    checkpoints: bool = True
+    """whether reentrant checkpoints may run: not in a pass that is a part of grad()"""
 
 
 class RunDone(Message, frozen=True, tag=0x22):

@@ -158,7 +158,8 @@ class Root:
         if mine:
             owners.remove(self._me)
         anomaly = current_mode()
-        plan = Plan(edges, needed, destination, retain_graph, create_graph, owners, anomaly)
+        modes = (anomaly, run.lets_checkpoints_run())
+        plan = Plan(edges, needed, destination, retain_graph, create_graph, owners, *modes)
         running = self._passes.begin(context, current_run(), plan, timeout)
         when_run_ends(_Finish(self, running))
         running.mine = mine if needed is None else mine & needed
@@ -338,4 +339,5 @@ def _start(
         seconds,
         first,
         plan.anomaly,
+        plan.checkpoints,
     )

@@ -21,6 +21,9 @@ from gradwire.autograd.torch_private import (
     when_run_ends,
     will_execute,
 )
+from gradwire.autograd.torch_private import (
+    lets_checkpoints_run as torch_lets_checkpoints_run,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -43,13 +46,16 @@ def accumulate(
     retain_graph: bool,
     create_graph: bool = False,
     span: AbstractContextManager[object] | None = None,
+    checkpoints: bool = True,
 ) -> None:
     """Run from these roots to every leaf they reach, keeping the books in the ledger.
 
-    Without `gradients` the roots are tokens.
+    Without `gradients` the roots are tokens. What is begun inside knows whether `checkpoints` may
+    run there.
     """
     begin = partial(_enter_among, landmarks, ledger, enter)
     watched = ledger.watch(landmarks.accumulators)
+    refused, _entrance.refuses_checkpoints = _entrance.refuses_checkpoints, not checkpoints
     try:
         if gradients is None:
             _entrance.next = begin
@@ -59,7 +65,13 @@ def accumulate(
             roots, gradients = (*roots, _entrance.way_in), (*gradients, _ONE)
         _run(roots, gradients, None, retain_graph, create_graph, span)
     finally:
+        _entrance.refuses_checkpoints = refused
         ledger.unwatch(watched)
+
+
+def lets_checkpoints_run() -> bool:
+    """Whether a reentrant checkpoint may run in a pass that this code begins."""
+    return not _entrance.refuses_checkpoints and torch_lets_checkpoints_run()
 
 
 def _enter_among(landmarks: Landmarks, ledger: Ledger, enter: Enter) -> None:
@@ -167,6 +179,7 @@ class _Entrance(threading.local):
         self.bell = _Bell()
         self.next: Enter | None = None
         """what the first Send of a run calls"""
+        self.refuses_checkpoints = False
         with torch.inference_mode(False), torch.enable_grad():
             self.way_in = torch.zeros((), requires_grad=True)
             self.token = self.way_in.view(())

@@ -48,6 +48,8 @@ class Plan(msgspec.Struct, frozen=True):
     asked: Sequence[WorkerId]
     """the workers that are told"""
     anomaly: int = 0
+    checkpoints: bool = True
+    """whether reentrant checkpoints may run"""
 
 
 NO_STOPS: frozenset[EdgeId] = frozenset()

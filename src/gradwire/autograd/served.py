@@ -57,6 +57,12 @@ _REFUSALS = 3
 _ASK_AGAIN_SECONDS = 0.05
 
 
+_NO_CHECKPOINTS = (
+    "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
+    "`inputs` parameter to .backward(), and with a backward inside of these"
+)
+
+
 @final
 class Served:
     """Serves Start and the end of a pass."""
@@ -201,6 +207,8 @@ class Served:
 
         def enter() -> None:
             self._passes.enter(running, ledger.run)
+            if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
+                raise RuntimeError(_NO_CHECKPOINTS)
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
                 leaves = sum(map(will_execute, counted))
@@ -226,6 +234,7 @@ class Served:
                 retain_graph=retain,
                 create_graph=create,
                 span=named,
+                checkpoints=start.checkpoints,
             )
         return None
 

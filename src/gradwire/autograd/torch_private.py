@@ -28,6 +28,7 @@ _NEEDED = (
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch.autograd.Variable._execution_engine.is_checkpoint_valid",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._sequence_nr",
@@ -282,3 +283,12 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 def _made_to_record() -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def lets_checkpoints_run() -> bool:
+    """Whether torch lets a reentrant checkpoint run inside of what this thread runs.
+
+    It does not inside of grad() and backward(inputs=…), nor in a backward inside of these: the
+    checkpoint would add to leaves that were not asked for.
+    """
+    return torch.autograd.Variable._execution_engine.is_checkpoint_valid()
