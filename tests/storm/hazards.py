@@ -81,8 +81,9 @@ def _may_not_fork(frame: FrameType | None) -> bool:
     """Whether Python itself cannot be forked here.
 
     A thread pool, logging or a thread that starts may have a lock that `os.fork` waits for or that
-    the child never gets, also in a fork that the signal interrupts. A child that leaves an event loop takes its file descriptors out of the
-    epoll that it shares with its parent, which then never wakes.
+    the child never gets, also in a fork that the signal interrupts. A child that leaves an event
+    loop takes its file descriptors out of the epoll that it shares with its parent, which then
+    never wakes.
     """
     while frame is not None:
         if any(part in frame.f_code.co_filename for part in _LOCKED):
