@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from tests.gates import GATES
 
 # The same examples every time, and no failure because a machine was busy.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from gradwire.rpc.manner import Manner
+from gradwire.rpc.behavior import Manner
 from gradwire.testing import cluster
 from gradwire.wire.message import kind_of
 

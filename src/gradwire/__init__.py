@@ -3,7 +3,7 @@
 import importlib
 import typing
 
-from gradwire.agent.directory import WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.api import backward, context, get_gradients
 from gradwire.errors import (
     BackwardTimeout,
@@ -31,7 +31,7 @@ from gradwire.errors import (
 )
 from gradwire.launch.run import run
 from gradwire.nn.remote_module import RemoteModule
-from gradwire.optim.clipping import clip_grad_norm_
+from gradwire.optim.clip import clip_grad_norm_
 from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts, Tls
 from gradwire.rpc.api import (
@@ -44,11 +44,11 @@ from gradwire.rpc.api import (
     rpc_sync,
     shutdown,
 )
-from gradwire.rpc.asynchronous import async_execution
-from gradwire.rpc.codecs import register_codec
-from gradwire.rpc.futures import Future
-from gradwire.rpc.registry import expose
-from gradwire.rpc.retrying import idempotent, retrying
+from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.codec.user_codecs import register_codec
+from gradwire.rpc.expose.async_execution import async_execution
+from gradwire.rpc.expose.registry import expose
+from gradwire.rpc.retry import idempotent, retrying
 from gradwire.rpc.rref import RRef
 
 if typing.TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.nn.functional import embedding_bag
 import gradwire
 from gradwire import GraphCutWarning
 from gradwire.compat import autograd as dist_autograd
-from gradwire.rpc.manner import Manner
+from gradwire.rpc.behavior import Manner
 from gradwire.testing import cluster
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually

@@ -10,11 +10,11 @@ from torch import nn
 
 from gradwire import context
 from gradwire.compat.rpc import api as rpc
+from gradwire.compat.rpc.behavior import TORCH
 from gradwire.compat.rpc.functions import async_execution
 from gradwire.compat.rpc.internal import PythonUDF, _InternalRPCPickler
-from gradwire.compat.rpc.manner import TORCH
 from gradwire.errors import CallTimeout, GraphCutWarning, UsageError
-from gradwire.rpc.pickled import dumps, loads
+from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.testing import cluster
 from tests.leftovers import eventually
 

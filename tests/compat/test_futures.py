@@ -10,7 +10,7 @@ import torch
 from gradwire.compat.futures import collect_all, wait_all
 from gradwire.compat.rpc import api as rpc
 from gradwire.compat.rpc import constants
-from gradwire.compat.rpc.manner import TORCH
+from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import DeadlinePassed
 from gradwire.testing import cluster
 from gradwire.testing.background import Background

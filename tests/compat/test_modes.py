@@ -14,7 +14,7 @@ from torch import nn
 
 from gradwire.compat import autograd as dist_autograd
 from gradwire.compat.rpc import api as rpc
-from gradwire.compat.rpc.manner import TORCH
+from gradwire.compat.rpc.behavior import TORCH
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 

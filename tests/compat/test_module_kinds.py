@@ -18,8 +18,8 @@ from torch import nn
 import gradwire
 from gradwire import NotExposed, context
 from gradwire.compat.rpc import api as rpc
-from gradwire.compat.rpc.manner import TORCH
-from gradwire.rpc.registry import Registry
+from gradwire.compat.rpc.behavior import TORCH
+from gradwire.rpc.expose.registry import Registry
 from gradwire.testing import cluster
 
 HERE = sys.modules[__name__]

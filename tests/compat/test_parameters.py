@@ -22,9 +22,9 @@ from torch import nn
 import gradwire
 from gradwire import GraphCutWarning, Options, context
 from gradwire.compat.rpc import api as rpc
+from gradwire.compat.rpc.behavior import TORCH
 from gradwire.compat.rpc.internal import _InternalRPCPickler
-from gradwire.compat.rpc.manner import TORCH
-from gradwire.rpc.pickled import PickleCodec
+from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 

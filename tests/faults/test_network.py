@@ -15,7 +15,7 @@ import torch
 
 import gradwire
 from gradwire import Options, Timeouts
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from gradwire.testing import network as networks
 from tests.kills import far as steps
 from tests.kills.loop import NAMES, WEIGHTS, expected

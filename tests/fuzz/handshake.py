@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradwire.agent.handshake_state import (
+from gradwire.agent.links.handshake_state import (
     HEAD_BYTES,
     MOST_BYTES,
     NONCE_BYTES,

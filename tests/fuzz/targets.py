@@ -24,14 +24,16 @@ import torch
 
 import gradwire
 from gradwire.agent import messages as agent_messages
-from gradwire.agent.calls_state import Pending
-from gradwire.agent.promise import Promise
+from gradwire.agent.requests.promise import Promise
+from gradwire.agent.requests.state import Pending
 from gradwire.autograd import messages as autograd_messages
 from gradwire.autograd.messages import Crossing, Forget, Gradients, PassEnded, RunDone, Start
 from gradwire.errors import BadMessage, CannotTravel, GradwireError, PeerLost
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc import messages as rpc_messages
+from gradwire.rpc.codec.codec import Codec
+from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import (
     Accept,
     BackwardFrom,
@@ -43,16 +45,14 @@ from gradwire.rpc.messages import (
     Parcel,
     Reference,
 )
-from gradwire.rpc.payload import Codec
-from gradwire.rpc.registry import Registry
 from gradwire.testing import cluster
-from gradwire.transport.blocks import BlockPool
-from gradwire.transport.shared import SharedMemory
-from gradwire.transport.sockets import SocketChannel
+from gradwire.transport.buffer_pool import BlockPool
+from gradwire.transport.shared_memory import SharedMemory
+from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.wire.frame import Frame, encode_prefix, sealed
-from gradwire.wire.header import TensorHeader
 from gradwire.wire.message import Kinds, Message, encode, kind_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
+from gradwire.wire.tensor_header import TensorHeader
 from tests.fuzz import exposed, handshake
 from tests.leftovers import eventually
 

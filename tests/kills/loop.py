@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradwire import Options, Timeouts
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from tests.kills import far
 from tests.leftovers import eventually
 from tests.mates import Gone, Mate, Raised

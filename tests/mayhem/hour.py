@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from gradwire import Options, Timeouts
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from gradwire.testing import faults
 from gradwire.testing.faults import Proxy, Way
 from tests.kills import far as steps

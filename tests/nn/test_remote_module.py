@@ -14,7 +14,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.errors import NotExposed, UnknownWorker, UsageError
-from gradwire.rpc import tags
+from gradwire.rpc.codec import tags
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.nn import models

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 
 import gradwire
 from gradwire.optim import torch_private
-from gradwire.optim.aside import kept_apart
+from gradwire.optim.step import kept_apart
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far

@@ -11,7 +11,7 @@ import torch
 import gradwire
 from gradwire.ids import RefId
 from gradwire.optim.messages import Commit, Prepare, maybe_plain
-from gradwire.optim.turns import StepId
+from gradwire.optim.parameter_locks import StepId
 from gradwire.testing import cluster
 from tests.optim import far
 

@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
+from gradwire.optim.host import stepped_here
+from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.shard import Shard
-from gradwire.optim.stepped import stepped_here
-from gradwire.optim.turns import StepId
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far

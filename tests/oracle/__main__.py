@@ -22,9 +22,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from gradwire import Options, Timeouts
-from gradwire.rpc.manner import Manner
+from gradwire.rpc.behavior import Manner
 from gradwire.testing import cluster
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.oracle import dice
 from tests.oracle.check import SECONDS, Checker, exposed
 from tests.oracle.programs import KINDS, features_of

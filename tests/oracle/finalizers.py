@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from gradwire.agent.sections import MAKE_IT_ELSEWHERE
+from gradwire.agent.held_locks import MAKE_IT_ELSEWHERE
 from gradwire.errors import UsageError
 from tests.oracle.state import State
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from gradwire import Options, Timeouts
-from gradwire.rpc.manner import Manner
+from gradwire.rpc.behavior import Manner
 from gradwire.testing import cluster
 from tests.oracle import dice
 from tests.oracle.check import Checker, exposed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradwire import Options, Timeouts
-from gradwire.testing.processes import Hosts, process_cluster
+from gradwire.testing.process_cluster import Hosts, process_cluster
 from tests.certificates import job
 from tests.processes import far
 

@@ -11,7 +11,7 @@ import torch
 import gradwire
 from gradwire.compat.rpc import api, world
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.joining import forget_meeting_place
+from gradwire.rpc.join import forget_meeting_place
 from tests.processes import far
 
 WORLD = 3

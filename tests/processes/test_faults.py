@@ -9,7 +9,7 @@ import gradwire
 from gradwire import BackwardTimeout, GradwireError, Options, PeerLost, RemoteError, Timeouts
 from gradwire.autograd.messages import Gradients
 from gradwire.testing import faults
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.faults import far
 from tests.leftovers import eventually
 

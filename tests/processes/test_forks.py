@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 
 _PROGRAM = """
 import gc, multiprocessing, os, queue, sys, warnings

@@ -13,8 +13,8 @@ import pytest
 
 import gradwire
 from gradwire import JoinTimeout, Options, Timeouts, UsageError
-from gradwire.agent.secret import write_secret
-from gradwire.rpc.joining import forget_meeting_place
+from gradwire.agent.peers.secret import write_secret
+from gradwire.rpc.join import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 

@@ -15,7 +15,7 @@ import torch
 import gradwire
 from gradwire import CallTimeout, Options, PeerLost, StepFailed, Timeouts
 from gradwire.rpc.rref import home_door
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.leftovers import eventually
 from tests.processes import far
 

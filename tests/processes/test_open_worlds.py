@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire import EarlierLife, Options, PeerLost, UnknownWorker, UsageError
-from gradwire.rpc.joining import forget_meeting_place
+from gradwire.rpc.join import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 

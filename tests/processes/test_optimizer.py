@@ -11,7 +11,7 @@ import torch
 
 import gradwire
 from gradwire import PeerLost, StepFailed
-from gradwire.optim.stepped import stepped_here
+from gradwire.optim.host import stepped_here
 from gradwire.rpc.rref import home_door
 from tests.leftovers import eventually
 from tests.processes import far

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire import Options, Timeouts
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import KINDS, features_of

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 import gradwire
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from gradwire.testing.faults import frozen
 from gradwire.testing.proxy import Proxy
 from tests.leftovers import eventually

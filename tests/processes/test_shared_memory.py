@@ -11,7 +11,7 @@ import torch
 
 import gradwire
 from gradwire import Options
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from gradwire.transport.memfd import can_share
 from tests.leftovers import eventually
 from tests.processes import far

@@ -13,7 +13,7 @@ import torch
 
 import gradwire
 from gradwire import BackwardTimeout, CallTimeout, Options, StepFailed, Timeouts, UsageError
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.leftovers import eventually
 from tests.processes import far
 

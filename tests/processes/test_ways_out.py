@@ -15,7 +15,7 @@ import torch
 
 import gradwire
 from gradwire import DeadlinePassed, Options, PeerLost, Timeouts, UsageError
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.leftovers import eventually
 from tests.processes import far
 

@@ -24,7 +24,7 @@ from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc import api, world
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.rpc.rref import home_door
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.processes.conftest import TIMEOUTS
 
 HERE = sys.modules[__name__]

@@ -15,7 +15,7 @@ from torch import nn
 import gradwire as gw
 from gradwire.compat.remote_module import RemoteModule as TorchRemoteModule
 from gradwire.compat.rpc import api as torch_rpc
-from gradwire.compat.rpc.manner import TORCH
+from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import WrongType
 from gradwire.testing import cluster
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gradwire as gw
 from gradwire.errors import CannotTravel, NotExposed, RemoteError
 from gradwire.options import Options
-from gradwire.rpc.walk import spoken
+from gradwire.rpc.codec.walk import spoken
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 

@@ -15,23 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire.agent.quota import Quota
-from gradwire.agent.unserved import EACH, Unserved
-from gradwire.autograd.checking import check_crossing
+from gradwire.agent.serving.inbound_limit import EACH, Unserved
+from gradwire.agent.serving.peer_limits import Quota
+from gradwire.agent.serving.window import Window
+from gradwire.autograd.graph.validate import check_crossing
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, CannotTravel, OverLimit, PeerLost
 from gradwire.ids import EdgeId
 from gradwire.options import Limits, Options
+from gradwire.rpc.codec.codec import Codec
+from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import Call, Parcel
-from gradwire.rpc.payload import Codec
-from gradwire.rpc.registry import Registry
-from gradwire.rpc.window import Window
 from gradwire.testing import cluster
 from gradwire.wire.elements import check_arrived, has_more_than
 from gradwire.wire.frame import Frame
-from gradwire.wire.header import TensorHeader
 from gradwire.wire.message import Kinds, encode, kind_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
+from gradwire.wire.tensor_header import TensorHeader
 from tests.gates import GATES
 from tests.leftovers import eventually
 

@@ -19,11 +19,11 @@ from gradwire import (
     UnknownWorker,
     UsageError,
 )
-from gradwire.agent.refusals import Refusals
-from gradwire.agent.rendezvous import put_roster, roster_in
-from gradwire.agent.secret import find_secret
-from gradwire.agent.signed_store import SignedStore
-from gradwire.rpc.joining import join
+from gradwire.agent.membership.rendezvous import put_roster, roster_in
+from gradwire.agent.peers.refusals import Refusals
+from gradwire.agent.peers.secret import find_secret
+from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.rpc.join import join
 from tests.gates import GATES
 from tests.leftovers import eventually
 from tests.rpc import far_open as far

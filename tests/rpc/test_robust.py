@@ -17,7 +17,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import CallTimeout, CannotTravel, PeerLost, RemoteError, UsageError
 from gradwire.options import Limits, Options, Timeouts
-from gradwire.rpc.holds_state import Verdict
+from gradwire.rpc.refs.handles_state import Verdict
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
 from tests.gates import GATES

@@ -10,10 +10,10 @@ import pytest
 
 import gradwire
 from gradwire.agent.exception_contents import unpack_contents
-from gradwire.agent.failure import describe, fresh, revive
 from gradwire.agent.messages import MOST_CONTENTS, Failure
+from gradwire.agent.remote_errors import describe, fresh, revive
 from gradwire.errors import BadMessage, OverLimit, PeerLost, RemoteError
-from gradwire.rpc.registry import Registry, exception_name
+from gradwire.rpc.expose.registry import Registry, exception_name
 from gradwire.testing import cluster
 from gradwire.wire.message import Kinds, encode, kind_of
 

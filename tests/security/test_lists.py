@@ -16,10 +16,10 @@ import textwrap
 import pytest
 import torch
 
-from gradwire.rpc import allowed_torch
-from gradwire.rpc.registry import DUNDERS
+from gradwire.rpc.expose import torch_allowlist
+from gradwire.rpc.expose.registry import DUNDERS
 
-LINES = sorted(allowed_torch.operators() | allowed_torch.classes())
+LINES = sorted(torch_allowlist.operators() | torch_allowlist.classes())
 NEVER = """
     apply_ as_strided_ asarray classes compile data data_ptr empty empty_like empty_permuted
     empty_strided exec fork from_dlpack from_file from_numpy frombuffer get_submodule hub
@@ -74,7 +74,7 @@ def test_no_operator_takes_a_path_a_pointer_or_a_function():
 
 
 def functions_of(line: str):
-    found = allowed_torch._maybe_fetch(line)
+    found = torch_allowlist._maybe_fetch(line)
     if isinstance(found, type):
         return [vars(found)["__init__"]] if "__init__" in vars(found) else []
     return [inspect.unwrap(found)] if callable(found) else []

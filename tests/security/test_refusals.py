@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import gradwire
-from gradwire.agent.refusals import Refusals
+from gradwire.agent.peers.refusals import Refusals
 from gradwire.errors import NotExposed, OverLimit, PeerLost
 from gradwire.options import Limits, Options
 from gradwire.testing import cluster

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.agent.calls_state import CallTable, Pending
 from gradwire.agent.messages import Done, Failure
+from gradwire.agent.requests.state import CallTable, Pending
 from gradwire.autograd.messages import (
     Attend,
     Forget,
@@ -22,11 +22,10 @@ from gradwire.autograd.messages import (
 )
 from gradwire.errors import BadMessage, ContextClosed, OverLimit
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
+from gradwire.optim.host import Stepped
 from gradwire.optim.messages import Abort, Commit, Prepare
-from gradwire.optim.stepped import Stepped
-from gradwire.optim.turns import StepId
-from gradwire.rpc.calls import Target
-from gradwire.rpc.contents import Value
+from gradwire.optim.parameter_locks import StepId
+from gradwire.rpc.calls.client import Target
 from gradwire.rpc.messages import (
     Accept,
     BackwardFrom,
@@ -38,6 +37,7 @@ from gradwire.rpc.messages import (
     Parcel,
     Reference,
 )
+from gradwire.rpc.refs.contents import Value
 from gradwire.testing import cluster
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import encode, kind_of

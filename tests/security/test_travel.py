@@ -15,9 +15,9 @@ import torch
 import gradwire
 from gradwire.errors import BadMessage, CannotTravel, NotExposed, WrongType
 from gradwire.options import Options
-from gradwire.rpc import codecs
+from gradwire.rpc.codec import user_codecs
 from gradwire.testing import cluster
-from gradwire.testing.processes import process_cluster
+from gradwire.testing.process_cluster import process_cluster
 from tests.security import exotic
 from tests.security.exotic import Bomb, Box, Money, Odd
 
@@ -173,7 +173,7 @@ def test_a_tensor_in_a_codec_keeps_its_graph(workers):
 def test_a_codec_that_one_side_lacks_is_named(workers, monkeypatch):
     codec = workers[0].worker.calls._parcels._codec
     packed = codec.pack(Money(1))
-    monkeypatch.setattr(codecs, "_BY_NAME", {})
+    monkeypatch.setattr(user_codecs, "_BY_NAME", {})
     with pytest.raises(NotExposed, match=r"exotic:Money' has no codec on this worker") as refused:
         codec.unpack(packed.data, ())
     assert "register_codec" in refused.value.hint

@@ -18,8 +18,8 @@ import torch
 import gradwire
 from gradwire.agent.agent import Answer
 from gradwire.errors import GradwireError, NotExposed
-from gradwire.rpc import tags
-from gradwire.rpc.calls import Target
+from gradwire.rpc.calls.client import Target
+from gradwire.rpc.codec import tags
 from gradwire.rpc.messages import Call, Parcel, Result
 from gradwire.testing import cluster
 from tests.security import shop
@@ -105,11 +105,11 @@ NAMES = {
     "code in a module that would be imported": "this:s",
     "importlib": "importlib:import_module",
     "pickle": "pickle:loads",
-    "the unpickler of our own": "gradwire.rpc.pickled:loads",
-    "its class": "gradwire.rpc.pickled:PickleCodec.unpack",
-    "what unpacks for children": "gradwire.launch.luggage:unpacked",
+    "the unpickler of our own": "gradwire.rpc.codec.pickle_codec:loads",
+    "its class": "gradwire.rpc.codec.pickle_codec:PickleCodec.unpack",
+    "what unpacks for children": "gradwire.launch.pickled_arguments:unpacked",
     "expose itself": "gradwire:expose",
-    "the registry": "gradwire.rpc.registry:Registry",
+    "the registry": "gradwire.rpc.expose.registry:Registry",
     "a helper of rref": "gradwire.rpc.rref:home_door",
     "torch.load": "torch:load",
     "torch.save": "torch:save",
@@ -295,7 +295,7 @@ def test_a_method_is_called_on_a_reference_only(workers, argument):
 
 
 def test_a_remote_module_is_made_of_what_is_exposed_only(workers):
-    from gradwire.nn import owner
+    from gradwire.nn import remote_functions as owner
 
     for make in ([tags.NAMED, "builtins:eval"], [tags.NAMED, f"{SHOP}:_Till"], CODE, 7):
         with pytest.raises((GradwireError, TypeError)):
@@ -328,7 +328,7 @@ def test_a_remote_module_applies_what_is_exposed_only(workers):
 )
 def test_its_helpers_are_not_exposed(workers, name):
     with pytest.raises(NotExposed):
-        call(workers, f"gradwire.nn.owner:{name}", torch.ones(1), "cpu")
+        call(workers, f"gradwire.nn.remote_functions:{name}", torch.ones(1), "cpu")
 
 
 def test_an_optimizer_is_of_a_class_that_is_exposed(workers):

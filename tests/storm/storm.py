@@ -20,7 +20,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from tests.storm.hazards import KINDS
 
 NAMES = ("w0", "w1", "w2")

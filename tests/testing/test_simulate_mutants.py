@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.calls_state import CallTable
-from gradwire.agent.dispatch import Dispatch
-from gradwire.autograd import engine, root
-from gradwire.autograd.forgetting import Forgetting
-from gradwire.autograd.ledger import Ledger
-from gradwire.autograd.served import Served
-from gradwire.autograd.state import PassState
-from gradwire.rpc import refs
-from gradwire.rpc.asks_state import Asked
-from gradwire.rpc.owned_state import Owned
-from gradwire.rpc.refs_state import RefTable
+from gradwire.agent.requests.state import CallTable
+from gradwire.agent.serving.dispatch import Dispatch
+from gradwire.autograd import engine
+from gradwire.autograd.backward import coordinator
+from gradwire.autograd.backward.participant import Served
+from gradwire.autograd.backward.pass_state import PassState
+from gradwire.autograd.graph.closing import Forgetting
+from gradwire.autograd.undo.undo_log import Ledger
+from gradwire.rpc.refs import refs
+from gradwire.rpc.refs.dedup_state import Asked
+from gradwire.rpc.refs.owner_state import Owned
+from gradwire.rpc.refs.state import RefTable
 from gradwire.testing.simulate.batch import run
 
 MUTANTS = {}
@@ -46,12 +47,12 @@ def an_answer_finds_no_request(patch):
 
 @mutant(False, 0)
 def an_edge_is_left_out_of_a_pass(patch):
-    union = root.union
+    union = coordinator.union
 
     def without_one(lineages):
         return {worker: edges & (edges - 1) for worker, edges in union(lineages).items()}
 
-    patch.setattr(root, "union", without_one)
+    patch.setattr(coordinator, "union", without_one)
 
 
 @mutant(False, 0)

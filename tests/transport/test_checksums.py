@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.blocks import BlockPool
-from gradwire.transport.shared import SharedMemory
-from gradwire.transport.sockets import SocketChannel
+from gradwire.transport.buffer_pool import BlockPool
+from gradwire.transport.shared_memory import SharedMemory
+from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.wire.frame import (
     PREFIX,
     SUMS_PAYLOAD,

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from gradwire.options import Limits
-from gradwire.transport.blocks import BlockPool
+from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memory import MemoryNetwork
-from gradwire.transport.sockets import SocketChannel
+from gradwire.transport.sockets.channel import SocketChannel
 
 
 def sockets():

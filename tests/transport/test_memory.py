@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
-from gradwire.transport.blocks import BlockPool
+from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
 from gradwire.testing.background import Background, raised
-from gradwire.transport import intake
-from gradwire.transport.blocks import BlockPool
-from gradwire.transport.listener import SocketListener
-from gradwire.transport.sockets import SocketChannel
+from gradwire.transport.buffer_pool import BlockPool
+from gradwire.transport.sockets import reader
+from gradwire.transport.sockets.channel import SocketChannel
+from gradwire.transport.sockets.listener import SocketListener
 from gradwire.wire.frame import Frame, encode_prefix, sealed
 from tests.leftovers import eventually
 
@@ -630,7 +630,7 @@ def test_a_prefix_that_an_inner_read_has_taken_is_not_judged(pair, monkeypatch):
     channel = as_channel(ours)
     first, second = BYTES, BYTES + BYTES
     theirs.sendall(first[: len(BYTES) - 3])
-    decode, inner = intake.decode_prefix, []
+    decode, inner = reader.decode_prefix, []
 
     def interrupted(*args):
         if not inner:
@@ -640,7 +640,7 @@ def test_a_prefix_that_an_inner_read_has_taken_is_not_judged(pair, monkeypatch):
             channel._intake._ahead[:64] = bytes(64)
         return decode(*args)
 
-    monkeypatch.setattr(intake, "decode_prefix", interrupted)
+    monkeypatch.setattr(reader, "decode_prefix", interrupted)
     waker = threading.Thread(target=lambda: (inner_is_there(inner), theirs.sendall(second)))
     waker.start()
     outer = channel.recv()

@@ -14,8 +14,15 @@ from torch import nn
 from gradwire.errors import BadMessage, CannotTravel
 from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT
-from gradwire.wire.header import DTYPE_CODES, DTYPES, INFERENCE, LAYOUT_CODES, order_of, strides_of
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
+from gradwire.wire.tensor_header import (
+    DTYPE_CODES,
+    DTYPES,
+    INFERENCE,
+    LAYOUT_CODES,
+    order_of,
+    strides_of,
+)
 
 FLOAT32 = DTYPE_CODES[torch.float32]
 INT64 = DTYPE_CODES[torch.int64]

@@ -13,24 +13,24 @@ from typing import final
 
 import msgspec
 
-from gradwire.agent import verdicts
-from gradwire.agent.calls_state import CallTable, Pending, Taken
-from gradwire.agent.cancelling import Cancelling
-from gradwire.agent.clock import Clock
-from gradwire.agent.connections import Connections
-from gradwire.agent.directory import Directory
-from gradwire.agent.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
-from gradwire.agent.errands import Source
 from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
-from gradwire.agent.failure import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.framing import framed
+from gradwire.agent.held_locks import Sections, check_outside
+from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
-from gradwire.agent.noting import Noting
-from gradwire.agent.pool import Job, mine
-from gradwire.agent.promise import Promise
-from gradwire.agent.refusals import Refusals
-from gradwire.agent.sections import Sections, check_outside
-from gradwire.agent.timer import Timer
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.noting import Noting
+from gradwire.agent.peers.refusals import Refusals
+from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
+from gradwire.agent.requests import errors as verdicts
+from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.promise import Promise
+from gradwire.agent.requests.state import CallTable, Pending, Taken
+from gradwire.agent.requests.timer import Timer
+from gradwire.agent.serving.cancellation import Cancelling
+from gradwire.agent.serving.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
+from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId

@@ -8,7 +8,7 @@ Not `__context__`: which exception was being handled is an accident of where one
 in the traceback, which travels as text.
 
 A sender leaves out what is over the bounds below. A receiver checks the whole before anything is
-made of it, and makes no exceptions here: failure.py does.
+made of it, and makes no exceptions here: remote_errors.py does.
 """
 
 from __future__ import annotations

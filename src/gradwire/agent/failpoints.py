@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from gradwire.agent.clock import Clock
-from gradwire.agent.directory import Directory
-from gradwire.agent.errands import Source
-from gradwire.agent.pool import Job
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.requests.clock import Clock
+from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment

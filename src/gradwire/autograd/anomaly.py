@@ -16,7 +16,7 @@ from typing import Any, Final, cast, final
 
 import torch
 
-from gradwire.autograd.torch_private import Node
+from gradwire.torch_private import Node
 
 OFF, ON, CHECKS_NAN = 0, 1, 2
 """As it travels: off; on; on, and a gradient that is not a number is an error."""

@@ -7,10 +7,10 @@ from typing import final
 
 import torch
 
-from gradwire.autograd.context import Context
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.graph.context import Context
 from gradwire.autograd.scope import current_context, enter, inside, leave
-from gradwire.door import Door
+from gradwire.current import Door
 from gradwire.errors import UsageError, WrongType
 from gradwire.ids import ContextId, spoken_context
 from gradwire.options import DEFAULT, Timeout

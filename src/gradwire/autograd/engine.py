@@ -1,7 +1,8 @@
 """One worker's end of the graph: what crosses here in forward and in backward.
 
-Ties the parts of this layer together and is what their nodes call home. Passes begin in root.py,
-are served in served.py; which context is which is in contexts.py.
+Ties the parts of this layer together and is what their nodes call home. Passes begin in
+backward/coordinator.py, are served in backward/participant.py; which context is which is in
+graph/context_table.py.
 
 Note [Gradients are never shared]: a gradient is on its way as soon as `ship` returns. The channel
 has copied its bytes by then, so that whoever else holds the buffer may write to it.
@@ -18,29 +19,29 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.dispatch import Lane, Payload
-from gradwire.agent.errands import Source
-from gradwire.agent.pool import Job
-from gradwire.agent.quota import Quota
-from gradwire.autograd import crossing, ordering
-from gradwire.autograd.admission import Admission
-from gradwire.autograd.checking import check_crossing, check_gradients
-from gradwire.autograd.context import Context
-from gradwire.autograd.contexts import Contexts
-from gradwire.autograd.forgetting import Forgetting
-from gradwire.autograd.graph import tensors_in
-from gradwire.autograd.leaves import LeafLocks
+from gradwire.agent.serving.dispatch import Lane, Payload
+from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.peer_limits import Quota
+from gradwire.agent.serving.thread_pool import Job
+from gradwire.autograd.backward.active_pass import Held, Running
+from gradwire.autograd.backward.admission import Admission
+from gradwire.autograd.backward.coordinator import Root
+from gradwire.autograd.backward.participant import Served
+from gradwire.autograd.backward.pass_table import Passes
+from gradwire.autograd.graph import crossing, ordering
+from gradwire.autograd.graph.closing import Forgetting
+from gradwire.autograd.graph.context import Context
+from gradwire.autograd.graph.context_table import Contexts
+from gradwire.autograd.graph.nodes import WayHome
+from gradwire.autograd.graph.validate import check_crossing, check_gradients
+from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.messages import Crossing, Forget, Gradients
-from gradwire.autograd.nodes import WayHome
-from gradwire.autograd.passes import Passes
-from gradwire.autograd.root import Root
-from gradwire.autograd.running import Held, Running
 from gradwire.autograd.scope import Saving
-from gradwire.autograd.served import Served
-from gradwire.autograd.torch_private import current_run
+from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
 from gradwire.options import Timeout, Timeouts
+from gradwire.torch_private import current_run
 from gradwire.wire.tensor import encode_tensors
 
 
@@ -62,7 +63,7 @@ class Engine:
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
-        self._way_home: WayHome = weakref.ref(self)  # See Note [Nodes hold no context], nodes.py
+        self._way_home: WayHome = weakref.ref(self)  # See Note [Nodes hold no context]
         self._waiting = agent.dispatch.user.waiting
         self.limits = agent.limits
         self._edges = Quota("edges", agent.limits.edges)
@@ -197,7 +198,10 @@ class Engine:
             self.root.send(running, peer, message, payload)
 
     def _running(self, id: ContextId, edge: EdgeId) -> Running:
-        """The pass the calling node runs for. See Note [Which pass a node runs for], passes.py."""
+        """The pass the calling node runs for.
+
+        See Note [Which pass a node runs for], backward/pass_table.py.
+        """
         running = self.passes.of_run(current_run())
         if running is None:
             ordering.meets_crossing()

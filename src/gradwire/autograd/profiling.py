@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from gradwire.autograd.torch_private import is_profiled
+from gradwire.torch_private import is_profiled
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
 

@@ -14,7 +14,7 @@ from typing import final
 
 import msgspec
 
-from gradwire.autograd.graph import ROOM, lift_this_thread
+from gradwire.autograd.graph.walk import ROOM, lift_this_thread
 from gradwire.ids import ContextId
 
 Saving = Callable[[], AbstractContextManager[object]]
@@ -39,7 +39,7 @@ def current_context() -> ContextId | None:
 
 def enter(context: ContextId, saving: Saving | None = None) -> None:
     """From now on this code runs in a context, until it leaves it."""
-    lift_this_thread(ROOM)  # See Note [The order of waiting], graph.py
+    lift_this_thread(ROOM)  # See Note [The order of waiting], graph/walk.py
     kept = None if saving is None else saving()
     if kept is not None:
         kept.__enter__()

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
 from gradwire.compat.substitution import install
 from gradwire.options import hand_down_secret, put_first_on_python_path, secret_from_environment
 

@@ -14,7 +14,7 @@ import torch
 from gradwire.autograd import api
 from gradwire.autograd.api import context, get_gradients
 from gradwire.autograd.api import release_context as _release_context
-from gradwire.autograd.context import Context
+from gradwire.autograd.graph.context import Context
 from gradwire.autograd.profiling import span
 from gradwire.autograd.scope import current_context
 from gradwire.errors import GradwireError, RemoteError, UsageError

@@ -13,7 +13,7 @@ import torch
 
 from gradwire.compat.rpc import constants
 from gradwire.errors import DeadlinePassed
-from gradwire.rpc import futures as ours
+from gradwire.rpc.calls import futures as ours
 
 Futures = list[torch.futures.Future[Any]]
 

@@ -14,7 +14,7 @@ from torch import nn
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.internal import _internal_rpc_pickler
 from gradwire.errors import UsageError
-from gradwire.nn import owner
+from gradwire.nn import remote_functions
 from gradwire.nn import remote_module as native
 from gradwire.nn.place import parse_place
 from gradwire.rpc.arguments import keywords, of_sequence
@@ -118,7 +118,9 @@ class _RemoteModule(native.RemoteModule):
     def forward_async(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the module's forward on its worker; a future of what it returns."""
         there = self.module_rref.owner()
-        return api.rpc_async(there, owner.forward, (self.module_rref, self.device, *args), kwargs)
+        return api.rpc_async(
+            there, remote_functions.forward, (self.module_rref, self.device, *args), kwargs
+        )
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         there = self.module_rref.owner()
@@ -174,7 +176,7 @@ def _create_module(
     make: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
     try:
-        return owner.create(make, args, kwargs, device)
+        return remote_functions.create(make, args, kwargs, device)
     except UsageError as error:
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
@@ -183,7 +185,7 @@ def _create_module(
 
 
 def _parameter_rrefs(module: api.RRef[nn.Module], recurse: bool) -> list[api.RRef[nn.Parameter]]:
-    named = owner.named_parameters(module, "", recurse, remove_duplicate=True)
+    named = remote_functions.named_parameters(module, "", recurse, remove_duplicate=True)
     return [cast(api.RRef[nn.Parameter], reference) for _, reference in named]
 
 

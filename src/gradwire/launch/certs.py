@@ -18,10 +18,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from gradwire.agent.directory import check_name
+from gradwire.agent.peers.directory import check_name
 from gradwire.errors import UsageError
 from gradwire.options import Tls
-from gradwire.transport.identity import URI_PREFIX
+from gradwire.transport.tls.identity import URI_PREFIX
 
 try:
     from cryptography import x509

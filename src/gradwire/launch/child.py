@@ -15,15 +15,15 @@ from typing import cast
 
 import msgspec
 
-from gradwire.agent.failure import describe
+from gradwire.agent.remote_errors import describe
 from gradwire.errors import DeadlinePassed
-from gradwire.launch.crew import ignore_interrupts
-from gradwire.launch.lifeline import end_with_parent
-from gradwire.launch.luggage import packed, unpacked
+from gradwire.launch.parent_watch import end_with_parent
+from gradwire.launch.pickled_arguments import packed, unpacked
 from gradwire.launch.plan import Orders, given_in
-from gradwire.launch.watch_state import CALLER
+from gradwire.launch.processes import ignore_interrupts
+from gradwire.launch.supervise_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
-from gradwire.rpc.registry import exception_name
+from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 

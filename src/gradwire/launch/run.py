@@ -17,13 +17,12 @@ from typing import Any, NoReturn, TypeVar, assert_never, cast, final
 
 import msgspec
 
-from gradwire.agent.failure import revive
 from gradwire.agent.messages import Failure
-from gradwire.agent.secret import write_secret
+from gradwire.agent.peers.secret import write_secret
+from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.launch import child, spoken
-from gradwire.launch.crew import Crew, Exit, News, Word
-from gradwire.launch.luggage import maybe_exception, packed, unpacked
+from gradwire.launch import child, verdict_texts
+from gradwire.launch.pickled_arguments import maybe_exception, packed, unpacked
 from gradwire.launch.plan import (
     Orders,
     check,
@@ -32,7 +31,8 @@ from gradwire.launch.plan import (
     orders_for,
     secret_in,
 )
-from gradwire.launch.watch_state import (
+from gradwire.launch.processes import Crew, Exit, News, Word
+from gradwire.launch.supervise_state import (
     Died,
     Failed,
     Overdue,
@@ -44,7 +44,7 @@ from gradwire.launch.watch_state import (
 )
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.arguments import positional
-from gradwire.rpc.registry import exception_name, listed
+from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def _refuse_in_import() -> None:
     # A spawned process imports the script before it does anything else, and says so here.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
-            "run() was called while a worker was importing the script", hint=spoken.GUARD
+            "run() was called while a worker was importing the script", hint=verdict_texts.GUARD
         )
 
 
@@ -156,7 +156,7 @@ class _Supervision:
 
     def _start_again(self, restart: Restart) -> None:
         orders = self._workers[restart.worker] = orders_again(self._workers[restart.worker])
-        how, when = spoken.ending(restart.status), spoken.WHEN[restart.stage]
+        how, when = verdict_texts.ending(restart.status), verdict_texts.WHEN[restart.stage]
         life = orders.options.life
         _log.warning("%s died (%s) %s; it is started again, life %d", orders.name, how, when, life)
         self._start(restart.worker)
@@ -204,11 +204,11 @@ def _raise(
             error = _revived(workers[worker])
             raise error from error.__cause__
         case Died(felt_by=int(worker)):
-            raise spoken.death(verdict, names) from _revived(workers[worker])
+            raise verdict_texts.death(verdict, names) from _revived(workers[worker])
         case Died():
-            raise spoken.death(verdict, names)
+            raise verdict_texts.death(verdict, names)
         case Overdue():
-            raise spoken.overdue(verdict, names, timeout)
+            raise verdict_texts.overdue(verdict, names, timeout)
         case _:
             assert_never(verdict)
 

@@ -1,7 +1,7 @@
 """RemoteModule: a module that lives on another worker and is used like one of this worker's.
 
-What it does there is in owner.py. A class above this one that wants another behaviour replaces the
-methods of "what may differ".
+What it does there is in remote_functions.py. A class above this one that wants another behaviour
+replaces the methods of "what may differ".
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from gradwire.errors import BadMessage, RemoteError, UsageError
-from gradwire.nn import owner
+from gradwire.nn import remote_functions
 from gradwire.nn.place import parse_place
 from gradwire.rpc.api import call_as, call_async_as, get_worker_info, remote
 from gradwire.rpc.arguments import keywords, positional
-from gradwire.rpc.futures import Future
-from gradwire.rpc.registry import expose
+from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
 Maker = Callable[..., nn.Module]
@@ -69,7 +69,7 @@ class RemoteModule(nn.Module):
         args = () if args is None else positional(args)
         self._class_name = getattr(module_cls, "__name__", self._class_name)
         made = (module_cls, args, keywords(kwargs), place.device)
-        self.module_rref = remote(self.on, owner.create, made)
+        self.module_rref = remote(self.on, remote_functions.create, made)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
@@ -86,13 +86,15 @@ class RemoteModule(nn.Module):
 
         Tensors are brought to its device, and come back to the CPU.
         """
-        return self._ask(owner.forward, self.device, *args, **kwargs)
+        return self._ask(remote_functions.forward, self.device, *args, **kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
         """Like `forward`, but returns a future at once."""
         rref = self.module_rref
         what = f"{self._class_name}.forward"
-        return call_async_as(what, rref.owner(), owner.forward, (rref, self.device, *args), kwargs)
+        return call_async_as(
+            what, rref.owner(), remote_functions.forward, (rref, self.device, *args), kwargs
+        )
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         rref = self.module_rref
@@ -107,7 +109,9 @@ class RemoteModule(nn.Module):
 
     def remote_parameters(self, recurse: bool = True) -> Parameters:
         """References to its parameters, as an optimizer for several workers takes them."""
-        named: owner.Named = self._ask(owner.named_parameters, "", recurse, True)
+        named: remote_functions.Named = self._ask(
+            remote_functions.named_parameters, "", recurse, True
+        )
         return [rref for _, rref in named]
 
     def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
@@ -118,7 +122,7 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
         """References to its parameters, with their names."""
-        return iter(self._ask(owner.named_parameters, prefix, recurse, remove_duplicate))
+        return iter(self._ask(remote_functions.named_parameters, prefix, recurse, remove_duplicate))
 
     def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
         """References to its buffers."""
@@ -128,28 +132,28 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
         """References to its buffers, with their names."""
-        return iter(self._ask(owner.named_buffers, prefix, recurse, remove_duplicate))
+        return iter(self._ask(remote_functions.named_buffers, prefix, recurse, remove_duplicate))
 
     # -- its mode
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the module there. `training` is what was last set through this object."""
-        self._ask(owner.train, mode)
+        self._ask(remote_functions.train, mode)
         self.training = mode
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Say whether its parameters there get gradients."""
-        self._ask(owner.require_grad, requires_grad)
+        self._ask(remote_functions.require_grad, requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad` of its parameters there."""
-        self._ask(owner.zero_grad, set_to_none)
+        self._ask(remote_functions.zero_grad, set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply a function that is exposed on its worker to it and all modules in it."""
-        self._ask(owner.apply, fn)
+        self._ask(remote_functions.apply, fn)
         return self
 
     # -- its state
@@ -157,12 +161,14 @@ class RemoteModule(nn.Module):
     def state_dict(  # type: ignore[override]
         self,
         *,
-        destination: owner.State | None = None,
+        destination: remote_functions.State | None = None,
         prefix: str = "",
         keep_vars: bool = False,
-    ) -> owner.State:
+    ) -> remote_functions.State:
         """A copy of its state."""
-        state: owner.State = self._ask(owner.state_dict, self.device, prefix, keep_vars)
+        state: remote_functions.State = self._ask(
+            remote_functions.state_dict, self.device, prefix, keep_vars
+        )
         if destination is None:
             return state
         destination.update(state)
@@ -175,7 +181,9 @@ class RemoteModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Copy a state into the module there."""
         state = _detached(state_dict, getattr(state_dict, "_metadata", None))
-        missing, unexpected = self._ask(owner.load_state_dict, self.device, state, strict, assign)
+        missing, unexpected = self._ask(
+            remote_functions.load_state_dict, self.device, state, strict, assign
+        )
         return _IncompatibleKeys(missing, unexpected)
 
     def _load_from_state_dict(
@@ -288,9 +296,9 @@ def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
         )
 
 
-def _detached(state: Mapping[str, Any], metadata: object) -> owner.State:
+def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.State:
     """A state that travels without a graph."""
-    plain: owner.State = OrderedDict(
+    plain: remote_functions.State = OrderedDict(
         (key, value.detach() if isinstance(value, torch.Tensor) else value)
         for key, value in state.items()
     )

@@ -7,7 +7,7 @@ packed, no reference is counted.
 from __future__ import annotations
 
 from gradwire.ids import ContextId, RefId
-from gradwire.optim.turns import StepId
+from gradwire.optim.parameter_locks import StepId
 from gradwire.wire.message import Message, Seconds
 
 Scalar = None | bool | int | float | str

@@ -24,14 +24,14 @@ import torch
 
 from gradwire.errors import UsageError, WrongType
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.agreement import Agreement
-from gradwire.optim.checkpoints import PARAMETERS, fetched, written
-from gradwire.optim.clipping import by_owner, check_references, measured
-from gradwire.optim.serving import make_shard
+from gradwire.optim.checkpoint import PARAMETERS, fetched, written
+from gradwire.optim.clip import by_owner, check_references, measured
+from gradwire.optim.host import stepped_here
+from gradwire.optim.server import make_shard
 from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
-from gradwire.optim.stepped import stepped_here
 from gradwire.optim.torch_private import seen_by_hooks
+from gradwire.optim.two_phase_commit import Agreement
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef

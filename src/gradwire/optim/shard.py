@@ -2,7 +2,7 @@
 
 A step has two halves. `prepare` computes the stepped values and the new state aside, and may fail.
 `commit` puts them in place and cannot; `abort` drops them. So whoever steps many shards does so
-when all of them can. How it is computed is in aside.py.
+when all of them can. How it is computed is in step.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
-from gradwire.optim.aside import Aside, Pairs, Prepared, plainly
+from gradwire.optim.host import stepped_here
 from gradwire.optim.messages import PlainOptions
-from gradwire.optim.stepped import stepped_here
-from gradwire.optim.turns import StepId
+from gradwire.optim.parameter_locks import StepId
+from gradwire.optim.step import Aside, Pairs, Prepared, plainly
 from gradwire.options import DEFAULT
-from gradwire.rpc.registry import expose
+from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
 Options = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.optim import optimizer as _of_torch
 
-from gradwire.autograd.torch_private import is_profiled
+from gradwire.torch_private import is_profiled
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
-from gradwire.agent.directory import WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
 from gradwire.errors import UsageError, WrongType
 from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
 from gradwire.rpc.arguments import keywords, positional
-from gradwire.rpc.calls import Target
-from gradwire.rpc.futures import Future
-from gradwire.rpc.joining import join, move_out, settle_here
-from gradwire.rpc.registry import name_of
-from gradwire.rpc.retrying import again_until, is_idempotent
+from gradwire.rpc.calls.client import Target
+from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.expose.registry import name_of
+from gradwire.rpc.join import join, move_out, settle_here
+from gradwire.rpc.retry import again_until, is_idempotent
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.torch_options import checked_rank, options_for
 from gradwire.rpc.worker import Exposed, Worker

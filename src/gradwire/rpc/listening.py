@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 
-from gradwire.agent.refusals import Refusals
+from gradwire.agent.peers.refusals import Refusals
 from gradwire.errors import UsageError
 from gradwire.options import Options, rendezvous_host, tls_from_environment
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener, Transport
-from gradwire.transport.shared import SHARED_AT_MOST
+from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls import TlsTransport
+from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
 _HINTS = {

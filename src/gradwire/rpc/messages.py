@@ -8,8 +8,8 @@ import msgspec
 
 from gradwire.autograd.messages import Crossing
 from gradwire.ids import ContextId, ForkId, RefId, WorkerId
-from gradwire.wire.header import TensorHeader
 from gradwire.wire.message import Message, Seconds
+from gradwire.wire.tensor_header import TensorHeader
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 class Draws(msgspec.Struct, frozen=True, array_like=True):
     """A call is made for a checkpoint.
 
-    See Note [Random numbers under a checkpoint], sessions.py.
+    See Note [Random numbers under a checkpoint], recompute/session.py.
     """
 
     again: bool
@@ -72,7 +72,7 @@ class Call(Message, frozen=True, tag=0x40):
     """the caller's anomaly mode; see autograd/anomaly.py"""
     depth: int = 0
     """how many calls around it share one deadline, and the time by which these end before each
-    other in all; see Note [Deadlines of nested calls], agent/deadlines.py
+    other in all; see Note [Deadlines of nested calls], agent/requests/deadlines.py
     """
     room: Seconds = 0.0
 

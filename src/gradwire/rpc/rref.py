@@ -1,6 +1,6 @@
 """RRef: a value that lives on one worker, in the hands of others.
 
-How many hold it is counted in refs_state.py; this file is what the user sees.
+How many hold it is counted in refs/state.py; this file is what the user sees.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
-from gradwire.agent.directory import Directory, WorkerInfo
+from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.autograd.api import backward
-from gradwire.door import Door
+from gradwire.current import Door
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.rpc.calls import Calls, Target
-from gradwire.rpc.contents import Value
-from gradwire.rpc.futures import Future
-from gradwire.rpc.holds_state import Hold
-from gradwire.rpc.refs import Refs
-from gradwire.rpc.serving import checked_tensor
+from gradwire.rpc.calls.client import Calls, Target
+from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.calls.server import checked_tensor
+from gradwire.rpc.refs.contents import Value
+from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.refs import Refs
 
 T = TypeVar("T")
 

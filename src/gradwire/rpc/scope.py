@@ -1,7 +1,7 @@
 """What travels with a call besides its arguments, and is set around the function it runs.
 
 The deadline: a nested call never outlives the call it is made in. It ends a little before; see Note
-[Deadlines of nested calls], agent/deadlines.py.
+[Deadlines of nested calls], agent/requests/deadlines.py.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 
-from gradwire.agent.deadlines import nested
-from gradwire.agent.errands import Source
+from gradwire.agent.requests.deadlines import nested
+from gradwire.agent.serving.inbound_request import Source
 from gradwire.errors import CallTimeout, Cancelled, UsageError
 from gradwire.options import DEFAULT, FOREVER, Timeout
 
 Due = tuple[float, Source | None, object]
 """By when a function must be over, whose request it serves, and for which run of a checkpoint's
-function (sessions.py), if any.
+function (recompute/session.py), if any.
 """
 
 _due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None, None))
@@ -52,7 +52,7 @@ def current_deadline() -> float:
 
 
 def current_run() -> object:
-    """The run of a checkpoint's function that this code is a part of; see sessions.py.
+    """The run of a checkpoint's function that this code is a part of; see recompute/session.py.
 
     hot: each call
     """

@@ -19,17 +19,17 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.clock import Clock, MonotonicClock
-from gradwire.agent.connections import Connections
-from gradwire.agent.departure import Leaver, Parted
-from gradwire.agent.directory import Directory
-from gradwire.agent.errands import Source
-from gradwire.agent.membership import Membership
-from gradwire.agent.pulse import Pulses
-from gradwire.agent.refusals import Refusals
-from gradwire.agent.register import Register
-from gradwire.agent.secret import Secret
-from gradwire.agent.signed_store import SignedStore
+from gradwire.agent.links.connections import Connections
+from gradwire.agent.membership.heartbeat import Pulses
+from gradwire.agent.membership.open_world import Membership
+from gradwire.agent.membership.register import Register
+from gradwire.agent.membership.shutdown import Leaver, Parted
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.refusals import Refusals
+from gradwire.agent.peers.secret import Secret
+from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.requests.clock import Clock, MonotonicClock
+from gradwire.agent.serving.inbound_request import Source
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
@@ -37,21 +37,21 @@ from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
 from gradwire.options import DEFAULT, Options, Timeout
-from gradwire.rpc.calls import Calls
-from gradwire.rpc.checkpoints import watch_checkpoints
-from gradwire.rpc.gathering import Gatherings
-from gradwire.rpc.lending import Lent
-from gradwire.rpc.manner import NATIVE, Manner
-from gradwire.rpc.parcels import Parcels
+from gradwire.rpc.all_gather import Gatherings
+from gradwire.rpc.behavior import NATIVE, Manner
+from gradwire.rpc.calls.client import Calls
+from gradwire.rpc.calls.server import Serving
+from gradwire.rpc.codec.body import Parcels
+from gradwire.rpc.codec.codec import Codec
+from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
+from gradwire.rpc.expose.registry import Registry, exception_name
 from gradwire.rpc.parts import Parts
-from gradwire.rpc.payload import Codec
-from gradwire.rpc.pickled import PickleCodec, sent_exception
-from gradwire.rpc.refs import Refs
-from gradwire.rpc.registry import Registry, exception_name
+from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
+from gradwire.rpc.recompute.random_streams import PROCESS, Stream
+from gradwire.rpc.refs.borrow import Lent
+from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, is_due, was_due
-from gradwire.rpc.serving import Serving
-from gradwire.rpc.streams import PROCESS, Stream
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 

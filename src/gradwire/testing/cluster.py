@@ -13,15 +13,15 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
-from gradwire.agent.clock import Clock
-from gradwire.agent.directory import Directory
-from gradwire.agent.members_state import Member as Place
-from gradwire.agent.secret import fresh_secret
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.secret import fresh_secret
+from gradwire.agent.peers.state import Member as Place
+from gradwire.agent.requests.clock import Clock
 from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
 from gradwire.options import Options
-from gradwire.rpc.manner import NATIVE, Manner
-from gradwire.rpc.registry import listed
+from gradwire.rpc.behavior import NATIVE, Manner
+from gradwire.rpc.expose.registry import listed
 from gradwire.rpc.worker import Exposed, Own, Worker
 from gradwire.testing.generators import drawing_from
 from gradwire.transport.address import Transports

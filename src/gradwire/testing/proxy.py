@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
-from gradwire.agent.handshake_state import HEAD_BYTES, body_length
+from gradwire.agent.links.handshake_state import HEAD_BYTES, body_length
 from gradwire.errors import UsageError
 from gradwire.transport.address import Address, parse_address
 from gradwire.wire.frame import PREFIX, Prefix

@@ -29,7 +29,7 @@ from gradwire.transport.base import (
     unheard_by_deadline,
     unread_by_deadline,
 )
-from gradwire.transport.blocks import BlockPool
+from gradwire.transport.buffer_pool import BlockPool
 from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
 
 _GLANCE_SECONDS = 0.001
@@ -116,7 +116,7 @@ class _Pipe:
         return parcel
 
     def _take(self, block: tuple[bool]) -> _Parcel | None:
-        """Taken and counted in one step: see Note [Reading inside a read] in intake.py."""
+        """Taken and counted in one step: see Note [Reading inside a read] in sockets/reader.py."""
         (parcel,) = map(self._parcels.get, block)
         if parcel is not None:
             self.taken += 1

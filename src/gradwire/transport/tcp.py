@@ -17,11 +17,11 @@ from typing import TypeAlias, final
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
-from gradwire.transport.blocks import BlockPool
-from gradwire.transport.guard import reason_of
-from gradwire.transport.listener import SocketListener
-from gradwire.transport.sockets import SocketChannel
-from gradwire.transport.wrapping import Wrapping
+from gradwire.transport.buffer_pool import BlockPool
+from gradwire.transport.sockets.channel import SocketChannel
+from gradwire.transport.sockets.guard import reason_of
+from gradwire.transport.sockets.listener import SocketListener
+from gradwire.transport.sockets.wrapping import Wrapping
 
 _DEFAULT_HOST = "127.0.0.1"
 _BACKLOG = 1024

@@ -1,6 +1,6 @@
 """Frames over a unix socket, between processes of one user on one host.
 
-Large payloads go through shared memory (shared.py) where both ends have it.
+Large payloads go through shared memory (shared_memory.py) where both ends have it.
 
 The file system is the lock: the socket has mode 0600, and one we name ourselves lies in a directory
 of mode 0700. Who connects, and who is connected to, must also be the same user by the kernel's word
@@ -24,13 +24,13 @@ from typing import final
 from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
-from gradwire.transport.blocks import BlockPool
-from gradwire.transport.guard import reason_of
-from gradwire.transport.listener import SocketListener
+from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memfd import can_share
-from gradwire.transport.shared import SHARED_AT_MOST, SHARED_FROM, SharedMemory
-from gradwire.transport.sockets import SocketChannel, as_timeval
-from gradwire.transport.wrapping import Wrapping
+from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory
+from gradwire.transport.sockets.channel import SocketChannel, as_timeval
+from gradwire.transport.sockets.guard import reason_of
+from gradwire.transport.sockets.listener import SocketListener
+from gradwire.transport.sockets.wrapping import Wrapping
 
 _BACKLOG = 1024
 _LONGEST_PATH = 107

@@ -7,8 +7,8 @@
     payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
 
 `request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
-marks an answer. Bits 8 and 9 are a unix channel's own (transport/shared.py): whoever sets 8 can
-read payloads from shared memory, and 9 says that this one lies there. The other bits must be 0.
+marks an answer. Bits 8 and 9 are a unix channel's own (transport/shared_memory.py): whoever sets 8
+can read payloads from shared memory, and 9 says that this one lies there. The other bits must be 0.
 
 Checksums are CRC-32. That of the content is over the head and, where bit 1 of `flags` is set, over
 the payload too. They find what a broken machine on the way has changed, before a length or a number

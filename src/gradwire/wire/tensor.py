@@ -24,7 +24,8 @@ from torch.nn import Parameter
 from gradwire.errors import BadMessage, CannotTravel, OverLimit
 from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT, Buffer
-from gradwire.wire.header import (
+from gradwire.wire.sparse import PARTS, put_together, take_apart
+from gradwire.wire.tensor_header import (
     ALL_FLAGS,
     COALESCED,
     DTYPE_CODES,
@@ -42,7 +43,6 @@ from gradwire.wire.header import (
     order_of,
     strides_of,
 )
-from gradwire.wire.sparse import PARTS, put_together, take_apart
 
 __all__ = ["TensorHeader", "decode_tensors", "encode_tensors"]
 

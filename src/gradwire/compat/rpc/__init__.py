@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.directory import WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat import autograd as dist_autograd
 from gradwire.compat.rpc import (
     _utils,

@@ -13,14 +13,14 @@ from typing import cast
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.directory import WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.devices import DeviceFacts, agree_on_devices
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
-from gradwire.door import Door
+from gradwire.current import Door
 from gradwire.errors import GradwireError, UsageError
-from gradwire.rpc.joining import join, move_out, settle_here
-from gradwire.rpc.manner import Manner
+from gradwire.rpc.behavior import Manner
+from gradwire.rpc.join import join, move_out, settle_here
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
@@ -99,7 +99,7 @@ class TensorPipeAgent(RpcAgent):
         self._take(worker, opts)
 
     def _manner(self, opts: TensorPipeRpcBackendOptions) -> Manner:
-        from gradwire.compat.rpc.manner import TORCH  # it is made of what needs this module
+        from gradwire.compat.rpc.behavior import TORCH  # it is made of what needs this module
 
         return TORCH
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch.futures import Future
 
-from gradwire.agent.directory import WorkerInfo
-from gradwire.autograd.graph import tensors_in
+from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.scope import inside
 from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_call
@@ -55,8 +55,8 @@ from gradwire.compat.rpc.world import (
 )
 from gradwire.errors import DeadlinePassed, PeerError
 from gradwire.rpc.arguments import keywords, of_sequence
-from gradwire.rpc.asynchronous import LATER
-from gradwire.rpc.calls import Target
+from gradwire.rpc.calls.client import Target
+from gradwire.rpc.expose.async_execution import LATER
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 

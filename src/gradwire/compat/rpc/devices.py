@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from gradwire.agent.directory import Directory
+from gradwire.agent.peers.directory import Directory
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 
 

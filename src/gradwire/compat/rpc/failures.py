@@ -7,7 +7,7 @@ traceback.
 
 from __future__ import annotations
 
-from gradwire.agent.directory import Directory
+from gradwire.agent.peers.directory import Directory
 from gradwire.errors import CallTimeout, RemoteError
 
 _TIMED_OUT = "RPCErr:1:RPC ran for more than set timeout and will now be marked with an error"

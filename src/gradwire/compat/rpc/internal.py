@@ -13,9 +13,9 @@ import torch
 from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc.references import PyRRef, beside
 from gradwire.errors import UsageError
-from gradwire.rpc.asynchronous import result_of
+from gradwire.rpc.codec.pickle_codec import PickleCodec, Reducers
+from gradwire.rpc.expose.async_execution import result_of
 from gradwire.rpc.graph_cut import warn_of_cut
-from gradwire.rpc.pickled import PickleCodec, Reducers
 from gradwire.rpc.rref import home_door
 
 _REFERENCE = 0

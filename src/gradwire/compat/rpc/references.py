@@ -10,14 +10,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from gradwire.agent.agent import Outcome
-from gradwire.agent.promise import Promise
+from gradwire.agent.requests.promise import Promise
 from gradwire.compat.rpc.agent import _is_current_rpc_agent_set, patience
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_fetch, timed_out
 from gradwire.errors import CallTimeout, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc import rref as native
-from gradwire.rpc.calls import Created
+from gradwire.rpc.calls.client import Created
 from gradwire.rpc.rref import Home
 
 T = TypeVar("T")

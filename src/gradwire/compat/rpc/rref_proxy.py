@@ -11,8 +11,8 @@ import torch
 
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.references import PyRRef
-from gradwire.rpc.asynchronous import result_of
-from gradwire.rpc.futures import Future
+from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.expose.async_execution import result_of
 
 _SCRIPTED = (torch.jit.ScriptModule, torch._C.ScriptModule)
 

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.directory import WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat.rpc import backend_registry, constants
 from gradwire.compat.rpc.agent import (
     RpcAgent,
@@ -37,7 +37,7 @@ from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.options import RpcBackendOptions
 from gradwire.errors import UsageError
 from gradwire.options import place_from_environment
-from gradwire.rpc.joining import meeting_place
+from gradwire.rpc.join import meeting_place
 
 P = ParamSpec("P")
 T = TypeVar("T")

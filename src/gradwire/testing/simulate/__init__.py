@@ -6,7 +6,7 @@ blame, that everything ends in time, and that nothing is left behind.
 
     scheduler     one thread at a time, chosen by the seed; the clock jumps when nobody can run
     primitives    locks, conditions, queues and threads that hand over instead of blocking
-    substitution  puts them where gradwire's modules look for Python's
+    environment   puts them where gradwire's modules look for Python's
     pipes         frames that take time, are held, repeated or lost with their connection
     links         a transport of them, and what a fault does to it
     world         real workers on all of that, each a process that can crash
@@ -18,6 +18,6 @@ blame, that everything ends in time, and that nothing is left behind.
 
 from gradwire.testing.simulate.faults import Faults
 from gradwire.testing.simulate.history import Setting, Told, play, setting_of
-from gradwire.testing.simulate.own import Outcome, Stuck, simulate
+from gradwire.testing.simulate.own_program import Outcome, Stuck, simulate
 
 __all__ = ["Faults", "Outcome", "Setting", "Stuck", "Told", "play", "setting_of", "simulate"]

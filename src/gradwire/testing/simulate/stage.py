@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 
 import gradwire
-from gradwire.autograd.context import Context
+from gradwire.autograd.graph.context import Context
 from gradwire.errors import GradwireError
 from gradwire.testing.simulate.faults import Nemesis
 from gradwire.testing.simulate.programs import (
@@ -33,7 +33,9 @@ from gradwire.testing.simulate.world import Life, World
 
 SLACK_SECONDS = 0.5
 _END_SECONDS = 10.0
-"""How long the others may take to put back what a failed pass has changed; see autograd/root.py."""
+"""How long the others may take to put back what a failed pass has changed; see
+autograd/backward/coordinator.py.
+"""
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from gradwire.testing.simulate.environment import substituted
 from gradwire.testing.simulate.scheduler import Unwound
-from gradwire.testing.simulate.substitution import substituted
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from typing import final
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from gradwire.agent.clock import MonotonicClock
-from gradwire.agent.directory import Directory
-from gradwire.agent.members_state import Member
-from gradwire.agent.refusals import Refusals
-from gradwire.agent.register import Register
-from gradwire.agent.secret import Secret
-from gradwire.agent.signed_store import SignedStore
+from gradwire.agent.membership.register import Register
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.refusals import Refusals
+from gradwire.agent.peers.secret import Secret
+from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.state import Member
+from gradwire.agent.requests.clock import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
@@ -204,7 +204,7 @@ class World:
         self._joined(life, self._worker(Directory(id, members), "world", transports, listener))
 
     def _join(self, life: Life) -> None:
-        """As rpc/joining.py does in an open world."""
+        """As rpc/join.py does in an open world."""
         assert self._store is not None
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
         listener = transports.listen(_address(life.name, life.number))

@@ -12,7 +12,7 @@ from gradwire.compat.rpc import backend_registry, constants
 from gradwire.compat.rpc._testing.faults import Faults
 from gradwire.compat.rpc.agent import TensorPipeAgent, late_api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.manner import Manner
+from gradwire.rpc.behavior import Manner
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):

@@ -1,0 +1,359 @@
+"""How the workers of a closed world learn names and addresses: through one of torch's stores.
+
+Each writes its own entry and reads the others', signed (peers/signed_store.py). The store is needed
+only to join; its host keeps it open until it leaves. Open worlds keep a roster in the store: see
+register.py.
+
+A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
+them wait: it asks whether something is there, and sleeps in Python.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+from urllib.parse import urlparse, urlunparse
+
+import msgspec
+from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.roster_state import Roster
+from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.state import Member
+from gradwire.agent.requests.clock import Clock
+from gradwire.errors import JoinTimeout, PeerLost, UsageError
+from gradwire.options import Options, rendezvous_server
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MIXED = (
+    "RPC group mixes statically and dynamically initialized members which is not supported. "
+    "Either all of them give a world_size, or none does."
+)
+_ROUNDS = "gradwire/rounds"
+_ROSTER = "gradwire/roster"
+_LOOK_AGAIN_SECONDS = 0.02
+_LONGEST_LOOK_AGAIN_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
+_LONGEST_PAUSE_SECONDS = 0.1
+_PORT_IS_TAKEN = os.strerror(errno.EADDRINUSE).lower()
+_ANOTHER = (
+    "if that is rank 0 of this job, give this process another rank; else end that program, or "
+    "choose another port: MASTER_PORT, or that of init_method"
+)
+_OWN_RANK = "give every process a rank of its own"
+_PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What a worker says of itself."""
+
+    name: str
+    address: str
+    note: str = ""
+    life: int = 0
+    world_size: int = 0
+    """what it was told"""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Everyone has arrived. `store` is held by whoever hosts it."""
+
+    directory: Directory
+    job: str
+    store: Store
+
+
+def open_store(
+    options: Options, rank: int | None, world_size: int | None, *, is_again: bool = False
+) -> Store:
+    """The store that `init_method` names; without a world size, for any number of workers.
+
+    If we meet again, another of us may still host the last one at this port, until it joins too.
+    """
+    url = options.init_method
+    if urlparse(url).scheme not in ("env", "tcp", "file"):
+        raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
+    limit, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
+    _await_server(url, rank, limit)
+    while True:
+        seconds = timedelta(seconds=max(0.001, limit - time.monotonic()))
+        try:
+            found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
+            store, _, _ = next(iter(found))
+            return store  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
+        except RuntimeError as error:
+            if _PORT_IS_TAKEN not in str(error).lower():
+                raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
+            if not is_again or time.monotonic() >= limit:
+                raise UsageError(
+                    f"no rendezvous at {url}: something else listens at its port", hint=_ANOTHER
+                ) from error
+        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
+
+
+def _await_server(url: str, rank: int | None, limit: float) -> None:
+    """Until the process that serves the store listens; torch's client would wait in C++."""
+    server = rendezvous_server(url, rank)
+    pause = _LOOK_AGAIN_SECONDS
+    while server is not None:
+        left = limit - time.monotonic()
+        try:
+            socket.create_connection(
+                server, timeout=min(max(left, 0.001), _CONNECT_SECONDS)
+            ).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                host, port = server
+                raise JoinTimeout(
+                    f"no rendezvous at {url}: nobody answers at {host}:{port}: {error}",
+                    hint="start rank 0, which serves it; a longer Timeouts(join=…) waits longer",
+                ) from error
+        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
+    """The url as torch's handlers want it: a world size of -1 is one that nobody knows.
+
+    A TCP store is never told the size: it would wait for all its clients in C++. `meet` waits.
+    """
+    asked = urlparse(url)
+    world_size = world_size if asked.scheme == "file" else None
+    given = [asked.query] if asked.query else []
+    given += [] if rank is None else [f"rank={rank}"]
+    given += [f"world_size={-1 if world_size is None else world_size}"]
+    return urlunparse(asked._replace(query="&".join(given)))
+
+
+def has_closed_world(store: SignedStore) -> bool:
+    """Whether workers with a world size have met here."""
+    return bool(store.add(_ROUNDS, 0))
+
+
+def roster_in(store: SignedStore) -> tuple[Roster, str | None]:
+    """The roster of the open world here, a new one if there is none, and the text it stands in."""
+    text = store.maybe_get(_ROSTER)
+    if text is None:
+        return Roster(uuid.uuid4().hex), None
+    return msgspec.json.decode(text, type=Roster), text
+
+
+def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
+    """Write it in the place of the old text; False if that is not there any more."""
+    return store.replace(_ROSTER, old, msgspec.json.encode(roster).decode())
+
+
+def _says_who_left(joining: Callable[P, T]) -> Callable[P, T]:
+    """Let the loss of the store, which rank 0 mostly serves, be an error of ours."""
+
+    @functools.wraps(joining)
+    def said(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return joining(*args, **kwargs)
+        except DistNetworkError as error:
+            raise PeerLost(
+                "the meeting place was lost before everyone had met: the process that serves it, "
+                "mostly rank 0, has ended",
+                hint=f"what it printed says why; {_OWN_RANK}",
+            ) from error
+
+    return said
+
+
+@_says_who_left
+def meet(
+    store: SignedStore,
+    name: str,
+    address: str,
+    rank: int,
+    world_size: int,
+    options: Options,
+    clock: Clock,
+    note: str = "",
+) -> Meeting:
+    """Tell the others where we are, and wait until all have done so."""
+    limit = clock.now() + options.timeouts.join
+    arrived = _Arrivals(store, name, limit, clock)
+    _refuse_open_world(store)
+    round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
+    _refuse_open_world(store)  # of two that begin at once, each has written before it looks
+    job = store.get(round)
+    entry = Entry(name, address, note, world_size=world_size)
+    store.set(f"{round}/{rank}", msgspec.json.encode(entry).decode(), job)
+    keys = [f"{round}/{other}" for other in range(world_size)]
+    try:
+        if rank != 0:  # whose entry is the first, and says how many are to come
+            arrived.wait(keys[:1])
+            arrived.check_sizes(keys[:1], job, world_size)
+        check = functools.partial(arrived.check_sizes, keys, job, world_size)
+        arrived.wait(keys, look=check if rank == 0 else None)
+    except JoinTimeout:
+        if rank == 0:
+            arrived.give_up(round)
+        arrived.check_rounds(round, rank)
+        raise
+    arrived.check_sizes(keys, job, world_size)
+    entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
+    members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
+    directory = Directory(rank, members)
+    store.set(f"{round}/read/{rank}", "", job)
+    if rank == 0:  # the host of the store must not go while others read
+        arrived.wait([f"{round}/read/{other}" for other in range(world_size)])
+    return Meeting(directory, job, store.inner)
+
+
+@_says_who_left
+def meet_again(
+    store: SignedStore,
+    me: Member,
+    world_size: int,
+    options: Options,
+    clock: Clock,
+) -> Meeting:
+    """Come back to those we have met in an earlier life, who are not asked to meet again.
+
+    We write first where we are, then read where the others are: of two that come back at once, one
+    finds the other. The earlier life may have died at any step of its own meeting.
+    """
+    arrived = _Arrivals(store, me.name, clock.now() + options.timeouts.join, clock)
+    round = arrived.last_round(me.id)
+    job = store.get(round)
+    entry = Entry(me.name, me.address, me.note, me.life)
+    store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
+    keys = [f"{round}/{other}" for other in range(world_size)]
+    arrived.wait(keys)
+    entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
+    members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
+    store.set(f"{round}/read/{me.id}", "", job)
+    return Meeting(Directory(me.id, members), job, store.inner)
+
+
+def _refuse_open_world(store: SignedStore) -> None:
+    if roster_in(store)[0].seats:
+        raise UsageError(MIXED, hint="meet at another init_method")
+
+
+class _Arrivals:
+    """Rounds of joining at one store, which may be used again: after a shutdown, or a failed try.
+
+    Rank 0 opens a round. The others join the latest, unless they have been in it already, or rank 0
+    has given it up: then it is over, and they wait for the next.
+    """
+
+    def __init__(self, store: SignedStore, name: str, limit: float, clock: Clock) -> None:
+        self._store, self._name, self._limit, self._clock = store, name, limit, clock
+        self._checked: set[str] = set()
+        """entries whose world size is ours"""
+
+    def open_round(self) -> str:
+        """Begin a new one, under a new job id."""
+        round = f"gradwire/round {self._store.add(_ROUNDS, 1)}"
+        self._store.set(round, uuid.uuid4().hex)
+        return round
+
+    def check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
+        """Refuse a world in which another was told another size, by the entries that are there."""
+        for key in keys:
+            text = None if key in self._checked else self._store.maybe_get(key, job)
+            other = None if text is None else msgspec.json.decode(text, type=Entry)
+            if other is not None and other.world_size not in (0, world_size):
+                raise UsageError(
+                    f"{self._name} was told {world_size} workers, {other.name} was told "
+                    f"{other.world_size}",
+                    hint="give every worker the same world_size, or the same WORLD_SIZE",
+                )
+            if other is not None:
+                self._checked.add(key)
+
+    def check_rounds(self, round: str, rank: int) -> None:
+        """Say it if another rank 0 has begun a meeting of its own here, beside ours."""
+        ours, latest = int(round.rsplit(" ", 1)[1]), self._store.add(_ROUNDS, 0)
+        if rank == 0 and latest > ours:
+            raise JoinTimeout(
+                f"{self._name} waited in vain: another process has begun a meeting here as rank 0",
+                hint=_OWN_RANK,
+            )
+
+    def find_round(self, rank: int) -> str:
+        """The latest, if this rank has not been in it."""
+        n = max(1, self._store.add(_ROUNDS, 0))
+        while True:
+            round = f"gradwire/round {n}"
+            try:
+                self.wait([round], missing="0")
+            except JoinTimeout:
+                self._check_rank(f"gradwire/round {n - 1}", rank)
+                raise
+            claimed = self._store.add(f"{round}/claimed/{rank}", 1) == 1
+            if claimed and self._store.maybe_get(f"{round}/given up") is None:
+                return round
+            n += 1
+
+    def _check_rank(self, round: str, rank: int) -> None:
+        """Say it if we wait for the next meeting because another process is us in this one."""
+        job = self._store.maybe_get(round)
+        text = None if job is None else self._store.maybe_get(f"{round}/{rank}", job)
+        if text is not None:
+            other = msgspec.json.decode(text, type=Entry).name
+            raise JoinTimeout(
+                f"{self._name} waited in vain: {other} has joined as rank {rank} before it, and "
+                "rank 0 begins no other meeting",
+                hint=_OWN_RANK,
+            ) from None
+
+    def last_round(self, rank: int) -> str:
+        """The one in which an earlier life of this rank was, or was about to be."""
+        n = self._store.add(_ROUNDS, 0)
+        if rank == 0 and n == 0:
+            return self.open_round()
+        round = f"gradwire/round {max(1, n)}"
+        if rank == 0 and not self._store.has([round]):
+            self._store.set(round, uuid.uuid4().hex)
+        self.wait([round], missing="0")
+        return round
+
+    def give_up(self, round: str) -> None:
+        """Nobody is to join a round that rank 0 has left."""
+        self._store.set(f"{round}/given up", "")
+
+    def wait(
+        self,
+        keys: list[str],
+        missing: str | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Until all of these are set; the error names the ranks that those unset end with.
+
+        `look` is called each time that some are not: what it raises ends the wait.
+        """
+        pause = _LOOK_AGAIN_SECONDS
+        while not self._store.has(keys):
+            if look is not None:
+                look()
+            left = self._limit - self._clock.now()
+            if left <= 0:
+                unset = [key for key in keys if not self._store.has([key])]
+                ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
+                raise JoinTimeout(
+                    f"{self._name} waited in vain for rank {ranks} to join",
+                    hint="start every rank, or a longer Timeouts(join=…) waits longer",
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,182 @@
+"""Who takes part, and where each is reached: the driver of state.py."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import final
+
+import msgspec
+
+from gradwire.agent.peers.state import Member, Members
+from gradwire.errors import PeerLost, UnknownWorker, UsageError
+from gradwire.ids import ContextId, WorkerId, count_of, first_of, opener_of
+
+_NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
+
+
+def check_name(name: str) -> None:
+    """Refuse names that could not be spoken in an address or a trace."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and "
+            f"shorter than 128 chars, but got {name}"
+        )
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, order=True):
+    """A worker's name and number, as `get_worker_info` gives it and `to=` takes it."""
+
+    name: str
+    id: WorkerId
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+@final
+class Directory:
+    """The workers of one job."""
+
+    def __init__(
+        self,
+        me: WorkerId,
+        members: Iterable[tuple[WorkerInfo, str] | Member],
+        *,
+        is_open: bool = False,
+    ) -> None:
+        self.lock = threading.RLock()
+        """that of the worker: most of what it keeps books of is changed with this lock"""
+        self._members = Members(me, map(_member, members), is_open=is_open)
+        self._infos: dict[Member, WorkerInfo] = {}
+        self._since: dict[WorkerId, tuple[int, int]] = {}
+        self.contexts_opened: Callable[[], int] = lambda: 0
+        """how far this worker has counted its contexts; see Note [Contexts and lives]"""
+        self.is_open = is_open
+        """whether workers come and go"""
+        self.myself = self._members.me
+        self.me = _info(self.myself)
+
+    def all(self) -> list[WorkerInfo]:
+        """Everyone, this worker included, by number."""
+        return [_info(member) for member in self._members.all()]
+
+    def others(self) -> list[WorkerInfo]:
+        """Everyone else."""
+        return [info for info in self.all() if info != self.me]
+
+    def has(self, worker: WorkerId) -> bool:
+        """Whether this number takes part now."""
+        return self._members.numbered(worker) is not None
+
+    def address(self, worker: WorkerId) -> str:
+        """Where its listener is; PeerLost if it has left."""
+        member = self._members.numbered(worker)
+        if member is None:
+            raise PeerLost(f"{self.name(worker)} has left, or never joined")
+        return member.address
+
+    def name(self, worker: WorkerId) -> str:
+        """What people call it, also if it has left."""
+        member = self._members.remembered(worker)
+        return f"worker {worker}" if member is None else member.name
+
+    def life(self, worker: WorkerId) -> int:
+        """In which life it is, or was when it left."""
+        member = self._members.remembered(worker)
+        return 0 if member is None else member.life
+
+    def note(self, worker: WorkerId) -> str:
+        """What it lets the others know besides its name and address."""
+        member = self._members.remembered(worker)
+        return "" if member is None else member.note
+
+    def since_for(self, worker: WorkerId) -> int:
+        """What a peer is told when it is greeted. See Note [Contexts and lives]."""
+        return self.contexts_opened() if self._members.had_earlier(worker) else 0
+
+    def greeted(self, worker: WorkerId, life: int, since: int) -> None:
+        """What a peer has told us; the first time counts."""
+        with self.lock:
+            known = self._since.get(worker)
+            if known is None or known[0] < life:
+                self._since[worker] = life, since
+
+    def maybe_too_old(self, context: ContextId) -> str | None:
+        """Why this life may take no part in a context that was opened elsewhere; None if it may.
+
+        Note [Contexts and lives]: edges are numbered by worker and context. Two lives of one worker
+        in one context would give the same number twice, and a gradient could go the wrong way. So a
+        life takes part only in contexts that are younger than itself. Only their opener knows
+        which those are: it says so when it is first greeted. Who may have had an earlier life takes
+        no part in contexts of openers it has not met. And what an earlier life of its opener has
+        left of a context is dropped everywhere, however late it is heard of.
+        """
+        opener, me = opener_of(context), self.myself
+        if opener == me.id:
+            return None
+        if count_of(context) < first_of(self.life(opener)):
+            return f"belongs to an earlier life of {self.name(opener)}"
+        known = self._since.get(opener)
+        may_be_older = not self.is_open and me.life > 0
+        if may_be_older if known is None else count_of(context) < known[1]:
+            return f"was opened before this life of {me.name} began"
+        return None
+
+    def admit(self, said: Member) -> list[WorkerId]:
+        """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""
+        with self.lock:
+            return [member.id for member in self._members.admit(said)]
+
+    def move(self, worker: WorkerId, address: str) -> str:
+        """Dial it there from now on; where it was until now."""
+        before = self.address(worker)
+        with self.lock:
+            self._members.moved(worker, address)
+        return before
+
+    def left(self, worker: WorkerId, life: int) -> bool:
+        """A worker takes part no longer; False if that is old news."""
+        with self.lock:
+            return self._members.left(worker, life) is not None
+
+    def number(self, to: str | int | WorkerInfo) -> WorkerId:
+        """The number of the worker meant by a name, a number or an info.
+
+        hot: every call
+        """
+        found = self._members.named(to) if type(to) is str else None
+        return self.find(to).id if found is None else found.id
+
+    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """The worker meant by a name, a number or an info."""
+        if isinstance(to, WorkerInfo):
+            to = to.name
+        members = self._members
+        found = members.named(to) if isinstance(to, str) else members.numbered(to)
+        if found is None:
+            kind = "name" if isinstance(to, str) else "id"
+            known = ", ".join(info.name for info in self.all())
+            raise UnknownWorker(
+                f"{self.me.name} could not find destination {kind} {to}",
+                hint=f"the workers are: {known}",
+            )
+        info = self._infos.get(found)
+        if info is None:
+            info = self._infos[found] = _info(found)
+        return info
+
+
+def _member(member: tuple[WorkerInfo, str] | Member) -> Member:
+    if isinstance(member, Member):
+        return member
+    info, address = member
+    return Member(info.id, info.name, address)
+
+
+def _info(member: Member) -> WorkerInfo:
+    return WorkerInfo(member.name, member.id)

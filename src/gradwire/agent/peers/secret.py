@@ -1,0 +1,168 @@
+"""The secret of a job: who knows it is a member, and nobody else is spoken with.
+
+It comes from a file that only its owner can read, from an inherited file descriptor, or from the
+environment; there is no default, and what is wrong with it is an error. It is never written to a
+log, an error, a repr or a command line, and does not travel: only what is derived from it does.
+
+The environment is not cleaned after reading: a process may be a worker again, and those that it
+starts need the secret as well. The environment of a process can be read by its user and by root,
+as can the memory where the secret would stay. A file is better still: it is not handed on to every
+program that is started.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import stat
+from pathlib import Path
+from typing import NoReturn, final
+
+from gradwire.current import Door
+from gradwire.errors import UsageError
+from gradwire.options import SECRET_VARIABLES, Options, SecretSource, secret_from_environment
+
+LEAST_BYTES = 32
+_MOST_BYTES = 4096
+_PRIVATE = 0o600
+_READ_SECONDS = 5.0
+_FROM_PIPE: Door[tuple[int, bytes]] = Door("what was read from a pipe, which gives it once")
+
+_MAKE_ONE = (
+    "python -c 'import secrets; print(secrets.token_hex(32))' > FILE; chmod 600 FILE; then "
+    f"Options(secret=FILE) or {SECRET_VARIABLES.file}=FILE for every worker. gradwire.run() and "
+    "python -m gradwire.compat make one by themselves"
+)
+
+
+@final
+class Secret:
+    """At least 32 bytes, known to the workers of one job."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes, origin: str = "a secret") -> None:
+        if len(data) < LEAST_BYTES:
+            raise UsageError(
+                f"the secret in {origin} has {len(data)} bytes, and needs at least {LEAST_BYTES}",
+                hint=_MAKE_ONE,
+            )
+        self._data = data
+
+    def __repr__(self) -> str:
+        return "<Secret>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret does not travel")
+
+    def key(self, purpose: str) -> bytes:
+        """A key for one purpose, which tells nothing of those for others."""
+        return hmac.digest(self._data, f"key of gradwire: {purpose}".encode(), "sha256")
+
+
+def fresh_secret() -> Secret:
+    """One that nobody else has."""
+    return Secret(secrets.token_bytes(LEAST_BYTES))
+
+
+def write_secret(path: Path) -> str:
+    """Put a fresh one into a new file that only we can read; the path, for `Options.secret`."""
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _PRIVATE)
+    with os.fdopen(file, "w", encoding="ascii") as opened:
+        opened.write(secrets.token_hex(LEAST_BYTES))
+    return str(path)
+
+
+def find_secret(options: Options) -> Secret:
+    """The one that the options name, or else the environment."""
+    if options.secret is not None:
+        return _in_file(options.secret)
+    match secret_from_environment():
+        case SecretSource(file=str(path), descriptor=None, text=None):
+            return _in_file(path)
+        case SecretSource(file=None, descriptor=int(number), text=None):
+            return _in_descriptor(number)
+        case SecretSource(file=None, descriptor=None, text=str(text)):
+            return _stripped(os.fsencode(text), SECRET_VARIABLES.text)
+        case SecretSource(file=None, descriptor=None, text=None):
+            raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
+        case _:
+            raise UsageError(
+                f"more than one of {', '.join(SECRET_VARIABLES)} is set", hint="leave one of them"
+            )
+
+
+def _in_file(path: str) -> Secret:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the secret in {path} cannot be read: {error}", hint=_MAKE_ONE) from error
+    try:
+        _check_private(os.fstat(file), path)
+        return _stripped(_read_all(file, path), path)
+    finally:
+        os.close(file)
+
+
+def _check_private(status: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"the secret in {path} is not in a file", hint=_MAKE_ONE)
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UsageError(
+            f"the secret in {path} belongs to user {status.st_uid}, who can change it",
+            hint=f"make it a file of your own: chown {os.geteuid()} {path}",
+        )
+    if status.st_mode & 0o077:
+        raise UsageError(
+            f"the secret in {path} can be read or written by other users "
+            f"(mode {stat.S_IMODE(status.st_mode):04o})",
+            hint=f"chmod 600 {path}, and make a new secret: this one may be known",
+        )
+
+
+def _in_descriptor(number: int) -> Secret:
+    origin = f"{SECRET_VARIABLES.descriptor}={number}"
+    try:
+        data = os.pread(number, _MOST_BYTES + 1, 0)
+    except OSError:  # a pipe, or nothing
+        known, data = _FROM_PIPE.maybe_default() or (None, b"")
+        if known != number:
+            data = _read_all(number, origin)
+            _FROM_PIPE.set_default((number, data))
+    return _stripped(data, origin)
+
+
+def _read_all(number: int, origin: str) -> bytes:
+    """What it gives until its end: for a pipe, until whoever passed it on closes the other one."""
+    data = b""
+    try:
+        while len(data) <= _MOST_BYTES and _is_ready(number, origin):
+            more = os.read(number, _MOST_BYTES)
+            if not more:
+                break
+            data += more
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the secret in {origin} cannot be read: {error}",
+            hint="pass the descriptor on when the process is started (pass_fds)",
+        ) from error
+    return data
+
+
+def _is_ready(number: int, origin: str) -> bool:
+    ready, _, _ = select.select([number], [], [], _READ_SECONDS)
+    if not ready:
+        raise UsageError(
+            f"the secret in {origin} did not come to its end within {_READ_SECONDS:g} s",
+            hint="close the writing end of the pipe when the secret is written",
+        )
+    return True
+
+
+def _stripped(data: bytes, origin: str) -> Secret:
+    """A line's end at the end is an editor's, and no part of it."""
+    if len(data) > _MOST_BYTES:
+        raise UsageError(f"the secret in {origin} is longer than {_MOST_BYTES} bytes")
+    return Secret(data.rstrip(b"\r\n"), origin)

@@ -1,0 +1,5 @@
+"""Backward: one pass over many workers, from its coordinator to its participants.
+
+coordinator.py is the worker whose backward() began it, participant.py every other one;
+active_pass.py is what both know of a pass. Read coordinator.py first.
+"""

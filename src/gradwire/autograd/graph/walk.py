@@ -1,0 +1,211 @@
+"""Walks the local graph: what a tensor depends on, and in which order its nodes must run.
+
+Note [The order of waiting]
+
+A Send waits in its backward, on the thread that executes the engine run, so its place in the
+engine's queue matters. An edge has a depth, one more than the deepest edge it depends on. The depth
+of a node is that of the deepest edge it depends on, and never changes. The number of a Send is its
+depth; the number of every other node of a run that crosses is greater than its depth. Then workers
+do not dead-lock:
+
+ 1. A run executes on one thread, from one queue, which gives the ready node with the greatest
+    number (std::priority_queue in torch's ReadyQueue; the nodes of a run inside another come
+    first). So when a Send of depth k waits, no node of depth k or more is ready in its run: such a
+    node would have a greater number, and so would a Send of an edge that depends on this one.
+ 2. Suppose that waiting Sends wait for ever. Take the deepest, over all workers, of depth k. Its
+    gradients are missing because a node that depends on its edge has not run. Of these nodes take
+    one that depends on no other of them being run first: it is ready, its depth is at least k, and
+    if it is a Send its depth is greater than k. Its run does not execute it, so it waits in a Send;
+    by (1) in one deeper than k. But k is the deepest. A run that has not begun begins when its
+    Start arrives, and one that executes a node of the user's goes on when that returns.
+ 3. Passes do not wait for each other: each has a run of its own on every worker, and a run inside
+    another waits for what belongs to its own pass.
+
+Two things make (1) true. Numbers are right before a run begins: those of the nodes behind a Send
+are set when the Send is made, by a walk to the Recvs (`Walk`), and those of the nodes between the
+roots of a run and the first Recvs when the run begins (ordering.py). It does not matter which
+threads made the nodes. And numbers do not change while the queue holds them, which
+std::priority_queue could not bear: a number is changed at most once, to one more than the depth, by
+whoever walks first; another walk finds it greater than the depth and leaves it. What failed runs
+leave in a queue is dropped.
+
+Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
+made by threads that entered the context or received what they used, see below. Where they are not,
+and a Send would wait before a Recv of the same depth or a greater one has run, it raises
+(`ordering.check`): by (1) that happens only if the order is wrong.
+
+The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
+its worker sent before, as long as there is room: so the workers of a pipeline take its
+micro-batches in one order, the last first, as one process would, and none waits for one that comes
+late while another has come. Ordinary numbers are per thread and start at 0. A thread that enters a
+context makes room for the depths of most programs, and one that receives moves its count above the
+depth it received: so most nodes keep the numbers that torch gave them, and run in the order that
+they would have in one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, final
+
+import msgspec
+import torch
+
+from gradwire.autograd.graph.lineage import NOTHING, Lineage, union
+from gradwire.torch_private import (
+    CHECKPOINT,
+    DDP_SINK,
+    AccumulateGrad,
+    Node,
+    lift,
+    sequence_number,
+)
+
+
+class Landmarks(NamedTuple):
+    """What a walk has met that a run must know of beforehand."""
+
+    accumulators: list[Node]
+    checkpoints: list[Node]
+    """those whose backward runs a backward of its own"""
+    sinks: list[Node]
+    """those of data-parallel modules that may not use all of their parameters"""
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What a node depends on: the edges, and the greatest depth among them."""
+
+    lineage: Lineage
+    depth: int
+
+
+ROOM = 1000
+"""The depths of most programs: a thread that enters a context makes its nodes above them."""
+
+FROM_HERE = Origin(NOTHING, 0)
+RecvOrigin = Callable[[Node], Origin]
+"""Where what a Recv has received came from."""
+
+
+@final
+class Walk:
+    """Remembers every node it has seen, so that each is visited once per context.
+
+    A node's next functions never change, so neither does its origin. The nodes are held until the
+    context closes. See Note [A context is not locked], context.py.
+    """
+
+    def __init__(self, recv: type[Node], recv_origin: RecvOrigin) -> None:
+        self._recv, self._recv_origin = recv, recv_origin
+        self._known: dict[Node, Origin] = {}
+        # In dicts, as a node that two threads visit at once is met once.
+        self._accumulators: dict[Node, None] = {}
+        self._checkpoints: dict[Node, None] = {}
+        self._sinks: dict[Node, None] = {}
+
+    def landmarks(self) -> Landmarks:
+        """What it has met so far."""
+        return Landmarks(list(self._accumulators), list(self._checkpoints), list(self._sinks))
+
+    def origin(self, nodes: Iterable[Node | None]) -> Origin:
+        """What these depend on together; lifts every node on the way.
+
+        hot: one visit for each new node of the graph behind what leaves
+        """
+        known = self._known
+        return _together([known.get(n) or self._visit(n) for n in nodes if n is not None])
+
+    def behind(self, node: Node) -> Origin:
+        """What a node's inputs depend on together."""
+        parents = node.next_functions
+        if len(parents) == 1:
+            parent = parents[0][0]
+            if parent is not None:
+                return self._known.get(parent) or self._visit(parent)
+        return self.origin([parent for parent, _ in parents])
+
+    def note(self, node: Node, origin: Origin) -> None:
+        """What a new Recv depends on."""
+        self._known[node] = origin
+
+    def _visit(self, root: Node) -> Origin:
+        known = self._known
+        todo = [root]
+        while todo:
+            node = todo.pop()
+            if node in known:
+                continue
+            kind = type(node)
+            if kind is AccumulateGrad:
+                self._accumulators[node] = None
+                known[node] = FROM_HERE
+                continue
+            if kind is self._recv:
+                known[node] = self._recv_origin(node)
+                continue
+            parents = [parent for parent, _ in node.next_functions if parent is not None]
+            missing = [parent for parent in parents if parent not in known]
+            if missing:
+                todo.append(node)
+                todo += missing
+                continue
+            if kind is CHECKPOINT:
+                self._checkpoints[node] = None
+            elif kind is DDP_SINK:
+                self._sinks[node] = None
+            origin = known[node] = _together([known[parent] for parent in parents])
+            lift(node, origin.depth)
+        return known[root]
+
+
+def _together(origins: list[Origin]) -> Origin:
+    if len(origins) == 1:
+        return origins[0]
+    if not origins:
+        return FROM_HERE
+    return Origin(union(o.lineage for o in origins), max(o.depth for o in origins))
+
+
+@final
+class _Thread(threading.local):
+    above = 0
+    """the depth that what this thread makes stands above, as far as it has looked"""
+
+
+_thread = _Thread()
+
+
+def lift_this_thread(depth: int) -> None:
+    """Let what this thread makes from now on stand above a depth.
+
+    Only making a node moves a thread's count, and tells it. A thread that stays with a context
+    makes one for each edge.
+    """
+    if depth <= _thread.above:
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        seed = torch.zeros((), requires_grad=True)
+        while (number := sequence_number(_made_of(seed))) < depth:
+            pass
+    _thread.above = number  # a thread's count never goes back
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a value, inside plain containers too."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from tensors_in(item)
+        case dict():
+            yield from tensors_in(list(value.values()))
+        case _:
+            pass
+
+
+def _made_of(seed: torch.Tensor) -> Node:
+    node = seed.view(()).grad_fn
+    assert node is not None
+    return node

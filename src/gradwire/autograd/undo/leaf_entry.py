@@ -1,0 +1,406 @@
+"""One leaf in the books of one run: what was there before, and what came after.
+
+The methods `before` and `after` are the hooks around the node that adds to the leaf.
+
+Note [Leaves of a backward inside a run]: a Function may run a backward of its own inside a run of
+ours (a checkpoint, a reversible block) and read, right afterwards, the gradients of leaves that it
+has made for it. So what such a backward adds on its way to the map stays in `.grad` at first: it is
+*parked*. It is moved to the map when a run next opens the leaf, or when our run is over. By then a
+leaf that the Function made for itself is dead, and nothing is moved; which is why the entries of
+such a backward hold their leaves weakly.
+
+Note [Passes that meet at a leaf]: when a pass fails, others may have added to the same leaf since.
+Then what was there before the pass is put back, and what the others added is added again, in the
+order in which they did: bit by bit what would be there if the failed pass had never been. A run
+that keeps books tells what it adds to the entries of all passes that are not over. A backward that
+keeps none (one that this worker began itself) is seen by hooks, which stay until the pass is over.
+Where a sum cannot be made again (a hook has changed it, the program has used it up or written to
+it, it has a graph), the gradient stays as it is, and whoever began the failed pass is told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from gradwire.autograd.undo.leaf import Leaf
+from gradwire.autograd.undo.replay import (
+    Gradient,
+    Part,
+    copy_of,
+    folded,
+    is_total,
+    total,
+    version_of,
+    without,
+)
+from gradwire.errors import BackwardTimeout
+from gradwire.torch_private import Node, current_run
+
+if TYPE_CHECKING:
+    from gradwire.autograd.undo.undo_log import Ledger
+
+_GONE = torch.empty(0)
+"""in the place of a gradient that has died: no leaf has this one"""
+
+
+@final
+class Entry:
+    """See the top of this file.
+
+    hot: one for each leaf of a pass
+    """
+
+    __slots__ = (
+        "_added",
+        "_begun",
+        "_coming",
+        "_handles",
+        "_is_guest",
+        "_is_shared",
+        "_is_spoilt",
+        "_ledger",
+        "_new",
+        "_node",
+        "_old",
+        "_old_version",
+        "_own",
+        "_record",
+        "_since",
+        "_value",
+        "_version",
+        "_weak",
+        "is_open",
+        "is_touched",
+        "leaf",
+    )
+
+    def __init__(self, ledger: Ledger, leaf: torch.Tensor, record: Leaf) -> None:
+        self._ledger, self._record = ledger, record
+        self.leaf: torch.Tensor | None = leaf
+        self.is_open = self.is_touched = self._is_guest = False
+        self._node: Node | None = None
+        self._new: Gradient | weakref.ref[torch.Tensor]
+        self._coming: dict[int, tuple[Begun, tuple[Part, ...]]] | None
+
+    # -- hooks
+
+    def watch(self, node: Node) -> None:
+        """Be told when this node adds to the leaf."""
+        self._node = node  # its hooks live as long as it does
+        self._handles: tuple[RemovableHandle, RemovableHandle] = (
+            node.register_prehook(self.before),
+            node.register_hook(self.after),
+        )
+
+    def unwatch(self) -> None:
+        """Be told no more."""
+        if self._node is not None:
+            self._node = None
+            for handle in self._handles:
+                handle.remove()
+
+    def before(self, gradients: Any) -> Any:  # noqa: ANN401
+        """The engine is about to add to this leaf; another gradient, if it should add that one.
+
+        Also without a gradient to add: post-accumulate hooks run then too, and look at `.grad`.
+        AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
+        to two leaves is copied for both, as in torch.distributed.autograd.
+        """
+        ledger = self._ledger
+        gradient: Gradient = gradients[0]
+        if current_run() != ledger.run:
+            if self.is_touched:
+                self._other_begins(gradient)
+            return None
+        if ledger.outer is not None and self._is_open_around():
+            return None
+        self.open()
+        if len(self._record.unfinished) > 1:
+            self._added = copy_of(gradient)
+        if ledger.into is None or self._old is not None or gradient is None:
+            return None
+        known = ledger.given.get(id(gradient))
+        if known is not None and known() is gradient:  # the number of one that died is used again
+            return (gradient.clone(),)
+        ledger.given[id(gradient)] = weakref.ref(gradient)
+        return None
+
+    def after(self, _inputs: object, _outputs: object) -> None:
+        """The engine has added to this leaf, and its hooks have run.
+
+        Nothing is to be done for a hook that raised.
+        """
+        if current_run() == self._ledger.run:
+            if self.is_open:
+                self.close()
+        elif self.is_touched:
+            self._other_ends()
+
+    # -- the time in which the run adds to the leaf
+
+    def open(self) -> None:
+        """Remember what the run finds, and put it where the run looks for it."""
+        leaf, record, into = self.leaf, self._record, self._ledger.into
+        assert leaf is not None, "it is loose"
+        if not record.lock.acquire(False):
+            record.wait()
+        if record.parked is not None:
+            record.parked.move()
+        own = self._own = leaf.grad
+        old = self._old = self._new = own if into is None else into.get(leaf)
+        self._value: Gradient = None
+        self._old_version = 0
+        self.is_open = self.is_touched = True
+        self._is_spoilt = self._is_shared = False
+        self._since, self._coming, self._added = _NOTHING, None, None
+        self._ledger.entries.append(self)
+        record.unfinished.append(self)
+        if old is not own:
+            leaf.grad = old
+        if old is not None:
+            self._value, self._old_version = old.detach().clone(), old._version
+        self._begun = old, self._old_version, self._value
+
+    def reopen(self) -> None:
+        """The same once more: what was there before the run is known."""
+        leaf, record, into = self.leaf, self._record, self._ledger.into
+        assert leaf is not None, "it is loose"
+        if not record.lock.acquire(False):
+            record.wait()
+        if record.parked is not None:
+            record.parked.move()
+        own = self._own = leaf.grad
+        self.is_open = True
+        if into is not None:
+            new = self._new = into.get(leaf)
+            if new is not own:
+                leaf.grad = new
+        self._added, now = None, leaf.grad
+        value = copy_of(now) if len(record.unfinished) > 1 else None
+        self._begun = now, version_of(now), value
+
+    def close(self) -> None:
+        """Remember what the run leaves, and put the leaf's own gradient back."""
+        leaf, record, into = self.leaf, self._record, self._ledger.into
+        self.is_open = False
+        if self._is_guest:
+            self._is_guest = False
+            record.lock.release()
+            return
+        assert leaf is not None, "it is loose"
+        new = leaf.grad
+        if into is not None:
+            if self._ledger.outer is None:
+                self._to_map(leaf, new, into)
+            else:
+                record.parked = self
+                self._ledger.outermost.parked.append(self)
+        self._new, self._version = new, version_of(new)
+        if len(record.unfinished) > 1:
+            self._tell_others(new)
+        record.lock.release()
+
+    def _to_map(
+        self, leaf: torch.Tensor, new: Gradient, into: dict[torch.Tensor, torch.Tensor]
+    ) -> None:
+        if new is None:  # also if a hook has used it up
+            into.pop(leaf, None)
+        elif into.get(leaf) is not new:
+            into[leaf] = new
+        if new is not self._own:
+            leaf.grad = self._own
+
+    # -- a backward inside a run; see Note [Leaves of a backward inside a run]
+
+    def _is_open_around(self) -> bool:
+        """Whether the run around has this leaf open, or parked: then it sees to the rest.
+
+        The lock is held until the node is through all the same, lest another run opens the leaf.
+        """
+        leaf, record, ledger = self.leaf, self._record, self._ledger
+        assert leaf is not None, "it is loose"
+        if not record.lock.acquire(False):
+            record.wait()
+        parked = record.parked
+        is_parked = parked is not None and parked._ledger.outermost is ledger.outermost
+        if is_parked or ledger.is_open_around(leaf):
+            self.is_open = self._is_guest = True
+            return True
+        record.lock.release()
+        return False
+
+    def loosen(self) -> None:
+        """The backward inside is over: hold the leaf, and what was left there, only weakly."""
+        assert self.leaf is not None, "it is loose already"
+        self.unwatch()
+        new, self._weak = self._last(), weakref.ref(self.leaf)
+        self.leaf = None
+        self._set_new(new)
+
+    def tighten(self) -> bool:
+        """The run around is over, too: hold the leaf again. False if it has died."""
+        self.leaf = self._target()
+        if self.leaf is None:
+            self.keep()
+            return False
+        if self._ledger.into is None:
+            view = self.leaf.view_as(self.leaf).grad_fn
+            assert view is not None, "a leaf that has a gradient wants one"
+            self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
+        return True
+
+    def settle(self) -> None:
+        """What is parked goes to the map."""
+        if self._record.parked is self:
+            self._record.wait()
+            if self._record.parked is self:
+                self.move()
+            self._record.lock.release()
+
+    def move(self) -> None:
+        """What is parked goes to the map; with the lock held."""
+        self._record.parked = None
+        leaf, into = self._target(), self._ledger.into
+        if leaf is not None and into is not None:
+            new = leaf.grad
+            self._to_map(leaf, new, into)
+            self._set_new(new)
+
+    def _target(self) -> torch.Tensor | None:
+        return self._weak() if self.leaf is None else self.leaf
+
+    def _set_new(self, new: Gradient) -> None:
+        self._version = version_of(new)
+        self._new = new if new is None or self.leaf is not None else weakref.ref(new)
+
+    def _last(self) -> Gradient:
+        """What the run left, or what others made of it as far as we know."""
+        if not isinstance(new := self._new, weakref.ref):
+            return new
+        found = new()
+        return _GONE if found is None else found
+
+    # -- other passes; see Note [Passes that meet at a leaf]
+
+    def _tell_others(self, new: Gradient) -> None:
+        parts = () if self._added is None else (Part(self._ledger.run, self._added),)
+        for other in tuple(self._record.unfinished):
+            if other is not self and other._ledger.into is self._ledger.into:
+                other._hear(self._begun, parts, new)
+
+    def _other_begins(self, gradient: Gradient) -> None:
+        """A run that keeps no books is about to add to the leaf."""
+        if self._ledger.into is None and self._ledger.is_without_books():
+            leaf = self._target()
+            assert leaf is not None, "its node holds it"
+            now = leaf.grad
+            self._coming = self._coming or {}
+            self._coming[current_run()] = (
+                (now, version_of(now), copy_of(now)),
+                () if gradient is None else (Part(current_run(), gradient.detach().clone()),),
+            )
+
+    def _other_ends(self) -> None:
+        coming = None if self._coming is None else self._coming.pop(current_run(), None)
+        if coming is None:
+            return
+        leaf = self._target()
+        assert leaf is not None, "its node holds it"
+        self._record.wait()
+        try:
+            self._hear(*coming, leaf.grad)
+        finally:
+            self._record.lock.release()
+
+    def _hear(self, begun: Begun, parts: tuple[Part, ...], now: Gradient) -> None:
+        """Another run has added these to what it found."""
+        found, version, value = begun
+        if found is None and now is None:  # hooks have used it up at once
+            return
+        with torch.no_grad():
+            is_known = found is self._last() and version == self._version
+            if not is_known or not is_total(now, value, parts):
+                self._is_spoilt = True
+                return
+            runs = {entry._ledger.run for entry in tuple(self._record.unfinished)}
+            self._value, self._since = folded(self._value, (*self._since, *parts), runs)
+            self._is_shared = True
+        self._set_new(now)
+
+    # -- the end of the pass
+
+    def keep(self) -> None:
+        """The pass has ended well, or there is nothing to put back. Does not block."""
+        self.unwatch()
+        if self in self._record.unfinished:
+            self._record.unfinished.remove(self)
+
+    def put_back(self) -> bool:
+        """The pass has failed. False if what it has added cannot be taken out any more."""
+        self.unwatch()
+        try:
+            self._record.wait()
+        except BackwardTimeout:
+            self.keep()  # it is part of the sum now
+            return False
+        try:
+            with torch.no_grad():
+                return self._put_back()
+        finally:
+            self._record.lock.release()
+
+    def _put_back(self) -> bool:
+        record, into, leaf = self._record, self._ledger.into, self._target()
+        # Entries of passes that end well leave the list meanwhile, without the lock: the order is
+        # that of one moment, and what is taken out is this one, not what is in its place by then.
+        place = (order := tuple(record.unfinished)).index(self)
+        record.unfinished.remove(self)
+        if leaf is None:
+            return True
+        now = leaf.grad if into is None else into.get(leaf)
+        if self._is_spoilt or now is not self._last() or version_of(now) != self._version:
+            return False
+        left = self._replayed(now) if self._is_shared else self._restored()
+        if into is None:
+            leaf.grad = left
+        elif left is None:
+            into.pop(leaf, None)
+        else:
+            into[leaf] = left
+        for n, other in enumerate(order):
+            if other is not self and other._ledger.into is into:
+                other._forget(self, left, came_later=n > place)
+        return True
+
+    def _restored(self) -> Gradient:
+        """What was there before, the same tensor."""
+        old = self._old
+        touched = version_of(old) != self._old_version  # also if a hook has replaced it since
+        if old is not None and self._value is not None and touched:
+            old.copy_(self._value)
+        return old
+
+    def _replayed(self, now: Gradient) -> Gradient:
+        """What was there before and what others have added, in the tensor that is there now."""
+        made = total(self._value, self._since)
+        if now is None or made is None or now.layout is not torch.strided:
+            return made
+        return now.copy_(made)
+
+    def _forget(self, failed: Entry, left: Gradient, *, came_later: bool) -> None:
+        """What another pass has added was taken out, and this was left."""
+        if came_later:  # what it found is not what there would have been
+            self._is_shared, self._value = True, copy_of(failed._value)
+            self._since = without(self._ledger.run, failed._since)
+        else:
+            self._since = without(failed._ledger.run, self._since)
+        self._set_new(left)
+
+
+_NOTHING: tuple[Part, ...] = ()
+Begun = tuple[Gradient, int, Gradient]
+"""What a run finds at a leaf: the tensor, its version and its value."""

@@ -1,0 +1,21 @@
+"""The manner of torch.distributed.rpc."""
+
+from gradwire.compat.rpc.failures import of_call, of_callback, of_fetch
+from gradwire.compat.rpc.internal import _internal_rpc_pickler
+from gradwire.compat.rpc.references import PyRRef
+from gradwire.rpc.behavior import Manner
+
+TORCH = Manner(
+    pickle=True,
+    reducers=_internal_rpc_pickler._class_reducer_dict,
+    edge_per_message=True,
+    leaves_outside_contexts=True,
+    carries_modes=False,
+    counts_before_use=True,
+    answers_when_made=True,
+    runs_what_is_late=True,
+    reference=PyRRef,
+    of_call=of_call,
+    of_fetch=of_fetch,
+    of_callback=of_callback,
+)

@@ -1,0 +1,119 @@
+"""Clips gradients by their norm over all workers, as one process would.
+
+Each owner says the norms of its gradients; the caller takes the norm of these in the order of the
+parameters, once, and tells all of them by how much to scale, if at all. So the result is the same
+bit for bit, wherever the parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gradwire.errors import UsageError
+from gradwire.ids import ContextId, WorkerId
+from gradwire.optim.host import stepped_here
+from gradwire.optim.shard import norms_of, parameter_of, scale
+from gradwire.rpc.api import rpc_async
+from gradwire.rpc.expose.registry import expose
+from gradwire.rpc.rref import RRef
+
+Ref = RRef[torch.Tensor]
+
+
+@expose
+def norms_here(
+    refs: list[Ref], norm_type: float, context: ContextId | None
+) -> list[torch.Tensor | None]:
+    """The norm of each parameter's gradient; None for those without one."""
+    parameters = [parameter_of(ref) for ref in refs]
+    return norms_of(stepped_here().gradients(context, parameters), norm_type)
+
+
+@expose
+def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
+    """Scale the gradients of these in place."""
+    parameters = [parameter_of(ref) for ref in refs]
+    scale(stepped_here().gradients(context, parameters), coefficient)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Ref],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    context_id: ContextId | None = None,
+) -> torch.Tensor:
+    """Clip the gradients of parameters on any workers; their total norm before that.
+
+    Like `torch.nn.utils.clip_grad_norm_`, and equal to it bit for bit. `parameters` are references.
+    With a `context_id` it clips the gradients of `backward(context_id, …)`, else those in `.grad`.
+    """
+    refs = list(parameters)
+    check_references(refs)
+    shares = by_owner(refs)
+    with torch.no_grad():
+        asked = [
+            rpc_async(owner, norms_here, args=([refs[n] for n in share], norm_type, context_id))
+            for owner, share in shares.items()
+        ]
+        norms: list[torch.Tensor | None] = [None] * len(refs)
+        for share, answer in zip(shares.values(), asked, strict=True):
+            for n, norm in zip(share, answer.wait(), strict=True):
+                norms[n] = norm
+        total, coefficient = measured(norms, max_norm, norm_type, error_if_nonfinite)
+        if coefficient is None:
+            return total
+        told = [
+            rpc_async(owner, scale_here, args=([refs[n] for n in share], coefficient, context_id))
+            for owner, share in shares.items()
+        ]
+        for done in told:
+            done.wait()
+    return total
+
+
+def measured(
+    norms: list[torch.Tensor | None],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm of all, and by how much to scale; None if nothing would change by it."""
+    total = _total([norm for norm in norms if norm is not None], norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise UsageError(
+            f"the total norm of order {norm_type} of the gradients is non-finite: {total}",
+            hint="error_if_nonfinite=False scales them by it all the same",
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return total, None if coefficient == 1.0 else coefficient
+
+
+def _total(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not norms:
+        return torch.tensor(0.0)
+    first = norms[0].device
+    stacked = torch.stack([norm.to(first) for norm in norms])
+    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return total
+
+
+def by_owner(refs: Iterable[Ref]) -> dict[WorkerId, list[int]]:
+    """The places of each owner's references, the owners in the order of their numbers."""
+    shares: dict[WorkerId, list[int]] = {}
+    for n, ref in enumerate(refs):
+        shares.setdefault(ref.owner().id, []).append(n)
+    return dict(sorted(shares.items()))
+
+
+def check_references(refs: Iterable[object]) -> None:
+    """All of them are references."""
+    for n, ref in enumerate(refs):
+        if not isinstance(ref, RRef):
+            raise UsageError(
+                f"parameter {n} is a {type(ref).__name__}, not a reference",
+                hint="pass RRefs, as in [RRef(p) for p in module.parameters()] on their owner",
+            )

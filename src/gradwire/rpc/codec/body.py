@@ -1,0 +1,232 @@
+"""Values on their way to one peer, with all that hangs on them.
+
+Packing does four things that stand or fall together: the codec turns the value into data, its
+tensors into frames, its references into counted forks, and the crossings of its graph into edges.
+Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, final
+
+import msgspec
+from msgspec.structs import replace
+from torch import Tensor
+
+from gradwire.agent.serving.inbound_limit import EACH
+from gradwire.autograd.engine import Engine
+from gradwire.autograd.messages import Crossing
+from gradwire.errors import BadMessage, CannotTravel
+from gradwire.ids import ContextId, WorkerId
+from gradwire.rpc.codec.codec import Codec, Unopened
+from gradwire.rpc.codec.pickle_codec import PickleCodec
+from gradwire.rpc.messages import Parcel, Reference
+from gradwire.rpc.refs.refs import Refs
+from gradwire.torch_private import (
+    has_tangent,
+    is_inside_transform,
+    wrapped_by_transform,
+)
+from gradwire.wire.frame import Buffer
+from gradwire.wire.tensor import decode_tensors, encode_tensors
+from gradwire.wire.tensor_header import REQUIRES_GRAD, TensorHeader, without_inference
+
+_NUMBER = re.compile(r"tensors\[(\d+)\]")
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A parcel ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
+
+    parcel: Parcel
+    payload: Sequence[Buffer]
+    context: ContextId | None
+    copies: int = 0
+    """tensors cut off from the graph of the context, as they are copied with an object"""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the receiver will hold."""
+        size = EACH + len(self.parcel.data)
+        return size + sum(map(len, self.payload)) if self.payload else size
+
+
+class Unpacked(msgspec.Struct, frozen=True):
+    """A value that arrived.
+
+    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph, and
+    `copies` how many more did so inside an object, though a context was open.
+    """
+
+    value: Any
+    depth: int = 0
+    cut: int = 0
+    copies: int = 0
+
+
+@final
+class Parcels:
+    """Packs and unpacks for one worker."""
+
+    def __init__(
+        self,
+        codec: Codec | PickleCodec,
+        engine: Engine,
+        refs: Refs,
+        *,
+        leaves: bool = False,
+        carries_modes: bool = True,
+    ) -> None:
+        self._codec, self._engine, self._refs = codec, engine, refs
+        self._leaves, self._carries_modes = leaves, carries_modes
+
+    def pack(
+        self,
+        value: object,
+        *,
+        to: WorkerId,
+        context: ContextId | None,
+        place: str | tuple[str, ...],
+        deadline: float,
+    ) -> Packed:
+        """Make a value ready to leave for `to`; raises CannotTravel, which says where it sits."""
+        try:
+            flat = self._codec.maybe_pack(value)
+            if flat is not None:
+                data, tensors = flat
+                if not tensors:
+                    return Packed(Parcel(data, [], [], []), (), context)
+                return self._sealed(data, tensors, [], to, context)
+            with self._refs.packing(to, deadline) as references:
+                data, tensors, copies = self._codec.pack(value, place)
+                packed = self._sealed(data, tensors, references, to, context)
+        except CannotTravel as refusal:
+            raise self._placed(refusal, value, place) from refusal.__cause__
+        # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
+        return replace(packed, copies=copies) if copies and context is not None else packed
+
+    def _sealed(
+        self,
+        data: bytes,
+        tensors: list[Tensor],
+        references: list[Reference],
+        to: WorkerId,
+        context: ContextId | None,
+    ) -> Packed:
+        if not tensors:
+            return Packed(Parcel(data, [], [], references), (), context)
+        if is_inside_transform():
+            refuse_transformed(tensors)
+        if has_tangent(tensors):
+            raise CannotTravel(
+                "a tensor with a forward-mode tangent, which does not cross workers",
+                hint="differentiate in reverse, or leave dual_level() before the call",
+            )
+        headers, payload = encode_tensors(tensors, self._engine.limits)
+        if not self._carries_modes:  # autograd refuses what was made in inference mode
+            headers = [without_inference(header) for header in headers]
+        crossings: list[Crossing] = []
+        if context is not None:
+            crossings = self._engine.attach_send(context, to, tensors)
+        return Packed(Parcel(data, headers, crossings, references), payload, context)
+
+    def _placed(
+        self, refusal: CannotTravel, value: object, place: str | tuple[str, ...]
+    ) -> CannotTravel:
+        """The refusal of a tensor names its number; the user knows it by where it sits."""
+        number = _NUMBER.fullmatch(refusal.place)
+        if number is None:
+            return refusal
+        at = self._codec.place_of_tensor(value, place, int(number[1]))
+        return refusal if at is None else CannotTravel(refusal.message, place=at, hint=refusal.hint)
+
+    def undo(self, packed: Packed) -> None:
+        """It did not leave."""
+        self._refs.pack_undone(packed.parcel.references)
+        if packed.context is not None:
+            self._engine.withdraw(packed.context, packed.parcel.crossings)
+
+    def unpack(
+        self,
+        parcel: Parcel,
+        payload: memoryview | None,
+        *,
+        source: WorkerId,
+        context: ContextId | None,
+        is_answered: bool = False,
+        is_recorded: bool = True,
+    ) -> Unpacked:
+        """The value, its references held and, if that is recorded, its graph attached.
+
+        For `is_answered` see Note [An answer accepts], refs/accepting.py.
+        """
+        if not parcel.references:
+            return self._opened(parcel, payload, source, context, is_recorded)
+        with self._refs.unpacking(parcel.references, source, is_answered=is_answered):
+            return self._opened(parcel, payload, source, context, is_recorded)
+
+    def _opened(
+        self,
+        parcel: Parcel,
+        payload: memoryview | None,
+        source: WorkerId,
+        context: ContextId | None,
+        is_recorded: bool,
+    ) -> Unpacked:
+        if not parcel.tensors:
+            return Unpacked(self._value(parcel, (), source))
+        tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
+        crossings: Sequence[Crossing] = parcel.crossings
+        if crossings:
+            if context is None:
+                raise BadMessage("a message outside of any context came with edges")
+            if not is_recorded or not self._engine.attach_recv(context, source, crossings, tensors):
+                crossings = ()
+        depth = 0
+        for crossing in crossings:
+            if crossing.depth > depth:
+                depth = crossing.depth
+        cut = cut_tensors(parcel.tensors, crossings)
+        if cut and self._leaves:
+            for n in cut:
+                tensors[n].requires_grad_()
+        return Unpacked(self._value(parcel, tensors, source), depth, len(cut))
+
+    def _value(self, parcel: Parcel, tensors: Sequence[Tensor], source: WorkerId) -> object:
+        value = self._codec.maybe_unpack(parcel.data, tensors)
+        if type(value) is not Unopened:
+            return value
+        if parcel.references:
+            return self._codec.open(value, tensors)
+        with self._refs.unpacking((), source):  # or it could name those of a message around it
+            return self._codec.open(value, tensors)
+
+
+def refuse_transformed(tensors: Sequence[Tensor]) -> None:
+    """Refuse the tensors that torch.func puts in the place of a user's inside a transform.
+
+    Their memory is not what they stand for: that of a functionalized tensor is garbage.
+    """
+    wrapped = wrapped_by_transform(tensors)
+    if wrapped is not None:
+        raise CannotTravel(
+            "a tensor inside a torch.func transform (vmap, grad, functionalize) does not travel",
+            place=f"tensors[{wrapped}]",
+            hint="use the transform inside the function that is called, not around the call",
+        )
+
+
+def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
+    """The places of the tensors in a message that require grad and are recorded by no edge.
+
+    hot: every message with tensors
+    """
+    recorded: set[int] = set()
+    for crossing in crossings:
+        recorded.update(crossing.tensors)
+    cut: list[int] = []
+    for n, header in enumerate(headers):
+        if header.flags & REQUIRES_GRAD and n not in recorded:
+            cut.append(n)
+    return cut

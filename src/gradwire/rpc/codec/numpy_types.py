@@ -1,0 +1,107 @@
+"""Numpy arrays and scalars as values that travel.
+
+The bytes of an array ride along as a flat tensor of uint8, whatever its dtype, so that large ones
+take the same road as tensors; the dtype is numpy's own short text for it. Only dtypes that this
+text tells completely travel: no objects, no fields. Numpy would build an array of pointers from a
+peer's bytes if it were asked to, so the text is matched before numpy sees it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.errors import BadMessage, CannotTravel
+from gradwire.rpc.codec import tags
+from gradwire.rpc.codec.builtin_types import pack_tensor
+from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_PLAIN_DTYPE = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
+
+
+def _pack_array(walk: Packing, value: Array) -> object:
+    dtype = _spelled(value.dtype)
+    fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+    rows = value.T if fortran else value
+    if not (rows.flags.c_contiguous and rows.flags.writeable):
+        rows = _compacted(rows)
+    _, index = pack_tensor(walk, torch.from_numpy(rows.reshape(-1).view(np.uint8)))
+    return [tags.ARRAY, index, dtype, fortran, *value.shape]
+
+
+def _compacted(array: Array) -> Array:
+    """A copy that fills its memory row by row, and may be written to, as torch wants it."""
+    return array.copy()
+
+
+def _unpack_array(walk: Unpacking, node: Node) -> object:
+    _, index, text, fortran, *shape = node
+    tensor = walk.tensor(index)
+    if tensor.dtype is not torch.uint8 or tensor.layout is not torch.strided or not tensor.is_cpu:
+        raise BadMessage(f"the bytes of a packed array came as {tensor.dtype} on {tensor.device}")
+    sizes = [exactly(size, int) for size in shape]
+    if any(size < 0 for size in sizes):
+        raise BadMessage(f"a packed array has the shape {sizes}")
+    items = tensor.numpy().view(_dtype(text))
+    if (
+        items.dtype.kind == "U"
+        and (items.view(items.dtype.byteorder + "u4") > sys.maxunicode).any()
+    ):
+        raise BadMessage("a packed array of text holds what is no character")
+    return items.reshape(sizes, order="F" if exactly(fortran, bool) else "C")
+
+
+def _pack_scalar(walk: Packing, value: np.generic) -> object:
+    # Numpy drops zeros at the end of text, also in its own str(): only Python's is exact.
+    if isinstance(value, np.str_):
+        return [tags.NUMPY_SCALAR, "U", walk.node(str.__str__(value))]
+    if isinstance(value, np.bytes_):
+        return [tags.NUMPY_SCALAR, "S", bytes(value)]
+    return [tags.NUMPY_SCALAR, _spelled(value.dtype), value.tobytes()]
+
+
+def _unpack_scalar(walk: Unpacking, node: Node) -> object:
+    _, text, data = node
+    if text == "U":
+        return np.str_(exactly(walk.value(data), str))
+    raw = exactly(data, bytes)
+    if text == "S":
+        return np.bytes_(raw)
+    dtype = _dtype(text)
+    if dtype.itemsize != len(raw) or dtype.kind in "US":
+        raise BadMessage(f"a packed numpy scalar of {dtype} has {len(raw)} bytes")
+    return np.ndarray((), dtype, buffer=raw)[()]
+
+
+def _spelled(dtype: np.dtype[Any]) -> str:
+    text = dtype.str
+    if _PLAIN_DTYPE.fullmatch(text) and dtype.itemsize and np.dtype(text) == dtype:
+        return text
+    raise CannotTravel(
+        f"a numpy value of dtype {dtype} does not travel",
+        hint="send its fields as arrays of their own, or objects as a list",
+    )
+
+
+def _dtype(text: object) -> np.dtype[Any]:
+    name = exactly(text, str)
+    if not _PLAIN_DTYPE.fullmatch(name):
+        raise BadMessage(f"numpy has no plain dtype {name!r:.40}")
+    return np.dtype(name)
+
+
+PACKERS: dict[type, Packer] = {
+    np.ndarray: _pack_array,
+    **{kind: _pack_scalar for kind in set(np.sctypeDict.values()) if kind is not np.object_},
+}
+
+UNPACKERS: dict[int, Unpacker] = {
+    tags.ARRAY: _unpack_array,
+    tags.NUMPY_SCALAR: _unpack_scalar,
+}

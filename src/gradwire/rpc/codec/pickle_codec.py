@@ -1,0 +1,274 @@
+"""Values of any kind, as a pickle with its tensors and references beside it. Not for strangers.
+
+Whoever may send a pickle may run anything here. A worker packs and unpacks this way only if its
+options or its manner say so, which is how programs written for torch.distributed.rpc send what they
+like. No other module imports pickle: what a process and its own children tell each other goes
+through here as well.
+
+Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
+nn.Parameter among the arguments, in their containers (subclasses too: a call is a NamedTuple) or in
+the fields of a dataclass, and arrives as a plain tensor of the graph. Where no edge was recorded
+there is no graph to lose, and programs written for torch get an nn.Parameter, as from torch. Inside
+any other object, such as a module, it is copied with that object and arrives as a leaf: the code
+that receives a module may register, freeze and optimize its parameters, which a tensor with a
+grad_fn does not allow. No gradient comes back to the original, so copies are counted, and the
+caller is warned (rpc/graph_cut.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType, NoneType
+from typing import Any, TypeVar, final
+
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from gradwire.errors import BadMessage, CannotTravel, GradwireError
+from gradwire.rpc.codec.codec import Packed, Unopened
+from gradwire.rpc.codec.scripted import maybe_reduced
+from gradwire.rpc.expose.names import one_main
+
+T = TypeVar("T")
+Reducers = Mapping[type, Callable[[Any], Any]]
+_TENSOR = -1
+_PARAMETER = -2
+_SEQUENCES = (list, tuple, set, frozenset)
+_LEAVES = frozenset({NoneType, bool, int, float, str, bytes})
+
+
+@final
+class PickleCodec:
+    """Packs and unpacks like `Codec`, whatever the value is.
+
+    With `restores_parameters`, a parameter that arrives without a graph is an nn.Parameter again.
+    """
+
+    def __init__(
+        self, reducers: Reducers | None = None, *, restores_parameters: bool = False
+    ) -> None:
+        self._reducers: Reducers = {} if reducers is None else reducers
+        self._restores = restores_parameters
+        self._packers: dict[type, tuple[int, Callable[[Any], object]]] = {}
+        self._unpackers: dict[int, Callable[[Any], object]] = {}
+
+    def extend(
+        self,
+        kind: type[T],
+        tag: int,
+        pack: Callable[[T], object],
+        unpack: Callable[[Any], object],
+    ) -> None:
+        """Let values of exactly this type travel as what `pack` makes of them."""
+        self._packers[kind] = tag, pack
+        self._unpackers[tag] = unpack
+
+    def maybe_pack(self, _value: object) -> None:
+        """A pickle has no shorter way."""
+
+    def place_of_tensor(
+        self, _value: object, _place: str | tuple[str, ...], _index: int
+    ) -> str | None:
+        """A pickle does not say."""
+        return None
+
+    def maybe_unpack(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
+        """A pickle has no shorter way."""
+        return Unopened(data)
+
+    def open(self, unopened: Unopened, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed."""
+        return self.unpack(unopened.node, tensors)
+
+    def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
+        """The value as a pickle and its tensors; raises CannotTravel."""
+        data = io.BytesIO()
+        parameters = {id(parameter) for parameter in _parameters(value)}
+        pickler = _Pickler(data, self._packers, self._reducers, parameters)
+        try:
+            pickler.dump(value)
+        except GradwireError:
+            raise
+        except Exception as error:
+            name = place if isinstance(place, str) else "the arguments"
+            raise CannotTravel(f"{name}: {type(error).__name__}: {error}") from error
+        return Packed(data.getvalue(), pickler.tensors, pickler.copies)
+
+    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was packed."""
+        try:
+            return _Unpickler(io.BytesIO(data), self._unpackers, tensors, self._restores).load()
+        except GradwireError:
+            raise
+        except (AttributeError, ImportError) as error:
+            raise BadMessage(
+                f"{error}. Default RPC pickler does not serialize function code. "
+                "Ensure that UDFs are defined on both caller and callee modules."
+            ) from error
+        except Exception as error:
+            raise BadMessage(f"a pickle does not load: {type(error).__name__}: {error}") from error
+
+
+def sent_exception(name: str) -> type[BaseException] | None:
+    """The exception of that name, wherever it is defined: who sends pickles may name anything."""
+    home, _, qualname = name.partition(":")
+    try:
+        found = pickle._getattribute(importlib.import_module(home), qualname)[0]  # type: ignore[attr-defined]
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def dumps(value: object) -> bytes:
+    """A pickle for a process that this one starts; modules go by their names."""
+    file = io.BytesIO()
+    _PlainPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:  # noqa: ANN401
+    """What `dumps` made a pickle of.
+
+    Never for what came from a peer: see launch/pickled_arguments.py.
+    """
+    return pickle.loads(data)
+
+
+class _PlainPickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        """Modules have no pickle of their own."""
+        if isinstance(value, ModuleType):
+            return importlib.import_module, (one_main(value.__name__),)
+        return NotImplemented
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        packers: dict[type, tuple[int, Callable[[Any], object]]],
+        reducers: Reducers,
+        parameters: set[int],
+    ) -> None:
+        super().__init__(file)
+        self._packers, self._reducers, self._parameters = packers, reducers, parameters
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        self.copies = 0
+        """how many tensors that require grad are copied, and cut off from their graph"""
+
+    def persistent_id(self, value: object) -> object:
+        """What travels beside the pickle: the same tensor only once."""
+        kind = type(value)
+        if kind is Tensor or (kind is nn.Parameter and id(value) in self._parameters):
+            assert isinstance(value, Tensor)
+            if id(value) not in self._places:
+                self._places[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return _TENSOR if kind is Tensor else _PARAMETER, self._places[id(value)]
+        extension = self._packers.get(kind)
+        if extension is None:
+            return None
+        tag, pack = extension
+        return tag, pack(value)
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        """How to pickle what has a reducer; functions without a name, where cloudpickle can."""
+        self._note_copy(value)
+        reducer = self._reducers.get(type(value))
+        if reducer is not None:
+            return reducer(value)
+        if hasattr(type(value), "_travel_parts"):
+            return type(value)._from_parts, value._travel_parts()  # type: ignore[attr-defined]
+        scripted = maybe_reduced(value)
+        if scripted is not None:
+            return scripted
+        if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
+            return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
+        return NotImplemented
+
+    def _note_copy(self, value: object) -> None:
+        if isinstance(value, Tensor):
+            self.copies += value.requires_grad
+        elif isinstance(value, ScriptModule):  # its parameters are not seen one by one
+            self.copies += sum(parameter.requires_grad for parameter in value.parameters())
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        unpackers: dict[int, Callable[[Any], object]],
+        tensors: Sequence[Tensor],
+        restores_parameters: bool,
+    ) -> None:
+        super().__init__(file)
+        self._unpackers, self._tensors, self._restores = unpackers, tensors, restores_parameters
+        self._restored: dict[int, nn.Parameter] = {}
+
+    def persistent_load(self, said: Any) -> object:  # noqa: ANN401
+        """What came beside the pickle."""
+        tag, data = said
+        if tag == _TENSOR:
+            return self._tensors[data]
+        return self._parameter(data) if tag == _PARAMETER else self._unpackers[tag](data)
+
+    def _parameter(self, place: int) -> Tensor:
+        tensor = self._tensors[place]
+        if tensor.grad_fn is not None or not self._restores:
+            return tensor
+        if place not in self._restored:  # named in several places, it is one object in all
+            self._restored[place] = nn.Parameter(tensor, tensor.requires_grad)
+        return self._restored[place]
+
+
+def _parameters(value: object, seen: set[int] | None = None) -> Iterator[nn.Parameter]:
+    """The parameters among the arguments. See Note [Parameters]."""
+    seen = set() if seen is None else seen
+    if isinstance(value, nn.Parameter):
+        yield value
+        return
+    inside = _inside(value)
+    if inside is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    for one in inside:
+        if type(one) not in _LEAVES:
+            yield from _parameters(one, seen)
+
+
+def _inside(value: object) -> Iterable[object] | None:
+    if isinstance(value, dict):
+        return dict.values(value)
+    if isinstance(value, _SEQUENCES):
+        return value
+    if isinstance(value, type | nn.Module) or not dataclasses.is_dataclass(value):
+        return None
+    names = (field.name for field in dataclasses.fields(value))
+    return [getattr(value, name) for name in names if hasattr(value, name)]
+
+
+def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> bytes:
+    """A function with what it captures. That is a pickle of its own: its tensors are copies."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, value: object) -> None:
+            note(value)
+
+    file = io.BytesIO()
+    Pickler(file).dump(function)
+    return file.getvalue()
+
+
+def _is_nameless(function: FunctionType) -> bool:
+    return "<lambda>" in function.__qualname__ or "<locals>" in function.__qualname__
+
+
+def _has_cloudpickle() -> bool:
+    return importlib.util.find_spec("cloudpickle") is not None

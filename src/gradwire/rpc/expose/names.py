@@ -1,0 +1,161 @@
+"""The names by which functions and classes travel: "module:qualname".
+
+The caller names, the callee decides: refused here is only what no worker could look up by a name.
+Whether a name may be used is `registry.py`'s affair, and this file must not know it. Names are
+followed here only if they were made here; a peer's never are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
+
+import torch
+from torch import nn
+
+from gradwire.errors import NotExposed
+from gradwire.rpc.expose import torch_allowlist
+
+Function = Callable[..., object]
+
+_DEFINE_HINT = "define it with def at module level and expose it"
+
+
+def name_of(target: Function) -> str:
+    """The name a function or class travels by; refused if it would not lead back to it.
+
+    hot: asked for each call.
+    """
+    is_plain = type(target) is FunctionType
+    names = torch_allowlist.names()
+    listed = names.get(target) if is_plain else torch_allowlist.maybe_name(target)
+    if listed is not None:
+        return listed
+    if is_plain:
+        name, path = _place_of(target.__module__, target.__qualname__)
+        if len(path) == 2 and getattr(sys.modules.get(path[0]), path[1], None) is target:
+            return name
+    elif torch_allowlist.is_compiled(target):
+        raise NotExposed(
+            f"torch's {target.__name__} is not on the list of torch functions that travel",
+            hint="call it inside a function of yours, and expose that one",
+        )
+    name = _method_name(target) if isinstance(target, MethodType) else plain_name(target)
+    path = steps(name)
+    found = maybe_at(path)
+    # A bound class method is made anew each time it is read: equal, never identical.
+    if found is not target and not (isinstance(target, MethodType) and found == target):
+        raise _elsewhere(name, target, found)
+    if is_instance_method(path):
+        raise _needs_object(name, f"{name} is a method of objects")
+    return name
+
+
+def exception_name(kind: type[BaseException]) -> str:
+    """The name an exception's type travels by; not every such name can be looked up again."""
+    return torch_allowlist.maybe_name(kind) or label(kind)
+
+
+def plain_name(target: object) -> str:
+    """Where a function or class says it was defined; refused unless at module level."""
+    home, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if not isinstance(home, str) or not isinstance(qualname, str):
+        raise NotExposed(
+            f"{described(target)} has no name to travel by", hint=_nameless_hint(target)
+        )
+    return _place_of(home, qualname)[0]
+
+
+@lru_cache(1 << 10)
+def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
+    """The name of what is defined there, and its steps; refused unless at module level."""
+    name = f"{one_main(home)}:{qualname}"
+    if qualname.endswith("<lambda>"):
+        raise NotExposed(f"{name} is a lambda, which has no name to travel by", hint=_DEFINE_HINT)
+    if "<locals>" in qualname:
+        raise NotExposed(f"{name} is local: no other worker could find it", hint=_DEFINE_HINT)
+    return name, steps(name)
+
+
+def one_main(home: str) -> str:
+    """The module's name, the same on every worker: spawned ones run the script as `__mp_main__`."""
+    return "__main__" if home == "__mp_main__" else home
+
+
+def label(cls: type) -> str:
+    """The name of a class, whether or not it leads back to it."""
+    return f"{one_main(cls.__module__)}:{cls.__qualname__}"
+
+
+def steps(name: str) -> tuple[str, ...]:
+    """The module and the attributes that a name of our own consists of."""
+    home, _, qualname = name.partition(":")
+    return (home, *qualname.split("."))
+
+
+def maybe_at(path: tuple[str, ...]) -> object | None:
+    """What a name of our own stands for now."""
+    found: object | None = sys.modules.get(path[0])
+    for step in path[1:]:
+        found = getattr(found, step, None)
+    return found
+
+
+def is_instance_method(path: tuple[str, ...]) -> bool:
+    """Whether a name of our own stands for a function that wants an object first."""
+    if len(path) == 2:
+        return False
+    owner = maybe_at(path[:-1])
+    return isinstance(owner, type) and isinstance(vars(owner).get(path[-1]), FunctionType)
+
+
+def described(value: object) -> str:
+    """A value as an error speaks of it: by its kind, for its repr may be long or private."""
+    return "nothing" if value is None else f"a {type(value).__name__} object"
+
+
+def _method_name(method: MethodType) -> str:
+    name = method.__name__
+    if isinstance(method.__self__, type):
+        return f"{plain_name(method.__self__)}.{name}"
+    owner = label(type(method.__self__))
+    raise _needs_object(name, f"{owner}.{name} is bound to an object, which does not travel")
+
+
+def _elsewhere(name: str, target: object, found: object) -> NotExposed:
+    """The function given calls itself by the name of another, as a wrapper of it does."""
+    function = name.rpartition(".")[2].rpartition(":")[2]
+    inner = getattr(target, "_torchdynamo_orig_callable", getattr(target, "__wrapped__", None))
+    if inner is not None and inner is found:
+        is_compiled = hasattr(target, "_torchdynamo_orig_callable")
+        how = "torch.compile" if is_compiled else "your decorator"
+        return NotExposed(
+            f"{name} is the function itself here, not the one that {how} made of it",
+            hint=f"give both one name, as in `{function} = {how.split()[-1]}({function})` or "
+            "@… above its def; or call it inside a function of yours",
+        )
+    return NotExposed(
+        f"{name} leads to {described(found)} here, not to the function given",
+        hint="give it a module-level name of its own",
+    )
+
+
+def _nameless_hint(target: object) -> str:
+    if isinstance(target, nn.Module):
+        return (
+            "make it where it runs with gradwire.RemoteModule, or keep it there and call it "
+            "through a reference: rref.rpc_sync().forward(...)"
+        )
+    if isinstance(target, partial):
+        return "pass the function itself, and all of its arguments in args and kwargs"
+    if isinstance(target, torch.jit.ScriptFunction):
+        return "call it inside a function of yours that is defined at module level, and expose that"
+    return _DEFINE_HINT
+
+
+def _needs_object(name: str, message: str) -> NotExposed:
+    method = name.rpartition(".")[2]
+    hint = f"use rref.rpc_sync().{method}(...) on a reference to the object"
+    return NotExposed(message, hint=hint)

@@ -1,0 +1,394 @@
+"""What may run on a worker when a peer names it.
+
+Functions and classes travel as names (`names.py`) and are looked up here. Rules of this file:
+  1. A peer's string is compared, never followed: no import on its behalf, no walk along its dots
+     but the one step from an exposed class to a static or class method of it.
+  2. What is not found is refused, with the way to expose it. Nothing is exposed by accident: not
+     what a module imports, not private names, not what torch and Python define beyond their lists.
+
+This file must not know calls, references or messages.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+from collections.abc import Iterable, Mapping
+from types import (
+    ClassMethodDescriptorType,
+    FunctionType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple, TypeVar, final
+
+from torch.nn import Module
+
+from gradwire import errors
+from gradwire.errors import NotExposed, UsageError, WrongType
+from gradwire.rpc.expose import torch_allowlist
+from gradwire.rpc.expose.names import (
+    Function,
+    described,
+    exception_name,
+    is_instance_method,
+    label,
+    maybe_at,
+    name_of,
+    one_main,
+    plain_name,
+    steps,
+)
+
+__all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_of"]
+
+_T = TypeVar("_T", bound=Function)
+
+_MOST_METHODS = 4096
+_NOWHERE = ModuleType("nowhere")
+
+
+class _Known(NamedTuple):
+    """What was found exposed, by its name in a module: it still is while it stands there."""
+
+    home: str
+    attribute: str
+    function: Function
+
+
+_MARK = "__gradwire_exposed__"
+
+# What @expose was put on, as where to find it: a pure declaration, filled as modules are imported,
+# like the definitions it stands on. Where, not what, so that a decorator above @expose has effect.
+_DECLARED: dict[str, tuple[str, ...]] = {}
+
+# The double underscores that one call can answer with data. Not __iter__: an iterator cannot
+# travel. Not __enter__ and __exit__: a `with` block spread over calls stays open when its caller
+# dies. Everything else (__init__, __class__, __reduce__, ...) is how Python is taken apart.
+DUNDERS = frozenset(
+    {"__call__", "__contains__", "__delitem__", "__getitem__", "__len__", "__setitem__"}
+)
+
+_METHOD_KINDS = (
+    FunctionType,
+    staticmethod,
+    classmethod,
+    functools.partialmethod,
+    type(functools.cache(repr)),
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    ClassMethodDescriptorType,
+)
+
+_SEQUENCE = "__contains__ __getitem__ __len__ count index"
+_SET = "__contains__ __len__ copy difference intersection isdisjoint issubset issuperset union"
+# Not str.format and format_map: their fields walk attributes ("{0.__class__}").
+_BUILTIN_METHODS: Mapping[type, frozenset[str]] = {
+    cls: frozenset(methods.split())
+    for cls, methods in {
+        list: f"""{_SEQUENCE} __delitem__ __setitem__ append clear copy extend insert pop remove
+            reverse sort""",
+        tuple: _SEQUENCE,
+        dict: """__contains__ __delitem__ __getitem__ __len__ __setitem__ clear copy get items keys
+            pop popitem setdefault update values""",
+        set: f"""{_SET} add clear difference_update discard intersection_update pop remove
+            symmetric_difference symmetric_difference_update update""",
+        frozenset: f"{_SET} symmetric_difference",
+        str: f"""{_SEQUENCE} capitalize casefold encode endswith find isalnum isalpha isascii
+            isdecimal isdigit isidentifier islower isnumeric isspace isupper join lower lstrip
+            partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split
+            splitlines startswith strip swapcase title upper""",
+        int: "as_integer_ratio bit_count bit_length conjugate",
+        float: "as_integer_ratio conjugate hex is_integer",
+    }.items()
+}
+
+# Not SystemExit, KeyboardInterrupt, GeneratorExit: a peer must not end this process by naming one.
+_EXCEPTIONS: Mapping[str, type[BaseException]] = {
+    label(kind): kind
+    for kind in (*vars(builtins).values(), *vars(errors).values())
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+
+_EXPOSE = "@gradwire.expose, or pass expose=[module] to init_rpc/run/cluster on the"
+_FUNCTION_HINT = f"decorate it with {_EXPOSE} callee"
+_CLASS_HINT = f"decorate the class with {_EXPOSE} owner"
+_OTHERS_HINT = (
+    "use it inside a function of yours that is exposed, or pass expose=[it] to "
+    "init_rpc/run/cluster on the callee"
+)
+_WRAP_HINT = "use it inside a function or method of yours that is exposed on the owner"
+
+
+def expose(target: _T) -> _T:
+    """Let peers call this function, or construct this class and call its public methods.
+
+    Returns `target` with a mark on it. The mark is not inherited: a subclass needs its own. On
+    a single method it exposes that method; a private name is exposed like any other.
+    """
+    if not isinstance(target, FunctionType | type):
+        raise UsageError(
+            f"@expose was put on {described(target)}",
+            hint="it goes on functions and classes, below @staticmethod and @classmethod",
+        )
+    name = plain_name(target)
+    _DECLARED[name] = steps(name)
+    setattr(target, _MARK, True)
+    return target
+
+
+@final
+class Registry:
+    """The functions, classes and methods that the peers of one worker may use.
+
+    Those marked with `expose`; those given here one by one; the public ones that a module given
+    here or the `__main__` script defines itself; the listed ones of torch.
+    """
+
+    def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
+        self._given: dict[str, Function] = {}
+        self._known: dict[str, _Known] = {}
+        self._methods: dict[tuple[type, str], Any] = {}
+        """what stands for the names of methods that were asked for; functions, while they do"""
+        for item in listed(expose):
+            self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
+
+    def name_of(self, target: Function) -> str:
+        """The name under which a function or class travels; what is behind it is for the callee."""
+        return name_of(target)
+
+    def lookup(self, name: str) -> Function:
+        """The function or class of that name, to be called; refused unless it is exposed.
+
+        hot: asked for each call served.
+        """
+        known = self._known.get(name)
+        if known is not None:
+            standing: object = getattr(sys.modules.get(known.home), known.attribute, None)
+            if standing is known.function:
+                return known.function
+        found = self._maybe_find(name)
+        if found is None:
+            raise NotExposed(
+                f"{_spoken(name)} is not exposed on this worker", hint=_function_hint(name)
+            )
+        home, _, attribute = name.partition(":")
+        if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
+            self._known[name] = _Known(home, attribute, found)
+        return found
+
+    def method(self, value: object, name: str) -> Function:
+        """The public method `name` of an object held by a reference, bound to it.
+
+        Judged by the type: what is stored on the object only is no method. If it stands there for
+        a method that may be called, it is called, as in Python; the owner has put it there. A
+        method that torch or Python defines is judged by their lists, whoever's class inherits it.
+        """
+        cls = type(value)
+        known: Any = self._methods.get((cls, name))
+        if known is None or getattr(cls, name, None) is not known:
+            inner = torch_allowlist.maybe_compiled_from(value)
+            if inner is not None and _maybe_definer(cls, name) is None:
+                return self.method(inner, name)
+            known = self._method_of(value, cls, name)
+            if len(self._methods) >= _MOST_METHODS:
+                self._methods.clear()
+            self._methods[cls, name] = known
+        if name in getattr(value, "__dict__", ()) and name not in DUNDERS:
+            return _stored(value, name)
+        bound: Function = known.__get__(value, cls)
+        return bound
+
+    def _method_of(self, value: object, cls: type, name: str) -> Any:  # noqa: ANN401
+        spoken = f"{label(cls)}.{_spoken(name)}"
+        if _is_private(name) and name not in DUNDERS:
+            raise NotExposed(f"{spoken} is private: a reference offers public methods only")
+        definer = _maybe_definer(cls, name)
+        if definer is None:
+            raise _missing(value, name, spoken)
+        if not self._allows(cls, definer, name) and not torch_allowlist.is_forward(
+            value, definer, name
+        ):
+            hint = _WRAP_HINT if _is_fenced(definer) else _CLASS_HINT
+            raise NotExposed(f"{spoken} is not exposed on this worker", hint=hint)
+        if not _is_method(vars(definer)[name], definer):
+            if torch_allowlist.is_forward(value, definer, name):
+                return _AS_ATTRIBUTE  # TorchScript finds its forward when it is asked for
+            raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+        return vars(definer)[name]
+
+    def exception_type(self, name: str) -> type[BaseException] | None:
+        """The exception of that name, if it is a builtin, one of ours, exposed or listed."""
+        found = _EXCEPTIONS.get(name) or self._maybe_find(name)
+        return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+    def _maybe_find(self, name: str) -> Function | None:
+        for maybe in (self._maybe_of_user, torch_allowlist.maybe_find, self._maybe_class_function):
+            found = maybe(name)
+            if found is not None:
+                return found
+        return None
+
+    def _maybe_of_user(self, name: str) -> Function | None:
+        for maybe in (self._given.get, _maybe_declared, _maybe_in_main):
+            found = maybe(name)
+            if found is not None:
+                return found
+        return None
+
+    def _maybe_class_function(self, name: str) -> Function | None:
+        """The static or class method that `module:Class.method` names, of an exposed class."""
+        owner, _, method = name.rpartition(".")
+        cls = self._maybe_of_user(owner)
+        if not isinstance(cls, type) or _is_private(method):
+            return None
+        definer = _maybe_definer(cls, method)
+        if definer is None or not self._allows(cls, definer, method):
+            return None
+        raw = vars(definer)[method]
+        if not isinstance(raw, staticmethod | classmethod) or not _is_method(raw, definer):
+            return None
+        return raw.__get__(None, cls)
+
+    def _allows(self, cls: type, definer: type, method: str) -> bool:
+        """Whether `method`, defined by `definer`, may be called on objects of `cls`.
+
+        An exposed class opens what it defines and inherits, but for what torch and Python define;
+        an heir that is not exposed opens nothing of its own.
+        """
+        heirs = cls.__mro__[: cls.__mro__.index(definer) + 1]
+        if _is_fenced(definer):
+            return any(_lists_method(heir, method) for heir in heirs) or self._is_exposed(definer)
+        return any(map(self._is_exposed, heirs)) or _is_marked(vars(definer)[method])
+
+    def _is_exposed(self, cls: type) -> bool:
+        return _is_marked(cls) or self._maybe_of_user(label(cls)) is cls
+
+
+def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
+    """What is to be exposed, if it was given in a list."""
+    if isinstance(expose, ModuleType | str) or callable(expose):
+        given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
+        raise WrongType(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
+    return tuple(expose)
+
+
+def _single(item: object) -> dict[str, Function]:
+    if not callable(item):
+        raise UsageError(f"expose takes modules, functions and classes, not {described(item)}")
+    return {name_of(item): item}
+
+
+def _of_module(module: ModuleType) -> dict[str, Function]:
+    home = one_main(module.__name__)
+    return {
+        f"{home}:{name}": value
+        for name, value in vars(module).items()
+        if not _is_private(name) and _is_defined_as(value, home, name)
+    }
+
+
+def _maybe_declared(name: str) -> Function | None:
+    path = _DECLARED.get(name)
+    if path is None or is_instance_method(path):
+        return None
+    found = maybe_at(path)
+    return found if callable(found) and _is_marked(found) else None
+
+
+def _maybe_in_main(name: str) -> Function | None:
+    home, _, plain = name.partition(":")
+    main = sys.modules.get("__main__")
+    if home != "__main__" or main is None or _is_private(plain):
+        return None
+    found = vars(main).get(plain)
+    return found if _is_defined_as(found, home, plain) else None
+
+
+def _is_defined_as(value: object, home: str, name: str) -> bool:
+    """Whether `home` defines this function or class, under that name: no import, no alias."""
+    if not callable(value) or getattr(value, "__qualname__", None) != name:
+        return False
+    return one_main(getattr(value, "__module__", "")) == home
+
+
+def _is_method(raw: object, definer: type) -> bool:
+    """Whether it is a method, and not a function of Python's or torch's that a class holds."""
+    if not isinstance(raw, _METHOD_KINDS):
+        return False
+    if _is_fenced(definer):
+        return True
+    function = getattr(raw, "func", getattr(raw, "__func__", raw))
+    home = str(getattr(function, "__module__", None)).partition(".")[0]
+    return home == definer.__module__.partition(".")[0] or not (
+        home == "torch" or home in sys.stdlib_module_names
+    )
+
+
+def _stored(value: object, name: str) -> Function:
+    """What stands on the object itself for a method of its class, if that is something to call.
+
+    Not a function of Python's or torch's that an object of the user's holds, but for modules:
+    torch itself puts compiled and scripted methods there.
+    """
+    found: object = vars(value)[name]
+    while isinstance(found, functools.partial):
+        found = found.func
+    home = str(getattr(getattr(found, "__func__", found), "__module__", None)).partition(".")[0]
+    is_foreign = home == "torch" or home in sys.stdlib_module_names
+    if not callable(found) or (is_foreign and not isinstance(value, Module)):
+        spoken = f"{label(type(value))}.{_spoken(name)}"
+        raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+    stored: Function = vars(value)[name]
+    return stored
+
+
+class _AsAttribute:
+    """A method that is had by asking the object for it."""
+
+    def __get__(self, value: object, _: type) -> Any:  # noqa: ANN401
+        return getattr(value, "forward")  # noqa: B009  (the only one)
+
+
+_AS_ATTRIBUTE = _AsAttribute()
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_")
+
+
+def _is_marked(target: object) -> bool:
+    return getattr(target, "__dict__", {}).get(_MARK) is True
+
+
+def _is_fenced(definer: type) -> bool:
+    return definer.__module__.partition(".")[0] in ("builtins", "torch")
+
+
+def _lists_method(cls: type, method: str) -> bool:
+    return method in _BUILTIN_METHODS.get(cls, ()) or torch_allowlist.lists_method(cls, method)
+
+
+def _maybe_definer(cls: type, attribute: str) -> type | None:
+    return next((heir for heir in cls.__mro__ if attribute in vars(heir)), None)
+
+
+def _function_hint(name: str) -> str:
+    """What the user did not write cannot be decorated."""
+    home = name.partition(":")[0].partition(".")[0]
+    if home == "torch" or home in sys.stdlib_module_names - {"__main__"}:
+        return _OTHERS_HINT
+    return _FUNCTION_HINT
+
+
+def _missing(value: object, name: str, spoken: str) -> Exception:
+    if name in getattr(value, "__dict__", {}):
+        return NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+    return AttributeError(f"{type(value).__name__!r} object has no attribute {name[:200]!r}")
+
+
+def _spoken(name: str) -> str:
+    """A peer's string, fit for an error and a log."""
+    return name if name.isprintable() and 0 < len(name) <= 200 else repr(name[:200])

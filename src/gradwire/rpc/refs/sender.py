@@ -1,0 +1,171 @@
+"""What the counting of references has to say to other workers: sent, and sent again until heard.
+
+All of it is idempotent (state.py), so repeating does no harm. What is still owed is not known
+here: the table is asked each time. A worker where nobody listens, or that could not be reached for
+so long that any message to it is given up, is reported lost: without a connection to it there is no
+end of one that would say so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import final
+
+from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
+from gradwire.errors import GradwireError, PeerLost, UsageError
+from gradwire.ids import WorkerId
+from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
+from gradwire.rpc.refs.handles_state import (
+    Action,
+    AskMaker,
+    SendAccept,
+    SendDrop,
+    SendFork,
+    Verdict,
+)
+from gradwire.wire.message import Message
+
+CONTROL_SECONDS = 30.0
+_ASK_AGAIN_SECONDS = 0.05
+_SEND_AGAIN_SECONDS = 1.0
+_AWAITED_SECONDS = 60.0
+
+Sending = SendFork | SendAccept | SendDrop | AskMaker
+Heard = Callable[[Sending, Verdict | None], None]
+"""Told that something was heard, and the verdict, if that was the answer."""
+
+
+@final
+class RefSender:
+    """Sends for one worker."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        heard: Heard,
+        owed: Callable[[], list[Action]],
+        floor: Callable[[WorkerId], int],
+        lost: OnLost,
+    ) -> None:
+        self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
+        self._floor = floor
+        self._lock = agent.directory.lock
+        self._later: list[tuple[float, Sending]] = []
+        self._soon: dict[WorkerId, deque[Sending]] = {}
+        self._unreached: dict[WorkerId, float] = {}
+        """since when nothing has left for a worker"""
+        self._awaited: dict[Sending, float] = {}
+        """since when an owner says that a value may still come"""
+        agent.timer.watch(self._expire)
+
+    def send_soon(self, sending: Sending) -> None:
+        """From a service thread: whoever asks may hold locks, or be in a garbage collection.
+
+        One thread for each peer at a time: a message may bring a hundred references.
+        """
+        peer, mine = sending.to, deque([sending])
+        with self._lock:
+            waiting = self._soon.setdefault(peer, mine)
+            if waiting is not mine:
+                waiting.append(sending)
+                return
+        if not self._agent.dispatch.service.submit(partial(self._send_all, peer)):
+            del self._soon[peer]  # this worker has shut down
+
+    def _send_all(self, peer: WorkerId) -> None:
+        while True:
+            with self._lock:
+                waiting = self._soon[peer]
+                if not waiting:
+                    del self._soon[peer]
+                    return
+                sending = waiting.popleft()
+            self._send(sending)
+
+    def _send(self, sending: Sending) -> None:
+        message = _message(sending, self._floor(sending.to))
+        limit = self._agent.clock.now() + CONTROL_SECONDS
+        try:
+            _, answer = self._agent.request(sending.to, message, deadline=limit, what=str(message))
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError as error:
+            self._not_sent(sending, error)
+            return
+        with self._lock:
+            self._unreached.pop(sending.to, None)
+        answer.on_settled(partial(self._answered, sending))
+
+    def _not_sent(self, sending: Sending, error: GradwireError) -> None:
+        """A peer that could not be reached is lost, unless it has reached us meanwhile."""
+        now = self._agent.clock.now()
+        with self._lock:
+            since = self._unreached.setdefault(sending.to, now)
+        given_up = isinstance(error, PeerLost) or now - since >= CONTROL_SECONDS
+        lost = partial(self._lost, sending.to, PeerLost(str(error)))
+        if given_up and self._agent.unreached(sending.to, lost):
+            self._await_no_more(sending)
+        else:
+            self._send_later(sending, _SEND_AGAIN_SECONDS)
+
+    def _answered(self, sending: Sending, outcome: Outcome) -> None:
+        if not isinstance(outcome, Answer):
+            self._send_later(sending, _SEND_AGAIN_SECONDS)
+            return
+        said = outcome.message
+        verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
+        if isinstance(sending, SendFork) and verdict is Verdict.NOT_YET:
+            waited = self._waited(sending)
+            if waited < _AWAITED_SECONDS:
+                self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
+                if waited:  # mostly the value is there when it is asked for again
+                    self._heard(sending, verdict)
+                return
+            verdict = Verdict.NEVER
+        self._await_no_more(sending)
+        self._heard(sending, verdict)
+
+    def _waited(self, sending: Sending) -> float:
+        """How long the call that makes the value may have been on its way, if it is not lost."""
+        now = self._agent.clock.now()
+        with self._lock:
+            return now - self._awaited.setdefault(sending, now)
+
+    def _send_later(self, sending: Sending, seconds: float) -> None:
+        if isinstance(sending, AskMaker):  # who asks the owner again asks the maker again
+            return
+        when = self._agent.clock.now() + seconds
+        with self._lock:
+            self._later.append((when, sending))
+        self._agent.timer.need(when)
+
+    def _expire(self, now: float) -> float | None:
+        with self._lock:
+            due = [sending for when, sending in self._later if when <= now]
+            self._later = [entry for entry in self._later if entry[0] > now]
+            following = min((when for when, _ in self._later), default=None)
+        owed = set(self._owed()) if due else set()  # the loss of a peer ends what it was owed
+        for sending in due:
+            if sending in owed:
+                self.send_soon(sending)
+            else:
+                self._await_no_more(sending)
+        return following
+
+    def _await_no_more(self, sending: Sending) -> None:
+        with self._lock:
+            self._awaited.pop(sending, None)
+
+
+def _message(sending: Sending, floor: int) -> Message:
+    match sending:
+        case SendFork(ref, fork, _, n):
+            return Fork(ref, fork, n, floor)
+        case AskMaker(fork, _):
+            return Expected(fork)
+        case SendAccept(fork, _):
+            return Accept(fork)
+        case SendDrop(ref, fork, _):
+            return Drop(ref, fork, floor)

@@ -1,0 +1,114 @@
+"""Puts the simulated threads, queues and time where gradwire's modules look for the real ones.
+
+Everything that a module of gradwire calls `threading`, `time` or `queue`, or has taken from
+`queue`, is replaced while a history runs: no module need know of it, and a new one is simulated
+without being told. Threads that are not simulated get the real thing all the while.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from gradwire import threads
+from gradwire.autograd.graph import context
+from gradwire.autograd.graph import walk as graph
+from gradwire.testing.simulate import primitives
+from gradwire.testing.simulate.scheduler import here
+
+
+def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """The simulated one for simulated threads, the real one for others."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        scheduler = here()
+        return real(*args, **kwargs) if scheduler is None else simulated(scheduler, *args, **kwargs)
+
+    made.__name__ = real.__name__
+    return made
+
+
+def _monotonic() -> float:
+    scheduler = here()
+    return time.monotonic() if scheduler is None else scheduler.now
+
+
+def _sleep(seconds: float) -> None:
+    scheduler = here()
+    if scheduler is None:
+        time.sleep(seconds)
+    else:
+        scheduler.block([], scheduler.now + max(0.0, seconds))
+
+
+def _copy(module: ModuleType, **changed: object) -> ModuleType:
+    copied = ModuleType(module.__name__)
+    copied.__dict__.update(module.__dict__)
+    copied.__dict__.update(changed)
+    return copied
+
+
+_ROOM = 20
+"""Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
+
+_simple_queue = _either(queue.SimpleQueue, primitives.SimpleQueue)
+_instead: dict[int, object] = {
+    id(threading): _copy(
+        threading,
+        Lock=_either(threading.Lock, primitives.Lock),
+        RLock=_either(threading.RLock, primitives.RLock),
+        Condition=_either(threading.Condition, primitives.Condition),
+        Event=_either(threading.Event, primitives.Event),
+        Thread=_either(threading.Thread, primitives.Thread),
+        Timer=_either(threading.Timer, primitives.Timer),
+        current_thread=_either(threading.current_thread, primitives.current_thread),
+    ),
+    id(time): _copy(
+        time, monotonic=_monotonic, perf_counter=_monotonic, time=_monotonic, sleep=_sleep
+    ),
+    id(queue): _copy(queue, SimpleQueue=_simple_queue),
+    id(queue.SimpleQueue): _simple_queue,
+    id(threads.thread): _either(threads.thread, primitives.thread),
+}
+
+
+@contextmanager
+def substituted(others: Iterable[ModuleType] = ()) -> Iterator[None]:
+    """Inside the block, in every module of gradwire and in these."""
+    changed = [*_places_of_ours(len(sys.modules)), *_places([*others])]
+    for module, name, value in changed:
+        setattr(module, name, _instead[id(value)])
+    for module in (context, graph):
+        changed.append((module, "ROOM", module.ROOM))
+        module.ROOM = _ROOM  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+@lru_cache(1)
+def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
+    """Looked for again when there are more modules than last time."""
+    return _places([module for name, module in list(sys.modules.items()) if _is_ours(name)])
+
+
+def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
+    return [
+        (module, name, value)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if id(value) in _instead
+    ]
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("gradwire.") and not name.startswith("gradwire.testing.simulate")

@@ -1,0 +1,297 @@
+"""The names of torch that are not public and that this layer stands on.
+
+Each is used only here. What they tell a node of the run it is in was tried on torch 2.11 to 2.13;
+a torch that lacks one is refused at import, by name, rather than found out in a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch.autograd import Variable, forward_ad, profiler
+from torch.nn.parallel.distributed import _DDPSink
+from torch.utils.checkpoint import CheckpointFunction
+
+Node = torch.autograd.graph.Node
+
+_NEEDED = (
+    "torch._C._current_graph_task_id",
+    "torch._C._will_engine_execute_node",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch._C._functions.AccumulateGrad",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.unwrap_if_dead",
+    "torch._C._is_multithreading_enabled",
+    "torch._C._set_multithreading_enabled",
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch.autograd.Variable._execution_engine.is_checkpoint_valid",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd.graph.Node._sequence_nr",
+    "torch.autograd.forward_ad._current_level",
+    "torch.autograd._profiler_enabled",
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch.Tensor._use_count",
+)
+
+
+def _find(path: str) -> object:
+    found: object = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name)
+    return found
+
+
+def missing_names() -> list[str]:
+    """Those of the private names that this torch does not have."""
+    lacking = []
+    for path in _NEEDED:
+        try:
+            _find(path)
+        except AttributeError:
+            lacking.append(path)
+    return lacking
+
+
+if lacking := missing_names():
+    raise ImportError(
+        f"torch {torch.__version__} lacks {', '.join(lacking)}; gradwire needs torch 2.11 or newer"
+    )
+
+AccumulateGrad = cast(type[Node], _find("torch._C._functions.AccumulateGrad"))
+current_run = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
+"""The number of the engine run that executes the calling node; NO_RUN outside of one."""
+NO_RUN = -1
+_profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
+will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
+"""Whether the current run executes a node, or captures a gradient at it."""
+_keep_graph = cast(
+    Callable[[], bool], _find("torch._C._autograd._get_current_graph_task_keep_graph")
+)
+
+
+is_inside_transform = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
+_unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
+_is_wrapped = cast(
+    Callable[[torch.Tensor], bool], _find("torch._C._functorch.is_functorch_wrapped_tensor")
+)
+_is_threaded = cast(Callable[[], bool], _find("torch._C._is_multithreading_enabled"))
+_set_threaded = cast(Callable[[bool], object], _find("torch._C._set_multithreading_enabled"))
+_no_torch_function = cast(
+    Callable[[], AbstractContextManager[None]], _find("torch._C.DisableTorchFunctionSubclass")
+)
+_execution_engine = cast(Any, Variable)._execution_engine
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's may see what this thread does.
+
+    One that watches all threads says so to the process, an older one to its own thread only.
+
+    hot: asked at both ends of each call
+    """
+    return profiler._is_profiler_enabled or _profiler_enabled()
+
+
+def set_threaded(enabled: bool) -> bool:
+    """Whether engine runs of this thread use threads of their own from now on; as it was before.
+
+    `torch.autograd.set_multithreading_enabled` without its block.
+    """
+    before = _is_threaded()
+    _set_threaded(enabled)
+    return before
+
+
+def keeps_graph() -> bool:
+    """Whether the current run was started with retain_graph."""
+    return _keep_graph()
+
+
+def when_run_ends(callback: Callable[[], None]) -> None:
+    """Call back after the current run has succeeded, before its `backward()` returns.
+
+    If the run fails, the engine drops the callback without calling it, at once.
+    """
+    _execution_engine.queue_callback(callback)
+
+
+def run_engine(
+    roots: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...] | None,
+    retain_graph: bool,
+    create_graph: bool,
+) -> None:
+    """`torch.autograd.backward`, or with inputs `grad`, without the checks of its arguments.
+
+    hot: these take longer than a small run
+    """
+    if is_inside_transform():
+        torch.autograd.backward(roots)  # says that it cannot be used there
+    _execution_engine.run_backward(
+        roots,
+        gradients,
+        retain_graph,
+        create_graph,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=inputs is None,
+    )
+
+
+def is_transformed() -> bool:
+    """Whether the code around is inside vmap, grad or another of torch.func."""
+    return is_inside_transform()
+
+
+def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
+    """From now on, let this start each engine run that Python code asks for.
+
+    It is given what starts the run, the roots, and the other arguments. All of torch's Python code
+    looks for the engine in the same place each time. `run_engine` does not pass through it.
+    """
+    start = cast(Any, Variable)._execution_engine.run_backward
+
+    class Engine(type(_execution_engine)):  # type: ignore[misc]
+        def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            return run(start, tensors, args, kwargs)
+
+    cast(Any, Variable)._execution_engine = Engine()
+
+
+def root_nodes(roots: object) -> list[Node]:
+    """The nodes that an engine run from these tensors, or edges of a graph, begins with."""
+    if not isinstance(roots, tuple):
+        return []  # the engine says so
+    with _no_torch_function():
+        nodes = [
+            root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
+            for root in roots
+        ]
+    return [node for node in nodes if node is not None]
+
+
+def sequence_number(node: Node) -> int:
+    """The node's place in the engine's queue: of the ready nodes, the highest runs first."""
+    return node._sequence_nr()
+
+
+def set_sequence_number(node: Node, number: int) -> None:
+    """Move a node in the engine's queue."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
+def lift(node: Node, depth: int) -> bool:
+    """Move a node above a depth, if it is not there.
+
+    See Note [The order of waiting], autograd/graph/walk.py.
+    """
+    if node._sequence_nr() > depth:
+        return False
+    node._set_sequence_nr(depth + 1)  # type: ignore[attr-defined]
+    return True
+
+
+def replica_parameters(sink: Node) -> list[torch.Tensor]:
+    """The parameters whose gradients DDP's reducer may write, also if the graph has them not."""
+    replica = cast(Any, sink).ddp_weakref()
+    return [] if replica is None else [p for p in replica.parameters() if p.requires_grad]
+
+
+def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these carries a derivative of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    dual = cast(Any, forward_ad)
+    return any(dual.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The place of the first that a transform of torch.func has made, if one has."""
+    wrapped = map(_is_wrapped, tensors)
+    return next((n for n, is_wrapped in enumerate(wrapped) if is_wrapped), None)
+
+
+def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
+    """A view of a leaf; while it lives, so does the leaf's accumulator.
+
+    Note [Accumulators and the interpreter's lock]: torch makes a leaf's accumulator when it is
+    first needed, under a lock of the leaf's; and while it has that, it takes the interpreter's, to
+    count one more owner of the leaf (torch 2.11 to 2.13). An operator has let go of the interpreter
+    by then, a Function has not: so a Function and an operator that use one leaf in two threads may
+    wait for each other for ever. Two operators do not, and who finds an accumulator makes none.
+    """
+    return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
+
+
+def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
+    """The class of the nodes that a Function makes."""
+    return cast(type[Node], cast(Any, function)._backward_cls)
+
+
+def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, without what it does for Functions of any kind.
+
+    Its inputs are tensors, but for the first. hot: twice for each crossing
+    """
+    at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(first: object, *tensors: torch.Tensor) -> Any:  # noqa: ANN401
+        if is_inside_transform():
+            return cast(Any, function).apply(first, *tensors)
+        return at_once(first, *map(_unwrap_if_dead, tensors))
+
+    return apply
+
+
+def call_directly(function: type[torch.autograd.Function]) -> None:
+    """Let the engine call a Function's `backward`, which torch looks for anew each time.
+
+    hot: two calls less for each node
+    """
+    cast(Any, backward_class(function)).apply = function.backward
+
+
+def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
+    """What `node.name()`, profilers and drawn graphs call the nodes that a Function makes."""
+    nodes = backward_class(function)
+    nodes.__name__ = nodes.__qualname__ = name
+
+
+CHECKPOINT = backward_class(CheckpointFunction)
+"""Nodes whose backward runs one of its own, over a graph that is not there yet."""
+DDP_SINK = backward_class(_DDPSink)
+"""What DDP puts behind the outputs of a module that may not use all of its parameters."""
+
+
+def is_recording() -> bool:
+    """Whether the code around makes nodes; mostly it does."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def recording() -> AbstractContextManager[None]:
+    """Inside the block nodes are made, whatever mode the code around it is in."""
+    return _AS_IT_IS if is_recording() else _made_to_record()
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _made_to_record() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def lets_checkpoints_run() -> bool:
+    """Whether torch lets a reentrant checkpoint run inside of what this thread runs.
+
+    It does not inside of grad() and backward(inputs=…), nor in a backward inside of these: the
+    checkpoint would add to leaves that were not asked for.
+    """
+    return torch.autograd.Variable._execution_engine.is_checkpoint_valid()

@@ -1,0 +1,76 @@
+"""A place where stream sockets connect, whatever their family; shared by unix and tcp."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from typing import final
+
+from gradwire.errors import PeerLost
+from gradwire.transport.base import closed_here
+from gradwire.transport.sockets.channel import SocketChannel
+from gradwire.transport.sockets.guard import Guard
+
+_OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+@final
+class SocketListener:
+    """A listening socket, which it owns.
+
+    `wrap` makes a channel of an accepted socket, or None to refuse it; `on_close` runs once.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        wrap: Callable[[socket.socket], SocketChannel | None],
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self._sock = sock
+        self._wrap = wrap
+        self._on_close = on_close
+        self._accepting = threading.Lock()
+        self._guard = Guard(sock, self._accepting)
+        self._closed = threading.Event()
+        sock.setblocking(True)
+
+    def __repr__(self) -> str:
+        return f"<SocketListener on {self.address}: {self._guard.story or 'open'}>"
+
+    def accept(self) -> SocketChannel:
+        """Block for the next connection; see `Listener.accept`."""
+        with self._accepting:
+            channel = None
+            while channel is None and self._guard.story is None:
+                channel = self._maybe_accept()
+        if self._guard.story is not None:
+            self._guard.settle()
+        if channel is None:
+            raise PeerLost(f"{self.address} was {self._guard.story}")
+        return channel
+
+    def close(self, reason: str = "close() was called") -> None:
+        """Stop listening; see `Listener.close`."""
+        if self._guard.end(closed_here(reason)):
+            self._closed.set()
+            self._on_close()
+
+    def _maybe_accept(self) -> SocketChannel | None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError as error:
+            # A peer that left again while it waited is no error of ours. Without free handles the
+            # connection stays in the queue: others may be closed meanwhile.
+            if error.errno in _OUT_OF_HANDLES:
+                self._closed.wait(0.1)
+            return None
+        try:
+            return self._wrap(sock)
+        except OSError:
+            sock.close()
+            return None

@@ -1,0 +1,483 @@
+"""The receiving half of a channel over a stream socket: bytes in, frames out.
+
+Small frames are read ahead, so that one costs one system call; the payload of a large one goes from
+the kernel straight to its block. The channel sees to it that one thread at a time is in here.
+
+Note [Reading inside a read]
+A signal handler or a finalizer may run in the middle of a read of its own thread, and make a call
+whose answer comes by the same channel. It must then read on from here. So what was read is always
+where the next reader looks for it: every change of position is made by a run of instructions in
+which CPython runs no other code, that is, without a call, a backward jump or a new container.
+`(self._end,) = map(read, …)` is one: it reads and notes the count in one step. Before each such run
+a reader looks whether `_turn` is still the one it began with, and starts again if it is not. A
+frame belongs to whoever moves `_start` past it. What cannot be resumed are a read that blocks in
+the kernel and one that is not a single call into C (TLS); then `_is_blocked`, and the inner read
+raises Reentered. The main thread, where signal handlers run, therefore polls and never blocks.
+
+Python 3.11 also collects garbage inside C functions that make containers. A read makes a tuple of
+its arguments and, with descriptors, some for its result: there nothing may run, as the bytes are
+not noted yet. So the lines marked "stock" make as many of these as are needed and drop them: the
+interpreter then takes them from its stock, and does not collect. Not by a call, after which
+anything may run, and before the look whether the turn is over. Later Pythons collect only between
+two instructions. The exception of a read that finds nothing is no danger: nothing is to be noted.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final, final
+from zlib import crc32
+
+from gradwire.errors import BadMessage, PeerLost
+from gradwire.options import Limits
+from gradwire.transport.base import CLOSED_BY_PEER, Reentered, closed_here, never
+from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
+from gradwire.transport.shared_memory import (
+    ANCILLARY_ROOM,
+    NOTE,
+    READ_FLAGS,
+    Received,
+    SharedMemory,
+    descriptors_in,
+)
+from gradwire.transport.sockets.guard import INTERRUPTED, Guard, stalled, story_of
+from gradwire.transport.sockets.spinning import Spin
+from gradwire.transport.sockets.stream import Stream
+from gradwire.wire.frame import (
+    IN_BLOCK,
+    IS_ANSWER,
+    PREFIX,
+    SUMS_PAYLOAD,
+    TAKES_BLOCKS,
+    Buffer,
+    Frame,
+    Prefix,
+    check_content,
+    decode_prefix,
+)
+
+_READ_AHEAD: Final = 1 << 16
+_LONGEST_POLL: Final = 3600.0
+_AT_ONCE: Final = int(socket.MSG_DONTWAIT)
+_PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
+_LARGEST_HEAD: Final = _READ_AHEAD - PREFIX.size - NOTE.size
+_ALL: Final = slice(None)
+_GLANCE_SECONDS: Final = 0.05
+_NOT_SUMMED: Final = 4
+"""The last bytes of a prefix, which are its checksum."""
+
+
+@final
+class Intake:
+    """See the top of this file."""
+
+    def __init__(
+        self,
+        sock: Stream,
+        guard: Guard,
+        *,
+        limits: Limits,
+        stall: float,
+        pool: BlockPool,
+        shared: SharedMemory | None,
+    ) -> None:
+        self.limits = limits
+        self.is_midway = False
+        """whether it waits for the rest of a frame"""
+        self.taken = 0
+        """frames; counted before one is gone from here"""
+        self._sock, self._guard, self._stall = sock, guard, stall
+        self._pool, self._shared = pool, shared
+        self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._start = self._end = 0
+        self._turn = 0
+        """grows when `_start` moves, or what is read ahead"""
+        self._rest: _Rest | None = None
+        """what still belongs to a frame that somebody has taken"""
+        self._beside: Received | None = None
+        """the last that came with descriptors, until they are kept"""
+        self._unclaimed = deque[int]() if shared is None else shared.borrower.unclaimed
+        self._is_blocked = False
+        self._is_plain = isinstance(sock, socket.socket)
+        self._slab = Slab()
+        self._spin = Spin()
+        self._first_bytes: Callable[[int], Any]
+        """reads ahead, with these flags"""
+        self._patiently = 0 if shared is None else READ_FLAGS
+        self._at_once = self._patiently | _AT_ONCE
+        if shared is None:
+            self._first_bytes = partial(sock.recv_into, self._ahead, 0)
+        else:
+            self._first_bytes = partial(sock.recvmsg_into, (self._ahead,), ANCILLARY_ROOM)
+
+    def next(self, until: float, done: Callable[[], bool]) -> Frame | None:
+        """The next frame; None if none has begun to come by then, or soon after `done`.
+
+        Reentered if it was called in the middle of itself, where that cannot be (see the Note).
+        """
+        if self._is_blocked:
+            raise Reentered
+        while True:
+            if self._rest is not None:
+                self._read_fully(self._rest)
+            if self._start == self._end and not self._await_frame(until, done):
+                return None
+            if self._beside is not None:
+                self._keep_descriptors(self._beside)
+            frame = self._maybe_whole()
+            if frame is None:
+                frame = self._maybe_read_frame()
+            if frame is not None:
+                return frame
+
+    def exactly(self, length: int, until: float) -> bytes | None:
+        """So many bytes and none that follow them; None if they are not all there by then.
+
+        Not recvmsg: descriptors that come with them are closed by the kernel.
+        """
+        heard = bytearray()
+        while len(heard) < length:
+            try:
+                came = self._sock.recv(length - len(heard), _AT_ONCE)
+            except BlockingIOError:
+                if not self._wait_for_bytes(until, never):
+                    return None
+                continue
+            except OSError as error:
+                self._guard.lose(story_of(error), error)
+            if not came:
+                self._guard.lose(CLOSED_BY_PEER)
+            heard += came
+        return bytes(heard)
+
+    def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
+        """Read ahead the first bytes of a frame; False if the peer has none for us by then.
+
+        An inner read may have left some: then those are the first.
+        """
+        looks = until > 0 and self._spin.begin()
+        read, at_once, patiently = self._first_bytes, (self._at_once,), (self._patiently,)
+        while self._start == self._end:
+            try:
+                blocks = not looks and until == math.inf
+                self._take_first(map(read, patiently if blocks else at_once), blocks)
+            except BlockingIOError:
+                self._is_blocked = False
+                looks = looks and not done() and self._spin.goes_on()
+                if not looks and not self._wait_for_bytes(until, done):
+                    return self._start != self._end
+            except OSError as error:
+                self._is_blocked = False
+                self._guard.lose(story_of(error), error)
+            except BaseException:
+                self._is_blocked = False
+                raise
+        if looks:
+            self._spin.found()
+        return True
+
+    def _take_first(self, reads: Iterator[Any], blocks: bool) -> None:
+        """Read, if nothing is there yet; but for the end, in one step: see the Note."""
+        stock = ((self, self, self), (self, self, self, self), [self])
+        del stock  # see the Note
+        if self._start != self._end:
+            return
+        self._is_blocked = blocks or not self._is_plain
+        self._start = self._end = 0
+        if self._shared is None:
+            (self._end,) = reads
+        else:
+            (first,) = reads
+            self._end = first[0]
+            if first[1]:
+                self._beside = first
+        self._is_blocked = False
+        self._turn += 1
+        if self._end == 0:
+            self._guard.lose(CLOSED_BY_PEER)
+
+    def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
+        left = until - time.monotonic()
+        if left <= 0 or done():
+            return False
+        longest = _LONGEST_POLL if done is never else 0.0
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.poll(1 + int(1000 * min(left, longest)))
+        return True
+
+    def _maybe_whole(self) -> Frame | None:
+        """The next frame, if all of it was read ahead and it is in order, else None.
+
+        `_maybe_read_frame` takes the others, and says what is wrong with them. Nothing is taken
+        before the frame is made, so that an interrupt leaves it where it lies.
+
+        hot: every small message
+        """
+        turn = self._turn
+        ahead, start = self._ahead, self._start
+        content = start + PREFIX.size
+        if content > self._end:
+            return None
+        numbers = PREFIX.unpack_from(ahead, start)
+        kind, flags, head_length, payload_length, request, content_sum, prefix_sum = numbers
+        body = content + head_length
+        after = body + payload_length
+        if (
+            after > self._end
+            or payload_length > SMALL_BLOCK
+            or flags & ~_PLAIN_FLAGS
+            or head_length > self.limits.head
+            or payload_length > self.limits.payload
+            or crc32(ahead[start : content - _NOT_SUMMED]) != prefix_sum
+        ):
+            return None
+        head = ahead[content:body].tobytes()
+        if crc32(ahead[content:after] if flags & SUMS_PAYLOAD else head) != content_sum:
+            return None
+        payload: tuple[memoryview, ...] = ()
+        if payload_length:
+            block = self._slab.take(payload_length)
+            block[:] = ahead[body:after]
+            payload = (block,)
+        if flags & TAKES_BLOCKS and self._shared is not None:
+            self._shared.peer_takes_blocks = True
+        frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
+        if self._turn != turn:  # an inner read has taken it
+            return None
+        self.taken += 1
+        self._turn = turn + 1
+        self._start = after
+        return frame
+
+    def _maybe_read_frame(self) -> Frame | None:
+        """The next frame, of which the first bytes are there; None if an inner read took it."""
+        try:
+            return self._taken_apart()
+        except PeerLost:
+            raise
+        except BadMessage as refusal:
+            self._guard.end(closed_here(refusal.message))
+            raise
+        except BaseException:
+            if self._rest is not None:
+                self._guard.end(INTERRUPTED)
+            raise
+
+    def _taken_apart(self) -> Frame | None:
+        turn = self._turn
+        if not self._fill(PREFIX.size, turn):
+            return None
+        try:
+            prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
+        except BadMessage:
+            if self._turn != turn:  # an inner read has taken it, and read over it
+                return None
+            raise
+        flags, length, head_length = prefix.flags, prefix.payload_length, prefix.head_length
+        # A head that does not fit is read like a payload, into memory of its own.
+        large = bytearray(head_length if head_length > _LARGEST_HEAD else 0)
+        lies_beside = bool(self._shared is not None and flags & IN_BLOCK)
+        note = bytearray(NOTE.size if lies_beside and large else 0)
+        ahead = PREFIX.size + (0 if large else head_length + NOTE.size * lies_beside)
+        if not self._fill(ahead, turn):
+            return None
+        seen = bytes(self._ahead[self._start + PREFIX.size : self._start + ahead])
+        block = self._block_for(0 if lies_beside else length)
+        rest = _Rest([memoryview(large), memoryview(note), block])
+        is_new = bool(lies_beside and not large and NOTE.unpack_from(seen, head_length)[1])
+        unclaimed = self._unclaimed
+        descriptor: int | None = None
+        if self._turn != turn:
+            return None
+        # In one step it is ours: an inner read completes its bytes, and takes the frame after it.
+        self.taken += 1
+        self._turn = turn + 1
+        self._start += ahead
+        self._rest = rest
+        self._is_blocked = bool(note)
+        if is_new and unclaimed:
+            descriptor = unclaimed[0]
+            del unclaimed[0]
+        self._read_fully(rest)
+        head = bytes(large) if large else seen[:head_length]
+        return self._made(prefix, head, note or seen[head_length:], block, descriptor)
+
+    def _made(
+        self, prefix: Prefix, head: bytes, note: Buffer, block: memoryview, descriptor: int | None
+    ) -> Frame:
+        flags, length = prefix.flags, prefix.payload_length
+        payload: tuple[memoryview, ...] = (block,) if len(block) else ()
+        if self._shared is not None:
+            if flags & TAKES_BLOCKS:
+                self._shared.peer_takes_blocks = True
+            if flags & IN_BLOCK:
+                if self._is_blocked and self._unclaimed and NOTE.unpack(note)[1]:
+                    descriptor = self._unclaimed.popleft()
+                borrower = self._shared.borrower
+                payload = (borrower.open(note, length, self.limits, descriptor),)
+        self._is_blocked = False
+        check_content(prefix, head, payload)
+        return Frame(prefix.kind, flags & IS_ANSWER, prefix.request, head, payload)
+
+    def _block_for(self, length: int) -> memoryview:
+        try:
+            return self._pool.take(length) if length else memoryview(b"")
+        except MemoryError as error:
+            self._guard.lose(closed_here(f"no memory for a payload of {length} bytes"), error)
+
+    def _fill(self, wanted: int, turn: int) -> bool:
+        """Read ahead until `wanted` bytes are there, which must fit; False if the turn is over."""
+        if self._end - self._start < wanted and self._start + wanted > _READ_AHEAD:
+            unread = self._end - self._start
+            moved, target = self._ahead[self._start : self._end], self._ahead[:unread]
+            if self._turn != turn:
+                return False
+            target[_ALL] = moved
+            self._start = 0
+            self._end = unread
+        while self._turn == turn and self._end - self._start < wanted:
+            end = self._end
+            view = self._ahead[end:]
+            if self._shared is None:
+                reads: Iterator[Any] = map(self._sock.recv_into, (view,), (0,), (_AT_ONCE,))
+            else:
+                room, flags = (ANCILLARY_ROOM,), (self._at_once,)
+                recvmsg: Callable[..., Any] = self._sock.recvmsg_into
+                reads = map(recvmsg, ((view,),), room, flags)
+            self._read_some(reads, end, turn)
+            if self._beside is not None:
+                self._keep_descriptors(self._beside)
+        return self._turn == turn
+
+    def _read_some(self, reads: Iterator[Any], end: int, turn: int) -> None:
+        """Append what comes to what is read ahead up to `end`, or wait until there is more."""
+        self.is_midway = True
+        count = -1
+        try:
+            stock = ((self, self, self), (self, self, self, self), [self])
+            del stock  # see the Note
+            if self._turn != turn or self._end != end:
+                return
+            self._is_blocked = not self._is_plain
+            (came,) = reads
+            self._is_blocked = False
+            if self._shared is None:
+                count = came
+            else:
+                count = came[0]
+                if came[1]:
+                    self._beside = came
+            self._end = end + count
+        except BlockingIOError:
+            self._is_blocked = False
+            if not self._has_more(lambda: self._turn != turn or self._end != end):
+                self._guard.lose(stalled(self._stall))
+        except OSError as error:
+            self._is_blocked = False
+            self._guard.lose(f"{story_of(error)} in the middle of a message", error)
+        finally:
+            self.is_midway = False
+        if count == 0:
+            self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
+
+    def _has_more(self, is_done: Callable[[], bool]) -> bool:
+        """Wait for more of a frame; False if there was none for so long, and no inner read either.
+
+        In short steps: after an inner read has taken it all there is nothing to wake us.
+        """
+        until = time.monotonic() + self._stall
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        while (left := until - time.monotonic()) > 0 and not is_done():
+            if poller.poll(1 + int(1000 * min(left, _GLANCE_SECONDS))):
+                return True
+        return is_done()
+
+    def _read_fully(self, rest: _Rest) -> None:
+        """What was read ahead is copied; the rest goes from the kernel to where it belongs."""
+        while True:
+            ready = rest.ready
+            view = rest.next()
+            if view is None:
+                break
+            turn, start = self._turn, self._start
+            count = min(self._end - start, len(view))
+            if not count:
+                self._read_rest(rest, ready, view)
+                continue
+            source, target = self._ahead[start : start + count], view[:count]
+            if rest.ready != ready or self._turn != turn:
+                continue
+            target[_ALL] = source
+            rest.ready = ready + count
+            self._turn = turn + 1
+            self._start = start + count
+        if self._rest is rest:
+            self._rest = None
+
+    def _read_rest(self, rest: _Rest, ready: int, view: memoryview) -> None:
+        """From the kernel. Whoever may be interrupted by a signal does not block there."""
+        blocks = threading.get_ident() != threading.main_thread().ident
+        flags = socket.MSG_WAITALL if blocks else _AT_ONCE
+        reads = map(self._sock.recv_into, (view,), (0,), (flags,))
+        was_blocked = self._is_blocked
+        self.is_midway = True
+        count = -1
+        try:
+            stock = ((self, self, self), (self, self, self, self), [self])
+            del stock  # see the Note
+            if rest.ready != ready:
+                return
+            self._is_blocked = was_blocked or blocks or not self._is_plain
+            (count,) = reads
+            self._is_blocked = was_blocked
+            rest.ready = ready + count
+        except BlockingIOError:
+            self._is_blocked = was_blocked
+            if blocks or not self._has_more(lambda: rest.ready != ready):
+                self._guard.lose(stalled(self._stall))
+        except OSError as error:
+            self._is_blocked = was_blocked
+            self._guard.lose(f"{story_of(error)} in the middle of a message", error)
+        finally:
+            self.is_midway = False
+        if count == 0:
+            self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
+
+    def _keep_descriptors(self, came: Received) -> None:
+        """Keep the descriptors that came with the bytes."""
+        assert self._shared is not None
+        fresh = descriptors_in(came)
+        if self._beside is came:
+            self._beside = None
+            self._unclaimed += fresh
+        self._shared.borrower.forget_unclaimed()
+
+
+@final
+class _Rest:
+    """Bytes of a frame that somebody has taken: where they belong, and how many are there."""
+
+    __slots__ = ("ready", "targets")
+
+    def __init__(self, targets: list[memoryview]) -> None:
+        self.targets = targets
+        self.ready = 0
+
+    def next(self) -> memoryview | None:
+        """Where the next of them belongs; None if all are there."""
+        passed = 0
+        for target in self.targets:
+            if self.ready < passed + len(target):
+                return target[self.ready - passed :]
+            passed += len(target)
+        return None

@@ -1,0 +1,200 @@
+"""A pass ends once on a worker, whoever says so, and how many at the same time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from gradwire.autograd.backward.engine_run import accumulate
+from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.undo import leaf as leaves
+from gradwire.autograd.undo.leaf import LeafLocks
+from gradwire.autograd.undo.nested_pass import Nested
+from gradwire.autograd.undo.undo_log import Ledger
+
+
+def adds(leaf, value, ledger):
+    """A run of a pass adds to the leaf."""
+    loss = leaf * value
+    node = loss.grad_fn.next_functions[0][0]
+    landmarks = Landmarks([node], [], [])
+    accumulate((loss,), (torch.ones(()),), ledger, landmarks, lambda: None, retain_graph=False)
+
+
+class Slow:
+    """A pass inside the one that fails, which is taken back when it is told to."""
+
+    def __init__(self):
+        self.taken_back = self.ended_well = 0
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+
+    def give_up(self):
+        self.taken_back += 1
+        self.has_begun.set()
+        return self.goes_on.wait(10)
+
+    def end_well(self):
+        self.ended_well += 1
+
+
+@pytest.fixture
+def leaf():
+    made = torch.ones((), requires_grad=True)
+    made.grad = torch.tensor(2.0)
+    return made
+
+
+@pytest.fixture
+def slow():
+    made = Slow()
+    yield made
+    made.goes_on.set()
+
+
+@pytest.fixture
+def ledger(leaf, slow):
+    """Of a pass that has added to the leaf."""
+    made = Ledger(LeafLocks(), None)
+    made.nested.append(Nested(slow.end_well, slow.give_up))
+    adds(leaf, 3.0, made)
+    assert leaf.grad == 5
+    return made
+
+
+@pytest.fixture
+def undoing(ledger, slow):
+    """A thread that is in the middle of putting back."""
+    thread = threading.Thread(target=ledger.undo)
+    thread.start()
+    assert slow.has_begun.wait(10)
+    yield thread
+    slow.goes_on.set()
+    thread.join(10)
+
+
+def test_a_second_that_puts_back_waits_for_the_first(ledger, leaf, slow, undoing):
+    assert not ledger.undo(seconds=0)
+    assert leaf.grad == 5
+
+    slow.goes_on.set()
+    assert ledger.undo()
+    assert leaf.grad == 2
+    assert (slow.taken_back, slow.ended_well, ledger.what_stays("w1")) == (1, 0, "")
+
+
+def test_many_that_put_back_at_once_do_it_once(ledger, leaf, slow, undoing):
+    results = []
+    others = [threading.Thread(target=lambda: results.append(ledger.undo())) for _ in range(4)]
+    for other in others:
+        other.start()
+    slow.goes_on.set()
+    for other in others:
+        other.join(10)
+
+    assert results == [True] * 4
+    assert leaf.grad == 2
+    assert (slow.taken_back, ledger.what_stays("w1")) == (1, "")
+
+
+@pytest.mark.parametrize("end", ["keep", "drop"])
+def test_what_is_being_put_back_is_not_kept(ledger, leaf, slow, undoing, end):
+    getattr(ledger, end)()
+
+    assert ledger.has_changed
+    slow.goes_on.set()
+    assert ledger.undo()
+    assert leaf.grad == 2
+    assert (slow.taken_back, slow.ended_well) == (1, 0)
+
+
+def test_what_was_kept_is_not_put_back(ledger, leaf, slow):
+    ledger.keep()
+    assert ledger.undo()
+    ledger.keep()
+
+    assert leaf.grad == 5
+    assert (slow.taken_back, slow.ended_well, ledger.what_stays("w1")) == (0, 1, "")
+
+
+def test_a_pass_inside_that_cannot_be_taken_back_does_not_keep_the_rest(leaf):
+    def give_up():
+        raise RuntimeError("nobody listens")
+
+    ledger = Ledger(LeafLocks(), None)
+    ledger.nested.append(Nested(lambda: None, give_up))
+    adds(leaf, 3.0, ledger)
+
+    assert ledger.undo()
+    assert leaf.grad == 2
+    assert "stays as it is on w1" in ledger.what_stays("w1")
+
+
+class Interrupted(list):
+    """The entries of a leaf; when one is taken out, another pass has just ended well."""
+
+    def __init__(self, entries, ends):
+        super().__init__(entries)
+        self._ends = ends
+
+    def _end(self):
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            ends.keep()
+
+    def index(self, entry):
+        found = super().index(entry)
+        self._end()
+        return found
+
+    def remove(self, entry):
+        self._end()
+        super().remove(entry)
+
+
+@pytest.mark.parametrize("ends", [0, 2], ids=["an earlier one", "a later one"])
+def test_another_pass_ends_well_while_one_is_taken_out(leaf, ends):
+    locks = LeafLocks()
+    ledgers = [Ledger(locks, None) for _ in range(4)]
+    for n, ledger in enumerate(ledgers):
+        adds(leaf, 10.0**n, ledger)
+    record = locks.of(leaf)
+    record.unfinished = Interrupted(record.unfinished, ledgers[ends])
+
+    assert ledgers[1].undo()
+    assert leaf.grad == 2 + 1 + 100 + 1000
+    assert ledgers[3].undo()
+    assert leaf.grad == 2 + 1 + 100
+    for n in {0, 2} - {ends}:
+        assert ledgers[n].undo()
+    assert leaf.grad == 2 + 10.0**ends
+    assert record.unfinished == []
+    assert [ledger.what_stays("w1") for ledger in ledgers] == [""] * 4
+
+
+def test_what_cannot_be_taken_out_in_time_is_part_of_the_sum(leaf, monkeypatch):
+    monkeypatch.setattr(leaves, "_LEAF_SECONDS", 0)
+    locks = LeafLocks()
+    failed, other = Ledger(locks, None), Ledger(locks, None)
+    adds(leaf, 3.0, failed)
+    record = locks.of(leaf)
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with record.lock:
+            held.set()
+            release.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    assert failed.undo()
+    release.set()
+    holder.join(10)
+
+    assert "a gradient stays as it is on w1" in failed.what_stays("w1")
+    assert record.unfinished == []
+    adds(leaf, 4.0, other)
+    assert other.undo()
+    assert (leaf.grad, other.what_stays("w1")) == (5, "")

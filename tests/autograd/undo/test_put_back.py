@@ -1,0 +1,361 @@
+"""A pass that fails leaves gradients as they were, keeps nothing alive, or says what it could not.
+
+Test programs run on w0. What must happen in the middle of a pass happens in a hook.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.autograd.backward import coordinator, participant, rollback
+from gradwire.errors import ContextClosed, UsageError
+from gradwire.testing import cluster
+from tests.leftovers import assert_nothing_left, eventually
+
+HERE = sys.modules[__name__]
+LEAVES: dict[str, torch.Tensor] = {}
+HOOKS: dict[str, object] = {}
+"""What hooks in the graphs of served functions do, by name."""
+HELD: list[weakref.ref] = []
+
+
+@pytest.fixture
+def workers():
+    LEAVES["leaf"] = torch.ones(2, requires_grad=True)
+    with cluster(3, expose=[HERE]) as made:
+        yield made
+        LEAVES.clear()
+        HOOKS.clear()
+        HELD.clear()
+        assert_nothing_left(made)
+        assert runs(made) == [0, 0, 0]
+
+
+@pytest.fixture
+def often():
+    """Threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def runs(workers):
+    """How many engine runs each of them takes to be part of a pass."""
+    return [len(member.worker.engine.passes._by_run) for member in workers]
+
+
+def are_gone(references):
+    gc.collect()  # an exception and its frames are a cycle
+    return all(reference() is None for reference in references)
+
+
+def in_context(workers, program):
+    def run():
+        with gw.context() as context:
+            program(context)
+
+    workers[0].run(run)
+
+
+# -- what runs on the workers
+
+
+def times_leaf(x):
+    return x * LEAVES["leaf"]
+
+
+def of_leaf():
+    return LEAVES["leaf"] * 1
+
+
+def hooked(x, hook):
+    y = x * 2
+    y.register_hook(HOOKS[hook])
+    return y
+
+
+def of_many(hook):
+    return hooked(sum(LEAVES["many"], LEAVES["leaf"]), hook) / 2
+
+
+def hooked_leaf(hook):
+    return hooked(LEAVES["leaf"], hook)
+
+
+class Holds(torch.autograd.Function):
+    """Its node holds something that can be seen to die."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.held = torch.zeros(2)
+        HELD.append(weakref.ref(ctx.held))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def five_and_one_that_fails(x):
+    return [*(Holds.apply(x) for _ in range(5)), hooked(x, "fail")]
+
+
+def fail(_):
+    raise ValueError("refused by a hook")
+
+
+# -- gradients
+
+
+def test_a_gradient_that_a_hook_has_replaced_is_put_back(workers):
+    HOOKS["fail"] = fail
+    leaf = LEAVES["leaf"]
+    leaf.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clone()))
+
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        gw.rpc_sync("w1", times_leaf, args=(x,)).sum().backward()
+        before, value = leaf.grad, leaf.grad.clone()
+        y = gw.rpc_sync("w2", hooked, args=(x, "fail"))
+        with pytest.raises(ValueError, match="refused by a hook"):
+            gw.rpc_sync("w1", times_leaf, args=(y,)).sum().backward()
+        assert leaf.grad is before
+        assert torch.equal(leaf.grad, value)
+
+    in_context(workers, program)
+
+
+def test_a_hook_may_use_a_gradient_up_that_goes_to_the_map(workers):
+    def use_up(used):
+        def hook(p):
+            seen.append(1)
+            if len(seen) % 2 == 0:
+                used.append(p.grad.tolist())
+                p.grad = None
+
+        seen = []
+        return hook
+
+    alone, expected = torch.ones(2, requires_grad=True), []
+    alone.register_post_accumulate_grad_hook(use_up(expected))
+    for _ in range(5):
+        (alone * 1).sum().backward()
+    used = []
+    leaf = LEAVES["leaf"]
+    leaf.register_post_accumulate_grad_hook(use_up(used))
+
+    def program(context):
+        for _ in range(5):
+            gw.backward(context, [gw.rpc_sync("w1", of_leaf).sum()])
+        found = workers[1].run(gw.get_gradients, context)
+        assert torch.equal(found[leaf], alone.grad)
+
+    in_context(workers, program)
+    assert used == expected == [[2.0, 2.0], [2.0, 2.0]]
+    assert leaf.grad is None
+
+
+def test_a_run_that_was_over_when_its_context_closed_is_put_back_too(workers):
+    leaf = LEAVES["leaf"]
+
+    def close(_):
+        """Runs on w2, when w1 has done its part and is told to forget the context."""
+        (running,) = workers[1].worker.engine.passes.all()
+        assert running.wait_for_run(20)
+        assert leaf.grad is not None
+        workers[0].worker.engine.close(running.context.id)
+        assert eventually(lambda: len(workers[1].worker.engine.contexts) == 0)
+
+    HOOKS["close"] = close
+
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        y = gw.rpc_sync("w2", hooked, args=(x, "close"))
+        z = gw.rpc_sync("w1", times_leaf, args=(y,))
+        # It "was" closed for a Send that waits already, it "is" for one that comes to wait.
+        with pytest.raises(ContextClosed, match=r"c0\.0 (was|is) closed on w0"):
+            z.sum().backward()
+        assert leaf.grad is None
+
+    in_context(workers, program)
+
+
+def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
+    tokens = []
+
+    def program(context):
+        x = torch.ones(2, requires_grad=True)
+        y = gw.rpc_sync("w1", times_leaf, args=(x,))
+        engine = workers[1].worker.engine
+        tokens.append(weakref.ref(engine.contexts.find(context).sent[0].token))
+
+        def close(event):
+            if str(event).startswith("w1 run"):  # it has begun, the engine has not
+                engine.close(context)
+
+        with (
+            workers[1].worker.events.subscribe(close),
+            pytest.raises(ContextClosed, match=r"c0\.0 was closed on w1"),
+        ):
+            y.sum().backward()
+
+    in_context(workers, program)
+    assert runs(workers) == [0, 0, 0]
+    assert eventually(lambda: are_gone(tokens))
+
+
+@contextmanager
+def a_run_that_does_not_return(monkeypatch):
+    """w1 is in a hook when w2 fails the pass; gives what lets the hook go on."""
+    monkeypatch.setattr(coordinator, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "_END_LATE_SECONDS", 0.05)
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def block(_):
+        reached.set()
+        goes_on.wait(30)
+
+    def fail_meanwhile(gradient):
+        assert reached.wait(30)
+        fail(gradient)
+
+    HOOKS.update(block=block, fail=fail_meanwhile)
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
+
+
+def failed_meanwhile():
+    a = gw.rpc_sync("w1", hooked_leaf, args=("block",))
+    b = gw.rpc_sync("w2", hooked_leaf, args=("fail",))
+    with pytest.raises(ValueError, match="refused by a hook") as failed:
+        (a + b).sum().backward(retain_graph=True)
+    assert failed.value.__notes__ == [
+        "w1 has not confirmed that p0.1 was put back: "
+        "until then c0.0 cannot be differentiated again"
+    ]
+    return a
+
+
+def test_a_context_is_used_again_when_it_was_put_back_everywhere(workers, monkeypatch):
+    def program(context):
+        a = failed_meanwhile()
+        with pytest.raises(UsageError) as refused:
+            a.sum().backward(retain_graph=True)
+        assert str(refused.value) == (
+            "c0.0 cannot be differentiated until w1 confirms that p0.1 was put back\n"
+            "hint: try again when it has answered, or close the context and begin again"
+        )
+        goes_on.set()
+        assert eventually(lambda: not workers[0].worker.engine.contexts.find(context).endings)
+        assert LEAVES["leaf"].grad is None
+        a.sum().backward()
+        assert LEAVES["leaf"].grad is not None
+
+    with a_run_that_does_not_return(monkeypatch) as goes_on:
+        in_context(workers, program)
+    assert_nothing_left(workers)
+
+
+def test_a_context_that_was_not_put_back_in_time_is_not_used_again(workers, monkeypatch, caplog):
+    monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
+    said = "w1 did not confirm that p0.1 was put back"
+
+    def program(context):
+        a = failed_meanwhile()
+        assert eventually(lambda: workers[0].worker.engine.contexts.find(context).broken)
+        with pytest.raises(UsageError) as refused:
+            a.sum().backward()
+        assert str(refused.value) == (
+            f"c0.0 cannot be differentiated any more: {said}\n"
+            "hint: close the context and begin again"
+        )
+
+    with a_run_that_does_not_return(monkeypatch):
+        in_context(workers, program)
+    assert f"w0: {said}" in [record.getMessage() for record in caplog.records]
+    assert_nothing_left(workers)
+    assert eventually(lambda: LEAVES["leaf"].grad is None)  # late, but put back
+
+
+@pytest.mark.parametrize("patience", [30, 0.01], ids=["waits for the run", "gives up on the run"])
+def test_a_context_may_close_before_it_was_put_back(workers, monkeypatch, caplog, patience):
+    monkeypatch.setattr(participant, "_RUN_SECONDS", patience)
+
+    with a_run_that_does_not_return(monkeypatch):
+        in_context(workers, lambda _: failed_meanwhile())
+        assert eventually(lambda: workers[0].worker.agent.in_flight == 0)
+    assert_nothing_left(workers)
+    assert eventually(lambda: LEAVES["leaf"].grad is None)
+    assert not caplog.records
+
+
+# -- what a failed pass keeps alive
+
+
+@pytest.mark.parametrize("into_the_map", [False, True], ids=["grad", "map"])
+def test_nothing_of_the_graph_outlives_a_failed_pass(workers, into_the_map):
+    HOOKS["fail"] = fail
+
+    def program(context):
+        x = torch.ones(2, requires_grad=True)
+        loss = sum(y.sum() for y in gw.rpc_sync("w1", five_and_one_that_fails, args=(x,)))
+        with pytest.raises(ValueError, match="refused by a hook"):
+            gw.backward(context, [loss]) if into_the_map else loss.backward()
+
+    in_context(workers, program)
+
+    assert len(HELD) == 5
+    assert eventually(lambda: are_gone(HELD))
+
+
+def test_nothing_of_the_graph_outlives_a_failed_grad(workers):
+    HOOKS["fail"] = fail
+
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        loss = sum(y.sum() for y in gw.rpc_sync("w1", five_and_one_that_fails, args=(x,)))
+        with pytest.raises(ValueError, match="refused by a hook"):
+            torch.autograd.grad(loss, x)
+
+    in_context(workers, program)
+
+    assert len(HELD) == 5
+    assert eventually(lambda: are_gone(HELD))
+
+
+def test_a_run_that_ends_while_its_pass_fails_is_put_back_once(workers, caplog, often):
+    """Both the thread that ran it and the one that hears from the root put it back."""
+    leaf = LEAVES["leaf"]
+    many = LEAVES["many"] = [torch.ones(2, requires_grad=True) for _ in range(50)]
+    passes = workers[1].worker.engine.passes
+    HOOKS["fail"] = fail
+
+    def wait(_):
+        assert eventually(lambda: all(one.error for one in passes.all()))
+
+    HOOKS["wait"] = wait
+
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(10):
+            y = gw.rpc_sync("w1", of_many, args=("wait",))
+            z = gw.rpc_sync("w2", hooked, args=(x, "fail"))
+            with pytest.raises(ValueError, match="refused by a hook"):
+                (y + z).sum().backward()
+        HOOKS["wait"] = lambda _: None
+        gw.rpc_sync("w1", of_many, args=("wait",)).sum().backward()
+
+    in_context(workers, program)
+    assert [one.grad.tolist() for one in (leaf, *many)] == [[1, 1]] * 51
+    assert "put back" not in caplog.text

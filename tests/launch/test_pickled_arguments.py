@@ -1,0 +1,54 @@
+"""What a process gives to those it starts, and gets back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire import UsageError
+from gradwire.launch.pickled_arguments import maybe_exception, packed, unpacked
+
+
+class Odd(Exception):
+    pass
+
+
+def test_values_arrive_as_copies():
+    sent = {"x": torch.ones(2, requires_grad=True), "n": [1, 2]}
+
+    came = unpacked(packed(sent, "it"), "it")
+
+    assert torch.equal(came["x"], sent["x"])
+    assert came["x"].requires_grad
+    assert came["x"].data_ptr() != sent["x"].data_ptr()
+    assert came["n"] == [1, 2]
+
+
+def test_a_tensor_is_not_moved_to_shared_memory():
+    x = torch.ones(2)
+
+    packed(x, "it")
+
+    assert not x.is_shared()
+
+
+def test_modules_go_by_name():
+    assert unpacked(packed([torch.nn, pytest], "it"), "it") == [torch.nn, pytest]
+
+
+def test_what_cannot_be_pickled_is_named():
+    with pytest.raises(UsageError, match=r"my thing cannot be pickled: .*lambda") as caught:
+        packed(lambda: 1, "my thing", hint="do otherwise")
+    assert caught.value.hint == "do otherwise"
+
+
+def test_what_cannot_be_unpickled_is_named():
+    with pytest.raises(UsageError, match="my thing cannot be unpickled here: "):
+        unpacked(b"no pickle", "my thing")
+
+
+def test_exceptions_are_found_in_any_module_of_ours():
+    assert maybe_exception("builtins:KeyError") is KeyError
+    assert maybe_exception(f"{__name__}:Odd") is Odd
+    assert maybe_exception(f"{__name__}:packed") is None
+    assert maybe_exception("no.such.module:Error") is None

@@ -1,0 +1,353 @@
+"""A step leaves to every graph the weights it was made with, and hides no write from torch."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.optim.weight_versions import Storages
+
+
+class Weights:
+    """A parameter that is stepped here."""
+
+    def __init__(self, *values: float) -> None:
+        self.storages = Storages()
+        self.p = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+        self.storages.register([self.p])
+
+    def saving(self):
+        return self.storages.saving()
+
+    def step(self, by: float = 10.0) -> None:
+        with torch.no_grad():
+            self.storages.replace([(self.p, self.p * by)])
+
+
+@pytest.fixture
+def weights():
+    return Weights(2.0, 3.0)
+
+
+def test_the_gradient_is_that_of_the_weights_that_were_used(weights):
+    with weights.saving():
+        y = (weights.p**3).sum()
+    weights.step()
+
+    y.backward()
+
+    assert weights.p.grad.tolist() == [12, 27]
+    assert weights.p.tolist() == [20, 30]
+
+
+def test_a_view_of_a_parameter_keeps_its_storage_too():
+    weights = Weights(1.0, 2.0)
+    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64, requires_grad=True)
+    with weights.saving():
+        y = nn.functional.linear(x, weights.p.view(1, 2)).sum()
+    weights.step()
+    weights.step()
+
+    y.backward()
+
+    assert x.grad.tolist() == [[1, 2]]
+    assert weights.p.grad.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_second_order_is_exact_for_them_as_well(weights, stepped):
+    with weights.saving():
+        y = (weights.p**3).sum()
+        if stepped:
+            weights.step()
+        (first,) = torch.autograd.grad(y, weights.p, create_graph=True)
+        weights.step()
+        first.sum().backward()
+
+    assert first.tolist() == [12, 27]
+    assert weights.p.grad.tolist() == [12, 18]
+
+
+def test_a_graph_made_without_the_hooks_fails_rather_than_be_wrong(weights):
+    y = (weights.p**3).sum()
+    weights.step()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_it_fails_too_if_others_are_under_the_hooks(weights):
+    y = (weights.p**3).sum()
+    entered, over = threading.Event(), threading.Event()
+
+    def be_there():
+        with weights.saving():
+            entered.set()
+            over.wait(30)
+
+    other = threading.Thread(target=be_there)
+    other.start()
+    entered.wait(30)
+    weights.step()
+    over.set()
+    other.join(30)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_who_writes_into_a_parameter_that_a_graph_needs_is_told(weights, stepped):
+    with weights.saving():
+        y = (weights.p**3).sum()
+    with torch.no_grad():
+        weights.p.mul_(2)
+    if stepped:
+        weights.step()
+
+    with pytest.raises(RuntimeError, match=r"is at version 1; expected version 0 instead"):
+        y.backward()
+
+
+def test_a_write_after_the_step_is_no_affair_of_older_graphs(weights):
+    with weights.saving():
+        y = (weights.p**3).sum()
+    weights.step()
+    with torch.no_grad():
+        weights.p.mul_(2)
+
+    y.backward()
+
+    assert weights.p.grad.tolist() == [12, 27]
+
+
+@pytest.mark.parametrize("make", [torch.clone, torch.exp], ids=["input", "output"])
+def test_who_writes_into_any_other_tensor_is_told(weights, make):
+    with weights.saving():
+        h = make(weights.p)
+        y = h.square() if make is torch.clone else h.sum()
+    with torch.no_grad():
+        h.mul_(2)
+
+    with pytest.raises(RuntimeError, match=r"\[torch.DoubleTensor \[2\]\] is at version 1; expec"):
+        y.sum().backward()
+
+
+def test_graphs_die_without_the_garbage_collector(weights):
+    gc.disable()
+    try:
+        with weights.saving():
+            y = weights.p.exp()
+            z = (y * y.view(2)).exp()
+        ends = [weakref.ref(y), weakref.ref(z)]
+        del y, z
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_old_weights_are_let_go_of_with_the_last_graph_and_the_next_step(weights):
+    with weights.saving():
+        y = (weights.p**2).sum()
+    old = weights.p.untyped_storage()
+    alive = weakref.ref(old)
+    del old
+    weights.step()
+    y.backward()
+    del y
+    weights.step()
+
+    assert alive() is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_go_on_working(weights, reentrant):
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with weights.saving():
+        y = checkpoint(lambda x: (weights.p * x).square().sum(), x, use_reentrant=reentrant)
+        y.backward()
+
+    assert weights.p.grad.tolist() == [4, 6]
+    assert x.grad.tolist() == [8, 18]
+
+
+def test_hooks_of_the_user_s_own_go_on_working(weights):
+    seen = []
+    with (
+        weights.saving(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t),
+    ):
+        (weights.p**3).sum().backward()
+
+    assert seen == [weights.p]
+    assert weights.p.grad.tolist() == [12, 27]
+
+
+def test_custom_functions_and_second_derivatives_are_as_without():
+    weights = Weights(0.5, -0.3)
+    x = torch.tensor([0.2, 0.7], dtype=torch.float64, requires_grad=True)
+
+    def f(x, p):
+        with weights.saving():
+            return ((x * 2).exp() * p.sin() * x).tanh() * p.view(2)
+
+    assert torch.autograd.gradcheck(f, (x, weights.p))
+    assert torch.autograd.gradgradcheck(f, (x, weights.p))
+
+
+def test_a_parameter_that_shares_its_storage_is_written_in_place():
+    flat = torch.tensor([1.0, 2.0, 3.0])
+    storages, p = Storages(), nn.Parameter(flat[:2])
+    storages.register([p])
+
+    with torch.no_grad():
+        storages.replace([(p, p * 10)])
+
+    assert flat.tolist() == [10, 20, 3]
+
+
+def test_nothing_is_hooked_where_no_parameter_is_left():
+    storages = Storages()
+    p = nn.Parameter(torch.ones(2))
+    storages.register([p])
+    del p
+
+    with storages.saving():
+        torch.func.grad(lambda x: (x**2).sum())(torch.ones(2))
+
+
+ALIASES = {
+    "detach": lambda p: p.detach(),
+    "view": lambda p: p.view(-1).detach(),
+    "data": lambda p: p.data,
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"],
+    "part": lambda p: p.detach()[:1],
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+}
+"""What a program may keep of a parameter's storage; torch counts writes by all but two of them."""
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize("use", [lambda p: p**3, lambda p: p.view(2) ** 3], ids=["itself", "view"])
+@pytest.mark.parametrize("kept_before", [True, False])
+def test_a_write_to_storage_that_a_step_has_left_reaches_no_graph(weights, alias, use, kept_before):
+    kept = alias(weights.p) if kept_before else None
+    with weights.saving():
+        y = use(weights.p).sum()
+    kept = alias(weights.p) if kept is None else kept
+    weights.step()
+    kept.mul_(100)
+
+    y.backward()
+
+    assert kept[0] == 200
+    assert weights.p.grad.tolist() == [12, 27]
+    assert weights.p.tolist() == [20, 30]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("kind", ["detach", "view", "state_dict", "part"])
+def test_a_write_through_an_alias_before_the_step_is_told(weights, kind, stepped):
+    kept = ALIASES[kind](weights.p)
+    with weights.saving():
+        y = (weights.p**3).sum()
+    kept.mul_(100)
+    if stepped:
+        weights.step()
+
+    with pytest.raises(RuntimeError, match=r"is at version 1; expected version 0 instead"):
+        y.backward()
+
+
+def test_a_view_from_before_a_step_keeps_what_it_has_read(weights):
+    old = weights.p.view(-1)
+    alias = weights.p.detach()
+    weights.step()
+    with weights.saving():
+        y = (old**3).sum()
+    weights.step()
+    with torch.no_grad():
+        alias.mul_(100)
+
+    y.backward()
+
+    assert weights.p.grad.tolist() == [12, 27]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda p: torch.view_as_real(p), lambda p: p.conj().imag, lambda p: p[:, None].expand(2, 3)],
+    ids=["real", "negative", "expanded"],
+)
+def test_views_of_every_kind_are_kept_from_such_writes(use):
+    storages = Storages()
+    p = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+    storages.register([p])
+    x = torch.ones_like(use(p).detach()).requires_grad_()
+    (expected,) = torch.autograd.grad((x * use(p)).abs().sum(), x)
+    alias = p.detach()
+    with storages.saving():
+        y = (x * use(p)).abs().sum()
+    with torch.no_grad():
+        storages.replace([(p, p * 10)])
+        alias.mul_(100j)
+
+    y.backward()
+
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_sparse_parameter_is_kept_from_such_writes_too():
+    storages = Storages()
+    p = nn.Parameter(torch.tensor([[2.0, 0.0]]).to_sparse())
+    storages.register([p])
+    x = torch.ones(2, 1, requires_grad=True)
+    alias = p.detach()
+    with storages.saving():
+        y = torch.sparse.mm(p, x).sum()
+    with torch.no_grad():
+        storages.replace([(p, (p * 10).detach())])
+        alias.mul_(100)
+
+    y.backward()
+
+    assert x.grad.tolist() == [[2], [0]]
+
+
+def test_nothing_is_copied_where_nobody_else_looks(weights):
+    first, second = weights.p.data_ptr(), (weights.p * 10).detach()
+    with weights.saving():
+        y = weights.p**3
+    with torch.no_grad():
+        weights.storages.replace([(weights.p, second)])  # a stand-in shares it from now on
+    with weights.saving():
+        z = weights.p**3
+    weights.step()
+
+    assert y.grad_fn._saved_self.data_ptr() == first
+    assert z.grad_fn._saved_self.data_ptr() == second.data_ptr()
+
+
+def test_a_graph_whose_weights_cannot_be_copied_fails_if_they_are_written(weights, monkeypatch):
+    def no_memory(_):
+        raise torch.OutOfMemoryError
+
+    alias = weights.p.detach()
+    with weights.saving():
+        y, z = (weights.p**3).sum(), (weights.p**2).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "clone", no_memory)
+        weights.step()
+
+    y.backward()
+    assert weights.p.grad.tolist() == [12, 27]
+
+    alias.mul_(100)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
