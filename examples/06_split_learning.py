@@ -115,7 +115,7 @@ def _be_the_clinic(files, port):
             raise AssertionError(f"the lab has run {what}")
     try:
         lab.to_here()
-    except gradwire.CannotTravel as refusal:
+    except gradwire.NotSerializable as refusal:
         print("the lab says:", str(refusal).splitlines()[0])
     else:
         raise AssertionError("the lab has given itself away")

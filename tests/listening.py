@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from gradwire.wire.message import kind_of
 
@@ -42,7 +42,7 @@ class Said:
 def overheard(size: int, **options):
     """A cluster, and what is said in it."""
     said = Said()
-    manner = Manner(channel=lambda channel: _Listening(channel, said.kinds))
-    with cluster(size, manner=manner, **options) as workers:
+    behavior = Behavior(channel=lambda channel: _Listening(channel, said.kinds))
+    with cluster(size, behavior=behavior, **options) as workers:
         said.learn(workers[0].worker.agent.kinds.types)
         yield workers, said

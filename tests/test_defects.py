@@ -19,9 +19,9 @@ import gradwire as gw
 from gradwire.errors import (
     BackwardTimeout,
     CallTimeout,
-    CannotTravel,
     ContextClosed,
     GraphCutWarning,
+    NotSerializable,
     UsageError,
 )
 from gradwire.options import Limits, Options, Timeouts
@@ -159,7 +159,9 @@ def test_defect_01_a_module_as_an_argument_is_refused_rather_than_copied(workers
         with gw.context():
             gw.rpc_sync("w1", run_module, args=(nn.Linear(2, 1), torch.ones(2)))
 
-    with pytest.raises(CannotTravel, match=r"args\[0\]: a value of type .*Linear does not travel"):
+    with pytest.raises(
+        NotSerializable, match=r"args\[0\]: a value of type .*Linear does not travel"
+    ):
         workers[0].run(program)
 
 
@@ -239,7 +241,7 @@ def test_defect_04_a_caught_failure_does_not_poison_the_context(gate, failure):
                 with pytest.raises(CallTimeout):
                     gw.rpc_sync("w1", nap, args=(gate, x), timeout=0.02)
             else:
-                with pytest.raises(CannotTravel, match="over the limit of 4096"):
+                with pytest.raises(NotSerializable, match="over the limit of 4096"):
                     gw.rpc_sync("w1", nap, args=(gate, x, "x" * 5000))
             loss = gw.rpc_sync("w1", weighted, args=(x,))
             loss.backward(retain_graph=True)
@@ -352,7 +354,7 @@ def test_defect_07_a_failed_future_is_never_a_result(workers):
             gw.remote("w1", function, args=("w2",)).to_here()
 
     workers[0].run(program, wait_for_future, ValueError)
-    workers[0].run(program, hand_on_future, CannotTravel)
+    workers[0].run(program, hand_on_future, NotSerializable)
 
 
 def test_defect_08_an_async_call_takes_a_snapshot_of_its_arguments(workers, gate):
@@ -557,7 +559,7 @@ def test_defect_16_a_mode_is_switched_by_a_call_that_waits(workers):
 
     def program():
         module = gw.remote("w1", Net)
-        with pytest.raises(CannotTravel, match="Net does not travel"):
+        with pytest.raises(NotSerializable, match="Net does not travel"):
             module.rpc_sync().train(False)
         return module.rpc_sync().modes()
 

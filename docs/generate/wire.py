@@ -112,10 +112,10 @@ below.
 
 _VALUES = """## Values
 
-The arguments and the result of a call are a *skeleton*, msgpack in the `data` of a `Parcel`. None,
+The arguments and the result of a call are a *skeleton*, msgpack in the `data` of a `Body`. None,
 booleans, integers of 64 bits, floats, strings and bytes stand for themselves. Everything else is an
 array whose first element is the tag of its kind. The tensors among them are numbered in the order
-of the walk; their headers are in the parcel, their bytes in the payload.
+of the walk; their headers are in the body, their bytes in the payload.
 """
 
 _KIND_WORDS = {

@@ -4,21 +4,19 @@ GradwireError              a RuntimeError, so that older programs still catch it
 ├── UsageError             you called us wrongly
 │   ├── UnknownWorker      no worker of that name or id has joined
 │   ├── NotExposed         the callee's registry does not hold that function, method or class
-│   ├── WrongType          an argument is not of the kind that is needed (also a TypeError)
-│   ├── CannotTravel       a value that the data-only codec does not carry
+│   ├── ArgumentTypeError          an argument is not of the kind that is needed (also a TypeError)
+│   ├── NotSerializable       a value that the data-only codec does not carry
 │   └── ContextClosed      a graph outlived the context that recorded it
 ├── PeerError              a peer did not do its part
 │   ├── PeerLost           its connection ended, or it went silent
 │   │   ├── NotTrusted     it did not prove that it belongs to the job
-│   │   └── EarlierLife    it was started again; what was asked for was lost with its earlier life
-│   └── BadMessage         it sent something no correct peer sends
-│       └── OverLimit      it sent or holds more than `Limits` let it
-├── DeadlinePassed         a wait was given up (also a TimeoutError)
-│   ├── CallTimeout        nobody answered a call before its deadline
-│   ├── BackwardTimeout    an edge or a worker of a backward pass did not finish in time
-│   └── JoinTimeout        not every worker arrived
-├── Cancelled              whoever made the call does not want its answer any more
-├── StepFailed             an optimizer's step failed on some worker; says who has stepped
+│   │   └── StaleIncarnation    it was started again; what was asked for was lost with its earlier
+life │   └── BadMessage         it sent something no correct peer sends │       └── OverLimit
+it sent or holds more than `Limits` let it ├── DeadlinePassed         a wait was given up (also a
+TimeoutError) │   ├── CallTimeout        nobody answered a call before its deadline │   ├──
+BackwardTimeout    an edge or a worker of a backward pass did not finish in time │   └── JoinTimeout
+not every worker arrived ├── Cancelled              whoever made the call does not want its answer
+any more ├── StepFailed             an optimizer's step failed on some worker; says who has stepped
 └── RemoteError            your function raised on another worker; also of the original type
 
 GraphCutWarning            a tensor that requires grad crossed without its graph
@@ -67,20 +65,20 @@ class NotExposed(UsageError):
     """The registry of the worker asked does not hold that function, method or class."""
 
 
-class WrongType(UsageError, TypeError):
+class ArgumentTypeError(UsageError, TypeError):
     """An argument is not of the kind that is needed."""
 
 
-class CannotTravel(UsageError):
+class NotSerializable(UsageError):
     """A value that the data-only codec does not carry; `place` says where it sits."""
 
     def __init__(self, message: str = "", *, place: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.place = place
 
-    def inside(self, step: str) -> CannotTravel:
+    def inside(self, step: str) -> NotSerializable:
         """The same error, seen from the container whose `step` leads to the value."""
-        return CannotTravel(self.message, place=step + self.place, hint=self.hint)
+        return NotSerializable(self.message, place=step + self.place, hint=self.hint)
 
     def __str__(self) -> str:
         text = f"{self.place}: {self.message}" if self.place else self.message
@@ -103,7 +101,7 @@ class NotTrusted(PeerLost):
     """A peer, or what it left at the meeting place, did not prove that it belongs to the job."""
 
 
-class EarlierLife(PeerLost):
+class StaleIncarnation(PeerLost):
     """A worker was started again, and what was asked for belonged to its earlier life."""
 
 

@@ -103,7 +103,7 @@ class Limits:
     """bytes of messages of one peer that wait to be served; a peer that sends more is cut off"""
     connections: int = 8
     """that one peer has with this worker at a time"""
-    strangers: int = 256
+    pending_handshakes: int = 256
     """connections at once whose peer has not proven yet that it belongs to the job"""
     contexts: int = 1 << 12
     """that one peer has made known here and that are open still"""

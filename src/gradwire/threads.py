@@ -7,7 +7,7 @@ need the very thing that the thread was started for. So the collector is off fro
 until the new thread has noted its duty, which takes some microseconds.
 
 A thread that is interrupted by a finalizer while it has a duty hands it over before it waits: see
-`Lines.wait`.
+`ChannelReaders.wait`.
 """
 
 from __future__ import annotations

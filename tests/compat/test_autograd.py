@@ -16,13 +16,13 @@ from torch.nn.functional import embedding_bag
 import gradwire
 from gradwire import GraphCutWarning
 from gradwire.compat import autograd as dist_autograd
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
-MANNER = Manner(edge_per_message=True, leaves_outside_contexts=True)
+MANNER = Behavior(edge_per_message=True, leaves_outside_contexts=True)
 RECV = "torch::distributed::autograd::RecvRpcBackward"
 SEND = "torch::distributed::autograd::SendRpcBackward"
 LEAF = torch.ones(2, requires_grad=True)
@@ -30,7 +30,7 @@ LEAF = torch.ones(2, requires_grad=True)
 
 @pytest.fixture
 def workers():
-    with cluster(4, expose=[HERE], manner=MANNER) as made:
+    with cluster(4, expose=[HERE], behavior=MANNER) as made:
         yield made
         assert_nothing_left(made)
 
@@ -155,7 +155,7 @@ def leaf(sparse=False):
 
 
 def test_the_ids_of_contexts_carry_their_worker():
-    with cluster(3, manner=MANNER) as workers:
+    with cluster(3, behavior=MANNER) as workers:
         for number in (0, 2):
 
             def program(number=number):
@@ -660,7 +660,7 @@ def test_the_hooks_of_leaves_and_nodes_run_and_change_the_gradient(workers):
     on_w0(workers, program)
 
 
-class Passes(Function):
+class PassTable(Function):
     """Gives what it was given, and remembers where that lay."""
 
     seen = 0
@@ -672,7 +672,7 @@ class Passes(Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        Passes.seen = buffer(gradient)
+        PassTable.seen = buffer(gradient)
         return (gradient,) * ctx.count
 
 
@@ -703,10 +703,10 @@ def gradients_of(*leaves, loss):
 def test_a_gradient_that_nobody_else_has_is_kept_without_a_copy(workers):
     def program():
         a = leaf()
-        (got,) = gradients_of(a, loss=Passes.apply(a)[1][0])
-        assert buffer(got) == Passes.seen
-        (got,) = gradients_of(a, loss=Expands.apply(Passes.apply(a)))
-        assert buffer(got) != Passes.seen
+        (got,) = gradients_of(a, loss=PassTable.apply(a)[1][0])
+        assert buffer(got) == PassTable.seen
+        (got,) = gradients_of(a, loss=Expands.apply(PassTable.apply(a)))
+        assert buffer(got) != PassTable.seen
 
     on_w0(workers, program)
 
@@ -714,9 +714,9 @@ def test_a_gradient_that_nobody_else_has_is_kept_without_a_copy(workers):
 def test_a_gradient_given_to_two_leaves_is_copied_for_both(workers):
     def program():
         a, b = leaf(), leaf()
-        for loss in (Passes.apply(a, b)[1][0], Expands.apply(Passes.apply(a, b))):
+        for loss in (PassTable.apply(a, b)[1][0], Expands.apply(PassTable.apply(a, b))):
             for_a, for_b = gradients_of(a, b, loss=loss)
-            assert len({buffer(for_a), buffer(for_b), Passes.seen}) == 3
+            assert len({buffer(for_a), buffer(for_b), PassTable.seen}) == 3
 
     on_w0(workers, program)
 
@@ -725,10 +725,10 @@ def test_a_sparse_gradient_is_kept_without_a_copy_and_added_to(workers):
     def program():
         a = torch.randn(10, 3, requires_grad=True)
         indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
-        loss = embedding_bag(indices, Passes.apply(a), offsets, sparse=True).sum()
+        loss = embedding_bag(indices, PassTable.apply(a), offsets, sparse=True).sum()
         (got,) = gradients_of(a, loss=loss)
         assert got.is_sparse
-        assert buffer(got) == Passes.seen
+        assert buffer(got) == PassTable.seen
         with dist_autograd.context() as context_id:
             for _ in range(5):
                 dist_autograd.backward(context_id, [loss], retain_graph=True)

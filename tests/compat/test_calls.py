@@ -21,7 +21,7 @@ from tests.leftovers import eventually
 
 @pytest.fixture
 def workers():
-    with cluster(3, manner=TORCH) as made:
+    with cluster(3, behavior=TORCH) as made:
         yield made
 
 

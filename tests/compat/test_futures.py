@@ -71,7 +71,7 @@ def wait_at_gate():
 def test_a_call_is_waited_for_until_its_own_deadline(monkeypatch):
     monkeypatch.setattr(constants, "A_LONG_TIME_SECONDS", 0.001)
     GATE.clear()
-    with cluster(2, manner=TORCH) as workers:
+    with cluster(2, behavior=TORCH) as workers:
         call = workers[0].run(rpc.rpc_async, "w1", wait_at_gate)
         waiting = Background(lambda: wait_all([call, done(2)]))
         assert waiting.is_blocked()
@@ -84,6 +84,6 @@ def collected_call():
 
 
 def test_the_failure_of_a_call_is_raised(capsys):
-    with cluster(2, manner=TORCH) as workers, pytest.raises(ValueError, match="on purpose"):
+    with cluster(2, behavior=TORCH) as workers, pytest.raises(ValueError, match="on purpose"):
         workers[0].run(collected_call)
     assert "on purpose" in capsys.readouterr().err

@@ -24,7 +24,7 @@ W = torch.ones(2, requires_grad=True)
 
 @pytest.fixture(scope="module")
 def workers():
-    with cluster(2, manner=TORCH) as made:
+    with cluster(2, behavior=TORCH) as made:
         yield made
         assert_nothing_left(made)
 

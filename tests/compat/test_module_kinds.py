@@ -119,7 +119,7 @@ def natives():
 
 @pytest.fixture(scope="module")
 def workers():
-    with cluster(2, manner=TORCH) as workers:
+    with cluster(2, behavior=TORCH) as workers:
         yield workers
 
 

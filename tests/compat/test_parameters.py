@@ -34,7 +34,7 @@ SAID = r"crossed in the {} \S+.* as a copy, inside a module or another object"
 
 @pytest.fixture(scope="module")
 def workers():
-    with cluster(2, manner=TORCH) as made:
+    with cluster(2, behavior=TORCH) as made:
         yield made
         assert_nothing_left(made)
 
@@ -57,14 +57,14 @@ class Holder:
     scale: float = 2.0
 
 
-class Odd:
+class Fallback:
     """An object that says itself how it is pickled."""
 
     def __init__(self, weight):
         self.weight = weight
 
     def __reduce__(self):
-        return Odd, (self.weight,)
+        return Fallback, (self.weight,)
 
 
 class Plain:
@@ -220,7 +220,7 @@ def test_the_gradient_comes_home_through_a_pickler_of_the_programs_own(workers, 
     assert workers[0].run(grad_of, call, weight) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("make", [Odd, Plain, Holder])
+@pytest.mark.parametrize("make", [Fallback, Plain, Holder])
 def test_a_tensor_that_is_no_parameter_keeps_its_graph_in_any_object(workers, make):
     weight = torch.ones(2, requires_grad=True)
     value = make(weight)
@@ -343,7 +343,7 @@ def warned_of_arguments(call):
 
 
 @pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
-@pytest.mark.parametrize("make", [Odd, Plain, lambda p: Holder(Odd(p))])
+@pytest.mark.parametrize("make", [Fallback, Plain, lambda p: Holder(Fallback(p))])
 def test_a_parameter_inside_an_object_is_a_copy_and_the_caller_is_warned(workers, make, how):
     value = make(nn.Parameter(torch.ones(2)))
     call = functools.partial(getattr(rpc, how), "w1", id, args=(value,))
@@ -419,7 +419,7 @@ def test_what_a_function_without_a_name_captures_is_counted_as_a_copy(monkeypatc
 
 def test_natively_a_parameter_inside_an_object_is_a_copy_and_the_caller_is_warned(natives):
     def call():
-        gradwire.rpc_sync("w1", scale, args=(Odd(nn.Parameter(torch.ones(2))),))
+        gradwire.rpc_sync("w1", scale, args=(Fallback(nn.Parameter(torch.ones(2))),))
 
     assert natives[0].run(warned_of_arguments, call) == [__file__]
 

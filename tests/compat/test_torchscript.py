@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 
 @pytest.fixture(scope="module")
 def workers():
-    with cluster(2, manner=TORCH) as made:
+    with cluster(2, behavior=TORCH) as made:
         yield made
 
 

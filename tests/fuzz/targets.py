@@ -28,7 +28,7 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.state import Pending
 from gradwire.autograd import messages as autograd_messages
 from gradwire.autograd.messages import Crossing, Forget, Gradients, PassEnded, RunDone, Start
-from gradwire.errors import BadMessage, CannotTravel, GradwireError, PeerLost
+from gradwire.errors import BadMessage, GradwireError, NotSerializable, PeerLost
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc import messages as rpc_messages
@@ -37,12 +37,12 @@ from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import (
     Accept,
     BackwardFrom,
+    Body,
     Call,
     Drop,
     Fetch,
     Fork,
     Kept,
-    Parcel,
     Reference,
 )
 from gradwire.testing import cluster
@@ -177,11 +177,11 @@ def examples() -> list[Message]:
     headers, _ = encode_tensors(packed.tensors)
     crossing = Crossing(EdgeId(0, 0), 1, {0: b"\1"}, [0])
     reference = Reference(RefId(0, 1), 0, ForkId(0, 2))
-    parcel = Parcel(packed.data, headers, [crossing], [reference])
-    plain = Parcel(codec.pack(((1,), {})).data, [], [], [])
+    body = Body(packed.data, headers, [crossing], [reference])
+    plain = Body(codec.pack(((1,), {})).data, [], [], [])
     context = 0
     return [
-        Call(f"{HOME}:echo", parcel, context, True, False, 5.0),
+        Call(f"{HOME}:echo", body, context, True, False, 5.0),
         Call(f"{HOME}:echo", plain, None, True, False, 5.0),
         Call("torch:neg", plain, None, False, True, 5.0),
         Call(".up", plain, None, True, False, 5.0),
@@ -226,7 +226,7 @@ def _payload() -> Iterator[Run]:
             return
         try:
             codec.pack(value)
-        except CannotTravel:
+        except NotSerializable:
             return
 
     yield run

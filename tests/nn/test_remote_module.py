@@ -334,7 +334,7 @@ def test_it_is_not_for_python_s_pickle(workers):
     "parts", [[], [1, "cpu", True, None], ["w1", "cpu", True, None], ["w1", "cpu", 1, None, 3]]
 )
 def test_parts_that_make_none_are_a_bad_message(workers, parts):
-    codec = workers[0].worker.calls._parcels._codec
+    codec = workers[0].worker.calls._bodies._codec
     data = codec._encode([tags.PARTS, "gradwire.nn.remote_module:RemoteModule", *parts])
 
     with pytest.raises(gw.BadMessage):
@@ -342,7 +342,7 @@ def test_parts_that_make_none_are_a_bad_message(workers, parts):
 
 
 def test_only_what_is_made_of_parts_comes_in_parts(workers):
-    codec = workers[0].worker.calls._parcels._codec
+    codec = workers[0].worker.calls._bodies._codec
 
     with pytest.raises(gw.BadMessage, match="is not made of parts here"):
         codec.unpack(codec._encode([tags.PARTS, "torch.nn:Linear", 2, 2]), [])
@@ -436,7 +436,7 @@ def test_it_takes_no_parameters_and_modules_of_its_own(workers):
     assert module.note == "of the user's own"
 
 
-# -- another manner
+# -- another behavior
 
 
 class Strict(gw.RemoteModule):

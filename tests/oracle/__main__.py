@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from gradwire import Options, Timeouts
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from gradwire.testing.process_cluster import process_cluster
 from tests.oracle import dice
@@ -62,9 +62,9 @@ def running(asked: argparse.Namespace) -> Iterator[Checker]:
             stack.enter_context(process_cluster(5, expose=exposed(), options=OPTIONS))
             on_w0 = _just_run
         else:
-            manner = Manner(edge_per_message=asked.together)
+            behavior = Behavior(edge_per_message=asked.together)
             own = stack.enter_context(dice.owned(5)) if "draws" in asked.kinds else None
-            made = cluster(5, expose=exposed(), manner=manner, options=OPTIONS, generators=own)
+            made = cluster(5, expose=exposed(), behavior=behavior, options=OPTIONS, generators=own)
             on_w0 = stack.enter_context(made)[0].run
         yield Checker(on_w0, together=asked.together, kinds=asked.kinds, seconds=asked.seconds)
 

@@ -29,7 +29,7 @@ def exposed() -> list:
 class Checker:
     """Checks programs on a running cluster, and counts what they used.
 
-    `together` says that its workers have the manner `edge_per_message`.
+    `together` says that its workers have the behavior `edge_per_message`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from gradwire import Options, Timeouts
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from tests.oracle import dice
 from tests.oracle.check import Checker, exposed
@@ -19,13 +19,13 @@ OPTIONS = Options(timeouts=Timeouts(call=30, backward=15))
 
 
 @contextmanager
-def running(manner: Manner | None = None):
+def running(behavior: Behavior | None = None):
     """A cluster whose workers have generators of their own."""
     with (
         dice.owned(5) as own,
-        cluster(5, expose=exposed(), options=OPTIONS, manner=manner, generators=own) as workers,
+        cluster(5, expose=exposed(), options=OPTIONS, behavior=behavior, generators=own) as workers,
     ):
-        yield Checker(workers[0].run, together=manner is not None)
+        yield Checker(workers[0].run, together=behavior is not None)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_every_feature_was_drawn_and_few_programs_were_skipped(checker):
 
 @pytest.mark.slow
 def test_random_programs_with_one_edge_per_message_are_as_in_one_process():
-    with running(Manner(edge_per_message=True)) as checker:
+    with running(Behavior(edge_per_message=True)) as checker:
         failures = [checker.failure(seed) for seed in range(PROGRAMS_TOGETHER)]
 
     assert [failure for failure in failures if failure is not None] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import gradwire
-from gradwire import EarlierLife, PeerLost
+from gradwire import PeerLost, StaleIncarnation
 from tests.processes.far import Layer
 
 
@@ -64,7 +64,7 @@ def caught(function, *args):
     try:
         value = function(*args)
     except Exception as error:
-        kind = next(k for k in (EarlierLife, PeerLost, type(error)) if isinstance(error, k))
+        kind = next(k for k in (StaleIncarnation, PeerLost, type(error)) if isinstance(error, k))
         return kind.__name__, str(error)
     return "returned", value
 

@@ -29,7 +29,7 @@ def _join(rank, url, size=WORLD, name="worker-{}"):
 
 
 def _alike(rank, url, environment, times):
-    """An errand: join, wait for each other, leave; several times."""
+    """In a process of its own: join, wait for each other, leave; several times."""
     os.environ.update(environment)
     heard = []
     try:
@@ -66,7 +66,9 @@ def test_workers_meet_wait_and_leave_again_and_again(hosts, tmp_path, meeting):
 
 
 def _leave_by(rank, url, patched):
-    """An errand: join and leave, with functions of this process's `api` replaced; what came."""
+    """In a process of its own: join and leave, with functions of this process's `api` replaced;
+    what came.
+    """
     _join(rank, url)
     before = {name: getattr(api, name) for name in patched}
     for name, make in patched.items():
@@ -111,7 +113,7 @@ def test_what_a_program_replaces_is_called(hosts, tmp_path):
 
 
 def _leak(rank, url, ignore):
-    """An errand: leave while another holds a reference that is not let go."""
+    """In a process of its own: leave while another holds a reference that is not let go."""
     _join(rank, url)
     before = api._ignore_rref_leak, api._delete_all_user_and_unforked_owner_rrefs
     api._ignore_rref_leak = ignore

@@ -29,7 +29,7 @@ def _free_port() -> int:
 
 
 def _greet(environment, name, rank, options):
-    """An errand: join, ask everyone who they are, leave."""
+    """In a process of its own: join, ask everyone who they are, leave."""
     os.environ.update(environment)
     place = () if environment else (rank, WORLD)
     gradwire.init_rpc(name, *place, options=options, expose=[far])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import EarlierLife, Options, PeerLost, UnknownWorker, UsageError
+from gradwire import Options, PeerLost, StaleIncarnation, UnknownWorker, UsageError
 from gradwire.rpc.join import forget_meeting_place
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
@@ -22,7 +22,7 @@ def _free_port() -> int:
 
 
 def _come(name, rank, options, environment=()):
-    """An errand: join, and serve until the errand that leaves."""
+    """In a process of its own: join, and serve until it is told to leave."""
     os.environ.update(environment)
     gradwire.init_rpc(name, rank, options=options, expose=[far])
     return [info.name for info in gradwire.rpc.api._here().directory.all()]
@@ -189,7 +189,7 @@ def test_the_first_worker_may_be_killed_and_others_come_and_it_comes_back(hosts,
 
     names, doubled = gradwire.rpc_sync("third", far.through, args=(["first"], 2.0))
     assert (names, doubled) == (["third", "first"], 8.0)
-    with pytest.raises(EarlierLife, match="belonged to life 1 of first, which is in life 4"):
+    with pytest.raises(StaleIncarnation, match="belonged to life 1 of first, which is in life 4"):
         value.to_here()
     for host in (first, other):
         host.begin(_go)

@@ -49,7 +49,7 @@ def proxy(hosts, tmp_path):
 
 
 def _join(options):
-    """An errand: what w1 does from then on it does when asked."""
+    """In a process of its own: what w1 does from then on it does when asked."""
     gradwire.init_rpc("w1", 1, 2, options, expose=[far])
 
 

@@ -38,11 +38,11 @@ def test_a_worker_that_died_is_back_in_a_new_life(tmp_path, caplog, listen):
     assert seen["back"] == [("w1", 1), ("w2", 0)]
     for step in ("old pass", "old context", "through another"):
         kind, text = seen[step]
-        assert kind == "EarlierLife", step
+        assert kind == "StaleIncarnation", step
         assert "was opened before this life of w1 began" in text
     for step in ("old reference", "passed on", "method"):
         kind, text = seen[step]
-        assert kind == "EarlierLife", step
+        assert kind == "StaleIncarnation", step
         assert "belonged to life 0 of w1, which is in life 1" in text
     assert seen["gradient"] == 4
     assert seen["new reference"] == 4

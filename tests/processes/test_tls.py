@@ -18,7 +18,9 @@ WORLD = 2
 
 
 def _learn(name, rank, options):
-    """An errand: a forward and a backward through the other worker; the gradients and the links."""
+    """In a process of its own: a forward and a backward through the other worker; the gradients and
+    the links.
+    """
     gradwire.init_rpc(name, rank, WORLD, options, expose=[far])
     try:
         x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)

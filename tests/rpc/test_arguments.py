@@ -16,7 +16,7 @@ import gradwire as gw
 from gradwire.compat.remote_module import RemoteModule as TorchRemoteModule
 from gradwire.compat.rpc import api as torch_rpc
 from gradwire.compat.rpc.behavior import TORCH
-from gradwire.errors import WrongType
+from gradwire.errors import ArgumentTypeError
 from gradwire.testing import cluster
 
 HERE = sys.modules[__name__]
@@ -50,7 +50,7 @@ def native():
 
 @pytest.fixture(scope="module")
 def compat():
-    with cluster(2, manner=TORCH) as made:
+    with cluster(2, behavior=TORCH) as made:
         yield made
 
 
@@ -61,14 +61,18 @@ def compat():
 def test_what_is_no_tuple_or_list_is_refused_as_args(native, how, args):
     kind = type(args).__name__
 
-    with pytest.raises(WrongType, match=f"args is a {kind}, not a tuple or a list of arguments"):
+    with pytest.raises(
+        ArgumentTypeError, match=f"args is a {kind}, not a tuple or a list of arguments"
+    ):
         native[0].run(how, "w1", echoed, args)
 
 
 @pytest.mark.parametrize("how", TORCH_CALLS)
 @pytest.mark.parametrize("args", [*MISTAKEN, *NOT_ITERABLE], ids=repr)
 def test_it_is_refused_in_programs_for_torch_too(compat, how, args):
-    with pytest.raises(WrongType, match=f"args is a {type(args).__name__}, not a tuple or a list"):
+    with pytest.raises(
+        ArgumentTypeError, match=f"args is a {type(args).__name__}, not a tuple or a list"
+    ):
         compat[0].run(how, "w1", echoed, args)
 
 
@@ -83,7 +87,7 @@ def test_it_is_refused_in_programs_for_torch_too(compat, how, args):
     ids=repr,
 )
 def test_the_hint_says_how_it_is_passed(native, args, hint):
-    with pytest.raises(WrongType, match=f"hint: {re.escape(hint)}"):
+    with pytest.raises(ArgumentTypeError, match=f"hint: {re.escape(hint)}"):
         native[0].run(gw.rpc_sync, "w1", echoed, args)
 
 
@@ -91,10 +95,10 @@ def test_the_hint_says_how_it_is_passed(native, args, hint):
 def test_what_is_no_dict_is_refused_as_kwargs(native, compat, kwargs):
     refused = f"kwargs is a {type(kwargs).__name__}, not a dict"
     for how in CALLS:
-        with pytest.raises(WrongType, match=refused):
+        with pytest.raises(ArgumentTypeError, match=refused):
             native[0].run(how, "w1", echoed, (), kwargs)
     for how in TORCH_CALLS:
-        with pytest.raises(WrongType, match=refused):
+        with pytest.raises(ArgumentTypeError, match=refused):
             compat[0].run(how, "w1", echoed, (), kwargs)
 
 
@@ -121,16 +125,18 @@ def test_programs_for_torch_may_pass_none(compat):
 @pytest.mark.parametrize("args", [torch.ones(1, 2), "88", 8], ids=repr)
 def test_a_remote_module_takes_no_other_arguments(native, compat, args):
     refused = f"args is a {type(args).__name__}, not a tuple or a list"
-    with pytest.raises(WrongType, match=refused):
+    with pytest.raises(ArgumentTypeError, match=refused):
         native[0].run(gw.RemoteModule, "w1", nn.Linear, args)
-    with pytest.raises(WrongType, match=refused):
+    with pytest.raises(ArgumentTypeError, match=refused):
         compat[0].run(TorchRemoteModule, "w1/cpu", nn.Linear, args)
-    with pytest.raises(WrongType, match="kwargs is a list, not a dict"):
+    with pytest.raises(ArgumentTypeError, match="kwargs is a list, not a dict"):
         native[0].run(gw.RemoteModule, "w1", nn.Linear, (1, 2), [("bias", False)])
 
 
 def test_run_takes_no_other_arguments():
-    with pytest.raises(WrongType, match="args is a Tensor, not a tuple or a list of arguments"):
+    with pytest.raises(
+        ArgumentTypeError, match="args is a Tensor, not a tuple or a list of arguments"
+    ):
         gw.run(echoed, 2, torch.ones(1, 3))
 
 
@@ -139,9 +145,11 @@ def test_run_takes_no_other_arguments():
 
 @pytest.mark.parametrize("expose", [HERE, echoed, "module"], ids=str)
 def test_what_is_exposed_is_given_in_a_list(expose):
-    with pytest.raises(WrongType, match=r"expose is .*, not a list\nhint: pass a list: expose="):
+    with pytest.raises(
+        ArgumentTypeError, match=r"expose is .*, not a list\nhint: pass a list: expose="
+    ):
         cluster(2, expose=expose).__enter__()
-    with pytest.raises(WrongType, match=r"expose is .*, not a list"):
+    with pytest.raises(ArgumentTypeError, match=r"expose is .*, not a list"):
         gw.run(echoed, 2, expose=expose)
 
 
@@ -150,5 +158,5 @@ def test_the_parameters_of_an_optimizer_are_given_in_a_list(native):
         weight = gw.remote("w1", torch.ones, (2,), {"requires_grad": True})
         gw.DistributedOptimizer(torch.optim.SGD, weight, lr=0.1)
 
-    with pytest.raises(WrongType, match="params_rref is one reference, not a list of them"):
+    with pytest.raises(ArgumentTypeError, match="params_rref is one reference, not a list of them"):
         native[0].run(made)

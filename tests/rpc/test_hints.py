@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gradwire as gw
-from gradwire.errors import CannotTravel, NotExposed, RemoteError
+from gradwire.errors import NotExposed, NotSerializable, RemoteError
 from gradwire.options import Options
 from gradwire.rpc.codec.walk import spoken
 from gradwire.testing import cluster
@@ -44,7 +44,7 @@ def echoed(x):
     return x
 
 
-def refusal(function, *args, kind=CannotTravel):
+def refusal(function, *args, kind=NotSerializable):
     with pytest.raises(kind) as raised:
         gw.rpc_sync("w1", function, args)
     return raised.value
@@ -247,7 +247,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_transform_around_a_call(workers, transform):
     """Functionalize used to send garbage, in silence."""
-    with pytest.raises(CannotTravel) as raised:
+    with pytest.raises(NotSerializable) as raised:
         transform()
 
     text = "args[0]: a tensor inside a torch.func transform (vmap, grad, functionalize) does not"
@@ -301,7 +301,7 @@ def test_the_place_of_a_tensor_is_that_of_the_argument(workers):
         ((rref, X), {"w": (X, odd)}, 'kwargs["w"][1]'),
     ]:
         for how in (gw.rpc_sync, gw.rpc_async, gw.remote):
-            with pytest.raises(CannotTravel) as raised:
+            with pytest.raises(NotSerializable) as raised:
                 how("w1", echoed, args, kwargs)
             assert raised.value.place == place
             assert raised.value.hint == "send it as to_dense()"

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 import gradwire
-from gradwire import EarlierLife, Options, PeerLost, Timeouts, UsageError
+from gradwire import Options, PeerLost, StaleIncarnation, Timeouts, UsageError
 from gradwire.rpc.join import join
 from gradwire.testing import cluster
 from gradwire.testing.background import Background
@@ -81,7 +81,7 @@ def test_old_references_name_worker_reference_and_life(workers, w0):
         lambda: gradwire.rpc_sync("w1", function, args=(value,)),
         lambda: gradwire.remote("w1", function, args=(value,)),
     ):
-        with pytest.raises(EarlierLife, match=story):
+        with pytest.raises(StaleIncarnation, match=story):
             use()
     assert gradwire.remote("w1", far.kept, args=(6,)).to_here() == 6
     value = again = use = None
@@ -98,7 +98,7 @@ def test_a_reference_that_a_third_worker_held_is_stale_where_it_arrives(workers,
     w2 = workers[2].worker.refs
     stale = w2.arrived([gradwire.rpc.messages.Reference(hold.ref, 1, hold.fork, hold.life)])[0]
 
-    with pytest.raises(EarlierLife, match="belonged to life 0 of w1"):
+    with pytest.raises(StaleIncarnation, match="belonged to life 0 of w1"):
         w2.wait_until_counted(stale, 1e9)
     w2.ended(stale)
     del value
@@ -133,7 +133,7 @@ def test_contexts_and_passes_of_the_earlier_life_fail_clearly(workers, w0):
             lambda: gradwire.backward(context, [z]),
             lambda: y.backward(),
         ):
-            with pytest.raises(EarlierLife, match=BEGAN):
+            with pytest.raises(StaleIncarnation, match=BEGAN):
                 call()
         assert x.grad is None
         assert gradwire.get_gradients(context) == {}
@@ -164,7 +164,7 @@ def test_an_old_context_does_not_reach_the_new_life_by_a_worker_that_never_knew_
         gradwire.rpc_sync("w1", far.doubled, args=(x,))
         workers.restart(1)
 
-        with pytest.raises(EarlierLife, match=BEGAN):
+        with pytest.raises(StaleIncarnation, match=BEGAN):
             gradwire.rpc_sync("w2", far.relayed, args=("w1", x))
 
 
@@ -195,7 +195,7 @@ def test_a_context_of_an_earlier_life_is_not_opened_by_what_is_late_of_it(worker
     id = workers[1].run(lambda: contextvars.copy_context().run(left_open.__enter__))
     workers.restart(1)
 
-    with pytest.raises(EarlierLife, match="belongs to an earlier life of w1"):
+    with pytest.raises(StaleIncarnation, match="belongs to an earlier life of w1"):
         workers[2].worker.engine.contexts.heard_of(id, 0)
 
     assert not len(workers[2].worker.engine.contexts)

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire.agent.serving.inbound_limit import EACH, Unserved
-from gradwire.agent.serving.peer_limits import Quota
+from gradwire.agent.serving.inbound_limit import EACH, InboundLimit
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.window import Window
 from gradwire.autograd.graph.validate import check_crossing
 from gradwire.autograd.messages import Crossing
-from gradwire.errors import BadMessage, CannotTravel, OverLimit, PeerLost
+from gradwire.errors import BadMessage, NotSerializable, OverLimit, PeerLost
 from gradwire.ids import EdgeId
 from gradwire.options import Limits, Options
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.expose.registry import Registry
-from gradwire.rpc.messages import Call, Parcel
+from gradwire.rpc.messages import Body, Call
 from gradwire.testing import cluster
 from gradwire.wire.elements import check_arrived, has_more_than
 from gradwire.wire.frame import Frame
@@ -105,19 +105,19 @@ def test_many_tiny_values_are_refused_before_they_are_made():
 
 
 def test_many_headers_are_refused_before_they_are_made():
-    parcel = Parcel(b"", [TensorHeader(0, ())] * 100, [], [])
-    head = encode(Call("f", parcel, None, True, False, 1.0))
+    body = Body(b"", [TensorHeader(0, ())] * 100, [], [])
+    head = encode(Call("f", body, None, True, False, 1.0))
     kinds = Kinds([Call], elements=300)
     with pytest.raises(BadMessage, match="a message holds more than 300 values"):
         kinds.decode(kind_of(Call), head)
-    assert Kinds([Call], elements=1000).decode(kind_of(Call), head).parcel == parcel
+    assert Kinds([Call], elements=1000).decode(kind_of(Call), head).body == body
 
 
 def test_too_many_values_do_not_leave():
     with limited(elements=100) as workers:
         many = list(range(98))  # beside them stand the argument list and the keywords
         assert workers[0].run(gradwire.rpc_sync, "w1", echo, ([7] * 80,)) == [7] * 80
-        with pytest.raises(CannotTravel, match="more than 100 numbers, texts and containers"):
+        with pytest.raises(NotSerializable, match="more than 100 numbers, texts and containers"):
             workers[0].run(gradwire.rpc_sync, "w1", echo, (many,))
         assert workers[0].run(gradwire.rpc_sync, "w1", echo, ("x" * 1000,)) == "x" * 1000
 
@@ -127,7 +127,7 @@ def test_too_many_values_do_not_leave():
 
 def test_the_number_of_tensors_is_an_option_on_both_ends():
     few = Limits(tensors=2)
-    with pytest.raises(CannotTravel, match="3 tensors in one message are over the limit of 2"):
+    with pytest.raises(NotSerializable, match="3 tensors in one message are over the limit of 2"):
         encode_tensors([torch.ones(1)] * 3, few)
     headers, _ = encode_tensors([torch.ones(0)] * 3)
     with pytest.raises(BadMessage, match="3 tensors are over the limit of 2"):
@@ -156,7 +156,7 @@ def test_a_shape_whose_bytes_overflow_is_refused(shape, device):
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf")])
 def test_a_duration_that_is_no_number_is_refused(seconds):
-    head = encode(Call("f", Parcel(b"", [], [], []), None, True, False, seconds))
+    head = encode(Call("f", Body(b"", [], [], []), None, True, False, seconds))
     with pytest.raises(BadMessage, match="Expected `float`"):
         Kinds([Call]).decode(kind_of(Call), head)
 
@@ -293,7 +293,7 @@ def test_references_of_one_peer_are_limited():
 
 
 def test_a_quota_is_taken_and_given_back_by_peer():
-    quota = Quota("apples", 2)
+    quota = PeerLimit("apples", 2)
     quota.take(1)
     quota.take(1)
     quota.take(2, 2)
@@ -308,7 +308,7 @@ def test_a_quota_is_taken_and_given_back_by_peer():
 
 
 def test_a_peer_that_sends_more_than_may_wait_is_cut_off():
-    unserved = Unserved(3 * EACH)
+    unserved = InboundLimit(3 * EACH)
     frame = Frame(1, 0, 0, b"", ())
     ran = []
     jobs = [unserved.counted(1, frame, lambda: ran.append(1)) for _ in range(3)]
@@ -321,7 +321,7 @@ def test_a_peer_that_sends_more_than_may_wait_is_cut_off():
 
 
 def test_a_job_that_fails_waits_no_longer_and_a_large_one_waits_alone():
-    unserved = Unserved(EACH)
+    unserved = InboundLimit(EACH)
     large = Frame(1, 0, 0, bytes(10 * EACH), ())
 
     def fail() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import DeadlinePassed, EarlierLife, NotTrusted, PeerLost, StepFailed, UsageError
+from gradwire import DeadlinePassed, NotTrusted, PeerLost, StaleIncarnation, StepFailed, UsageError
 from gradwire.rpc.retry import is_loss
 from gradwire.testing import cluster, faults
 from gradwire.testing.background import Background
@@ -193,7 +193,7 @@ def test_a_loss_is_recognized_by_its_cause():
     failed, busy = StepFailed("one was lost"), StepFailed("one was busy")
     failed.__cause__, busy.__cause__ = PeerLost("w1"), ValueError()
 
-    assert all(map(is_loss, [failed, EarlierLife("r0.1")]))
+    assert all(map(is_loss, [failed, StaleIncarnation("r0.1")]))
     assert not any(map(is_loss, [busy, NotTrusted("w1"), ValueError()]))
     busy.__cause__ = busy
     assert not is_loss(busy)
@@ -280,5 +280,5 @@ def test_an_old_reference_is_no_better_the_second_time(workers, w0):
     value.to_here()
     workers.restart(1)
 
-    with pytest.raises(EarlierLife):
+    with pytest.raises(StaleIncarnation):
         gradwire.rpc_sync("w1", far.again_with, args=(value,))

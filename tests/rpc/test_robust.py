@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.errors import CallTimeout, CannotTravel, PeerLost, RemoteError, UsageError
+from gradwire.errors import CallTimeout, NotSerializable, PeerLost, RemoteError, UsageError
 from gradwire.options import Limits, Options, Timeouts
 from gradwire.rpc.refs.handles_state import Verdict
 from gradwire.testing import cluster
@@ -202,7 +202,7 @@ def narrow():
 )
 def test_what_is_over_the_limits_does_not_leave_and_the_connection_stays(narrow, gate, value, text):
     waiting = narrow[0].run(gw.rpc_async, "w1", wait_for, args=(gate,))
-    with pytest.raises(CannotTravel, match=text) as refused:
+    with pytest.raises(NotSerializable, match=text) as refused:
         narrow[0].run(gw.rpc_sync, "w1", same, args=(value,))
     GATES[gate].set()
 
@@ -216,7 +216,9 @@ def large(n):
 
 def test_an_answer_over_the_limits_is_an_error_and_the_connection_stays(narrow, gate):
     waiting = narrow[0].run(gw.rpc_async, "w1", wait_for, args=(gate,))
-    with pytest.raises(CannotTravel, match=r"CannotTravel on w1: a Result of .* is over the lim"):
+    with pytest.raises(
+        NotSerializable, match=r"NotSerializable on w1: a Result of .* is over the lim"
+    ):
         narrow[0].run(gw.rpc_sync, "w1", large, args=(1 << 13,))
     GATES[gate].set()
 

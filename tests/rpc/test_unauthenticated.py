@@ -97,7 +97,7 @@ def world(scheme, request):
 
 
 def doorstep(worker: Worker):
-    return worker.agent._connections._doorstep
+    return worker.agent._connections._acceptor
 
 
 def with_version(words: bytes, version: int) -> bytes:
@@ -230,7 +230,7 @@ def test_who_only_looks_whether_we_are_alive_is_not_counted(world):
 
 
 @pytest.mark.parametrize("scheme", ["tcp"], indirect=True)
-@pytest.mark.parametrize("options", [{"limits": Limits(strangers=64)}])
+@pytest.mark.parametrize("options", [{"limits": Limits(pending_handshakes=64)}])
 @pytest.mark.slow
 def test_calls_go_on_while_a_thousand_say_nothing(world, options):
     """However many come, only so many threads look after them; later there is room again."""
@@ -243,19 +243,19 @@ def test_calls_go_on_while_a_thousand_say_nothing(world, options):
             idle = stack.enter_context(socket.socket())
             idle.setblocking(False)
             idle.connect_ex((address[0], int(address[1])))
-        assert eventually(lambda: not doorstep(world.b)._strangers.has_room)
+        assert eventually(lambda: not doorstep(world.b)._pending_handshakes.has_room)
         most = 0
         for _ in range(300):
             assert world.call() == "b"
             most = max(most, _greeters("b"))
         assert most <= 2 * 64, "more threads than for those that stand there, and those that go"
-    assert eventually(lambda: doorstep(world.b)._strangers.has_room, 30)
+    assert eventually(lambda: doorstep(world.b)._pending_handshakes.has_room, 30)
     world.prove()
     assert world.call() == "b"
 
 
 @pytest.mark.parametrize("scheme", ["tcp"], indirect=True)
-@pytest.mark.parametrize("options", [{"limits": Limits(strangers=4)}])
+@pytest.mark.parametrize("options", [{"limits": Limits(pending_handshakes=4)}])
 @pytest.mark.slow
 def test_a_crowd_that_says_nothing_makes_room_for_who_comes_next(world, options):
     with ExitStack() as stack:

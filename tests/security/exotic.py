@@ -37,7 +37,7 @@ class Box:
 gradwire.register_codec(Box, lambda box: list(box.inside), lambda inside: Box(*inside))
 
 
-class Odd:
+class Fallback:
     """Has none."""
 
     def __init__(self, inside=None):
@@ -63,7 +63,7 @@ def inside(box):
 
 
 def is_odd(value):
-    return type(value) is Odd
+    return type(value) is Fallback
 
 
 def product(odd):

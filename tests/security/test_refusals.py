@@ -66,7 +66,7 @@ def test_what_another_worker_refused_is_not_counted_here():
 
 def test_what_is_over_a_limit_is_counted():
     with cluster(2, expose=[HERE], options=Options(limits=Limits(depth=4))) as workers:
-        sender = workers[0].worker.calls._parcels._codec
+        sender = workers[0].worker.calls._bodies._codec
         sender._limits = Limits(depth=10)  # a peer with other ideas
         with pytest.raises(OverLimit, match="nested deeper than the limit"):
             workers[0].run(gradwire.rpc_sync, "w1", shown, ([[[[[1]]]]],))

@@ -12,10 +12,10 @@ import gradwire
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.requests.state import CallTable, Pending
 from gradwire.autograd.messages import (
-    Attend,
     Forget,
     Gradients,
     PassEnded,
+    QueryContext,
     RunDone,
     RunFailed,
     Start,
@@ -29,12 +29,12 @@ from gradwire.rpc.calls.client import Target
 from gradwire.rpc.messages import (
     Accept,
     BackwardFrom,
+    Body,
     Call,
     Drop,
     Fetch,
     Fork,
     Kept,
-    Parcel,
     Reference,
 )
 from gradwire.rpc.refs.contents import Value
@@ -45,7 +45,7 @@ from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
-PLAIN = Parcel(b"\x93\x01\x91\x01\x91\x02", [], [], [])  # ((), {})
+PLAIN = Body(b"\x93\x01\x91\x01\x91\x02", [], [], [])  # ((), {})
 
 
 def echo(x):
@@ -118,13 +118,13 @@ def test_to_ask_for_a_fork_does_not_make_a_holder(workers, maker):
 def test_a_method_is_called_on_what_the_caller_holds(workers):
     ref = private_value(workers)
     worker = workers[0].worker
-    data = worker.calls._parcels._codec
+    data = worker.calls._bodies._codec
     skeleton = b"\x93\x01\x92\x01\x92\x40\x00\x91\x02"  # ((reference 0,), {})
     assert data is not None
     for fork, why in ((ForkId(0, 99), "w0 does not hold"), (ForkId(2, 99), "it did not make")):
-        parcel = Parcel(skeleton, [], [], [Reference(ref, 1, fork)])
+        body = Body(skeleton, [], [], [Reference(ref, 1, fork)])
         with pytest.raises(BadMessage, match=why):
-            ask(worker, 1, Call(".sum", parcel, None, True, False, 5.0))
+            ask(worker, 1, Call(".sum", body, None, True, False, 5.0))
 
 
 def test_a_value_is_kept_under_numbers_of_ones_own(workers):
@@ -289,7 +289,7 @@ def test_a_context_ends_where_workers_have_called_each_other_in_it():
 def test_only_the_opener_of_a_context_tells_when_it_closes(workers):
     def attack(context):
         with pytest.raises(BadMessage, match=r"c0\.0 was not opened here"):
-            ask(workers[2].worker, 1, Attend(context))
+            ask(workers[2].worker, 1, QueryContext(context))
 
     assert workers[0].run(in_a_context, attack) == 2
 
@@ -396,7 +396,7 @@ def test_no_run_begins_for_whoever_has_no_part_in_a_context(at):
             assert eventually(lambda: workers[at].run(gradwire.refusals) == {"over limit": 8})
             assert eventually(lambda: victim.agent.dispatch.active == 0)
             parked = passes_of(victim, 2)
-            assert all(running.ledger is None for running in parked)
+            assert all(running.undo_log is None for running in parked)
             now = victim.agent.clock.now()
             assert all(running.deadline <= now + 30 for running in parked)
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.errors import BadMessage, CannotTravel, NotExposed, WrongType
+from gradwire.errors import ArgumentTypeError, BadMessage, NotExposed, NotSerializable
 from gradwire.options import Options
 from gradwire.rpc.codec import user_codecs
 from gradwire.testing import cluster
 from gradwire.testing.process_cluster import process_cluster
 from tests.security import exotic
-from tests.security.exotic import Bomb, Box, Money, Odd
+from tests.security.exotic import Bomb, Box, Fallback, Money
 
 HERE = sys.modules[__name__]
 Point = namedtuple("Point", "x y")
@@ -110,7 +110,7 @@ def test_a_reference_arrives_as_one(workers):
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_tensor_is_refused_with_a_way_out(workers):
     tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(CannotTravel, match=r"quantized|qint8") as refused:
+    with pytest.raises(NotSerializable, match=r"quantized|qint8") as refused:
         send(workers, tensor)
     assert refused.value.hint
 
@@ -121,19 +121,19 @@ def test_a_quantized_tensor_is_refused_with_a_way_out(workers):
 @pytest.mark.parametrize(
     ("args", "kwargs", "place"),
     [
-        ((1, {"cfg": Odd()}), {}, 'args[1]["cfg"]'),
-        ((Odd(),), {}, "args[0]"),
-        ((), {"x": [0, (Odd(),)]}, 'kwargs["x"][1][0]'),
-        (({"a": {3: [Odd()]}},), {}, 'args[0]["a"][3][0]'),
-        ((Point(1, Odd()),), {}, "args[0].y"),
-        ((Config("c", (), {"k": Odd()}),), {}, 'args[0].weight["k"]'),
-        (({Odd(): 1},), {}, "args[0].keys()[0]"),
-        (({1, Odd()},), {}, "args[0]{...}"),
-        ((Box(1, Odd()),), {}, "args[0][1]"),
+        ((1, {"cfg": Fallback()}), {}, 'args[1]["cfg"]'),
+        ((Fallback(),), {}, "args[0]"),
+        ((), {"x": [0, (Fallback(),)]}, 'kwargs["x"][1][0]'),
+        (({"a": {3: [Fallback()]}},), {}, 'args[0]["a"][3][0]'),
+        ((Point(1, Fallback()),), {}, "args[0].y"),
+        ((Config("c", (), {"k": Fallback()}),), {}, 'args[0].weight["k"]'),
+        (({Fallback(): 1},), {}, "args[0].keys()[0]"),
+        (({1, Fallback()},), {}, "args[0]{...}"),
+        ((Box(1, Fallback()),), {}, "args[0][1]"),
     ],
 )
 def test_a_refusal_names_the_type_the_place_and_two_ways_out(workers, args, kwargs, place):
-    with pytest.raises(CannotTravel) as refused:
+    with pytest.raises(NotSerializable) as refused:
         workers[0].run(gradwire.rpc_sync, "w1", exotic.echo, args, kwargs)
     assert str(refused.value) == (
         f"{place}: a value of type tests.security.exotic.Odd does not travel\n"
@@ -143,8 +143,8 @@ def test_a_refusal_names_the_type_the_place_and_two_ways_out(workers, args, kwar
 
 
 def test_a_result_is_refused_likewise(workers):
-    with pytest.raises(CannotTravel, match=r"result: a value of type .*\.Odd does not travel"):
-        workers[0].run(gradwire.rpc_sync, "w1", Odd)
+    with pytest.raises(NotSerializable, match=r"result: a value of type .*\.Odd does not travel"):
+        workers[0].run(gradwire.rpc_sync, "w1", Fallback)
 
 
 # --- codecs ---------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_tensor_in_a_codec_keeps_its_graph(workers):
 
 
 def test_a_codec_that_one_side_lacks_is_named(workers, monkeypatch):
-    codec = workers[0].worker.calls._parcels._codec
+    codec = workers[0].worker.calls._bodies._codec
     packed = codec.pack(Money(1))
     monkeypatch.setattr(user_codecs, "_BY_NAME", {})
     with pytest.raises(NotExposed, match=r"exotic:Money' has no codec on this worker") as refused:
@@ -180,14 +180,14 @@ def test_a_codec_that_one_side_lacks_is_named(workers, monkeypatch):
 
 
 def test_what_a_codec_refuses_is_a_bad_message(workers):
-    codec = workers[0].worker.calls._parcels._codec
+    codec = workers[0].worker.calls._bodies._codec
     data = codec.pack(Money(1)).data.replace(b"\x01", b"\xc0")
     with pytest.raises(BadMessage, match="TypeError: cents are a number"):
         codec.unpack(data, ())
 
 
 def test_a_codec_is_for_a_class_with_a_name():
-    with pytest.raises(WrongType, match="a codec is for a class"):
+    with pytest.raises(ArgumentTypeError, match="a codec is for a class"):
         gradwire.register_codec(Money(1), str, str)
     local = type("Local", (), {"__qualname__": "f.<locals>.Local"})
     with pytest.raises(NotExposed, match="no other worker could find it"):
@@ -207,8 +207,10 @@ def test_pickle_is_off_unless_asked_for():
 
 def test_where_both_sides_ask_for_it_what_is_not_data_travels_as_a_pickle():
     with pickling() as workers:
-        assert workers[0].run(gradwire.rpc_sync, "w1", exotic.is_odd, (Odd(),))
-        came = workers[0].run(gradwire.rpc_sync, "w1", exotic.echo, ([Odd({"k": 1}), Money(2)],))
+        assert workers[0].run(gradwire.rpc_sync, "w1", exotic.is_odd, (Fallback(),))
+        came = workers[0].run(
+            gradwire.rpc_sync, "w1", exotic.echo, ([Fallback({"k": 1}), Money(2)],)
+        )
         assert came[0].inside == {"k": 1}
         assert came[1] == Money(2)
 
@@ -218,12 +220,12 @@ def test_tensors_and_references_in_a_pickle_travel_beside_it_and_keep_their_grap
         x = torch.ones(2, requires_grad=True)
         with gradwire.context():
             y = torch.full((2,), 5.0)
-            tripled = gradwire.rpc_sync("w1", exotic.product, (Odd(x),))
-            both = gradwire.rpc_sync("w1", exotic.echo, ([y, Odd(2 * x), Odd((y, y))],))
+            tripled = gradwire.rpc_sync("w1", exotic.product, (Fallback(x),))
+            both = gradwire.rpc_sync("w1", exotic.echo, ([y, Fallback(2 * x), Fallback((y, y))],))
             (tripled + both[1].inside).sum().backward()
         assert torch.equal(both[0], y)
         assert torch.equal(both[2].inside[1], y)
-        held = gradwire.rpc_sync("w1", exotic.echo, (Odd(gradwire.RRef(7)),))
+        held = gradwire.rpc_sync("w1", exotic.echo, (Fallback(gradwire.RRef(7)),))
         return x.grad, held.inside.to_here()
 
     with pickling() as workers:
@@ -235,8 +237,8 @@ def test_tensors_and_references_in_a_pickle_travel_beside_it_and_keep_their_grap
 def test_one_side_alone_does_not_make_the_other_load_a_pickle(tmp_path, workers):
     marker = tmp_path / "marker"
     with pickling() as asking:
-        packed = asking[0].worker.calls._parcels._codec.pack(Bomb(str(marker)))
-    receiver = workers[1].worker.calls._parcels._codec
+        packed = asking[0].worker.calls._bodies._codec.pack(Bomb(str(marker)))
+    receiver = workers[1].worker.calls._bodies._codec
     with pytest.raises(BadMessage, match="a pickle came, which this worker does not load") as no:
         receiver.unpack(packed.data, ())
     assert "Options(pickle=True)" in no.value.hint
@@ -249,13 +251,16 @@ def test_functions_go_by_name_though_pickles_travel():
 
 
 def test_what_has_no_pickle_either_is_named():
-    with pickling() as workers, pytest.raises(CannotTravel, match=r"a generator does not travel"):
+    with (
+        pickling() as workers,
+        pytest.raises(NotSerializable, match=r"a generator does not travel"),
+    ):
         workers[0].run(gradwire.rpc_sync, "w1", exotic.echo, ((n for n in ()),))
 
 
 def over_processes():
     assert gradwire.rpc_sync("w1", exotic.echo, (Box(Money(1)),)).inside == (Money(1),)
-    return gradwire.rpc_sync("w1", exotic.is_odd, (Odd(),))
+    return gradwire.rpc_sync("w1", exotic.is_odd, (Fallback(),))
 
 
 @pytest.mark.slow
@@ -263,5 +268,5 @@ def over_processes():
 def test_codecs_and_pickles_between_processes():
     with process_cluster(2, expose=[exotic], options=Options(pickle=True)):
         assert over_processes()
-    with process_cluster(2, expose=[exotic]), pytest.raises(CannotTravel, match="Odd"):
+    with process_cluster(2, expose=[exotic]), pytest.raises(NotSerializable, match="Fallback"):
         over_processes()

@@ -20,7 +20,7 @@ from gradwire.agent.agent import Answer
 from gradwire.errors import GradwireError, NotExposed
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.codec import tags
-from gradwire.rpc.messages import Call, Parcel, Result
+from gradwire.rpc.messages import Body, Call, Result
 from gradwire.testing import cluster
 from tests.security import shop
 
@@ -73,7 +73,7 @@ def send(workers, name, skeleton):
     """Call a function with a packed value of our own making; the value that comes back."""
     worker = workers[0].worker
     data = msgspec.msgpack.encode(skeleton)
-    message = Call(name, Parcel(data, [], [], []), None, True, False, 10.0)
+    message = Call(name, Body(data, [], [], []), None, True, False, 10.0)
     deadline = worker.agent.clock.now() + 10
     _, promise = worker.agent.request(1, message, deadline=deadline, what=name)
     outcome = promise.wait(10)

@@ -14,7 +14,7 @@ from gradwire.autograd.backward import coordinator
 from gradwire.autograd.backward.participant import Served
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.undo.undo_log import Ledger
+from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.rpc.refs import refs
 from gradwire.rpc.refs.dedup_state import Asked
 from gradwire.rpc.refs.owner_state import Owned
@@ -78,7 +78,7 @@ def a_pass_goes_on_without_a_worker_that_is_lost(patch):
 
 @mutant(False, 193)
 def a_failed_pass_keeps_its_gradients(patch):
-    patch.setattr(Ledger, "undo", Ledger.keep)
+    patch.setattr(UndoLog, "undo", UndoLog.keep)
 
 
 @mutant(False, 0)

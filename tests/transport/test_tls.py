@@ -371,7 +371,7 @@ def test_one_who_says_a_little_now_and_then_is_sent_away_too():
 
 
 def test_the_oldest_stranger_goes_when_there_are_too_many():
-    with listening("w0", strangers=2) as listener:
+    with listening("w0", pending_handshakes=2) as listener:
         first, second, third = (stranger(listener) for _ in range(3))
         assert first.recv(1) == b""
         near = transport_of("w1").connect(listener.address, soon(), "w0")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, NotSerializable
 from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
@@ -369,20 +369,20 @@ def sparse_meta():
 )
 def test_what_has_no_plain_bytes_is_refused_with_the_way_out(make, what, hint):
     with pytest.raises(
-        CannotTravel, match=rf"tensors\[1\]: a (tensor of )?{what} not travel\nhint: .*{hint}"
+        NotSerializable, match=rf"tensors\[1\]: a (tensor of )?{what} not travel\nhint: .*{hint}"
     ):
         encode_tensors([torch.ones(1), make()])
 
 
 def test_a_tensor_of_a_transform_is_refused():
     with pytest.raises(
-        CannotTravel, match=r"a tensor without memory of its own does not travel\nhint"
+        NotSerializable, match=r"a tensor without memory of its own does not travel\nhint"
     ):
         torch.vmap(lambda row: encode_tensors([row]) and row)(torch.ones(2, 3))
 
 
 def test_too_many_tensors_are_refused_on_both_ends():
-    with pytest.raises(CannotTravel, match=r"65537 tensors .* limit of 65536\nhint: stack them"):
+    with pytest.raises(NotSerializable, match=r"65537 tensors .* limit of 65536\nhint: stack them"):
         encode_tensors([torch.ones(0)] * (Limits().tensors + 1))
     with pytest.raises(BadMessage, match="65537 tensors are over the limit of 65536"):
         decode_tensors([TensorHeader(FLOAT32, (0,))] * (Limits().tensors + 1), None)

@@ -22,7 +22,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.noting import Noting
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
-from gradwire.agent.requests import errors as verdicts
+from gradwire.agent.requests import errors as request_errors
 from gradwire.agent.requests.clock import Clock
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.state import CallTable, Pending, Taken
@@ -140,20 +140,20 @@ class Agent:
         deadline: float,
         what: str,
         phase: str = "call",
-        errand: Source | None = None,
+        inbound: Source | None = None,
         tells: bool = False,
     ) -> tuple[CallId, Promise[Outcome]]:
         """Send, and promise the answer or the error that takes its place, by the deadline.
 
         Raises what keeps it from leaving; then nothing is pending. `payload` may change again when
-        this returns. It ends with the `errand` that it is made for. With `tells`, the peer hears
+        this returns. It ends with the `inbound` that it is made for. With `tells`, the peer hears
         if nobody waits for its answer any more.
         """
         promise: Promise[Outcome] = Promise()
         now = self.clock.now()
         known = self._connections.channels.get(to)
         channel = known[0] if known else None
-        pending = Pending(to, what, now, deadline, promise, phase, errand, tells, channel)
+        pending = Pending(to, what, now, deadline, promise, phase, inbound, tells, channel)
         check_outside(what)
         n = self._calls.opened(pending)
         if self._closed is not None:  # after it is there: of the two, close() sees the other
@@ -162,8 +162,8 @@ class Agent:
         if deadline < self.timer.armed:
             self.timer.need(deadline)
         try:
-            if errand is not None and errand.cancelled:
-                raise Cancelled(f"{what} is not wanted any more: {errand.cancelled}")
+            if inbound is not None and inbound.cancelled:
+                raise Cancelled(f"{what} is not wanted any more: {inbound.cancelled}")
             frame = framed(message, payload, self.limits, n)
             if channel is None:
                 channel = self._connections.to(to, deadline)
@@ -212,7 +212,7 @@ class Agent:
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
         if isinstance(error, PeerLost) and not self.directory.has(to):
             self._lost(to, error, error.link)
-        return verdicts.unsent(self.directory.name(to), what, phase, error)
+        return request_errors.unsent(self.directory.name(to), what, phase, error)
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Nobody wants this answer any more; False if it has come already."""
@@ -220,8 +220,8 @@ class Agent:
         self._cancelling.call_off(taken, why)
         return bool(taken)
 
-    def _nested(self, errand: Source) -> list[Taken]:
-        return self._calls.made_for(errand)
+    def _nested(self, inbound: Source) -> list[Taken]:
+        return self._calls.made_for(inbound)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -366,7 +366,7 @@ class Agent:
         for n, pending, _ in late:
             name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, n)
             silence = self.silence_of(pending.peer)
-            pending.slot.settle(verdicts.late(name, call, pending, silence))
+            pending.slot.settle(request_errors.late(name, call, pending, silence))
         self._cancelling.tell(late)
         return following
 
@@ -378,15 +378,15 @@ class Agent:
         self.noting.note(worker, reason)
         for n, pending, _ in lost:
             call = CallId(self.directory.me.id, n)
-            pending.slot.settle(verdicts.lost(name, call, pending, reason, link, now))
-        orphans = self.dispatch.errands.of_channel(channel)
+            pending.slot.settle(request_errors.lost(name, call, pending, reason, link, now))
+        orphans = self.dispatch.inbound_requests.of_channel(channel)
         self._cancelling.stop(orphans, f"{name}, which asked, was lost")
         if last:
             self._lost(worker, reason, link)
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
         for listener in self._lost_listeners:
-            listener(worker, verdicts.gone(self.directory.name(worker), reason, link))
+            listener(worker, request_errors.gone(self.directory.name(worker), reason, link))
 
 
 _FAILURE_SECONDS = 10.0

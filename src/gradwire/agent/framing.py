@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwire.errors import CannotTravel
+from gradwire.errors import NotSerializable
 from gradwire.options import Limits
 from gradwire.wire.frame import Buffer, Frame
 from gradwire.wire.message import Message, encode
@@ -16,7 +16,7 @@ def framed(
     """What is over the limits is refused here: its receiver would give up the connection."""
     head, body = encode(message), sum(map(len, payload)) if payload else 0
     if len(head) > limits.head or body > limits.payload:
-        raise CannotTravel(
+        raise NotSerializable(
             f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
             f"over the limits of {limits.head} and {limits.payload}",
             hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",

@@ -65,7 +65,7 @@ class Leaving(Message, frozen=True, tag=0x04):
     phase: int
 
 
-class Beat(Message, frozen=True, tag=0x06):
+class Ping(Message, frozen=True, tag=0x06):
     """A sign of life on a connection that was silent for a while; who asks wants one back."""
 
     asks: bool

@@ -32,7 +32,7 @@ from gradwire.agent.exception_contents import (
     unpack_contents,
 )
 from gradwire.agent.messages import Failure
-from gradwire.errors import BadMessage, CannotTravel, GradwireError, RemoteError
+from gradwire.errors import BadMessage, GradwireError, NotSerializable, RemoteError
 
 T = TypeVar("T", bound=BaseException)
 
@@ -192,7 +192,7 @@ def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
 
 def _text(error: BaseException) -> str:
     """The message without what our own types add when printed."""
-    if isinstance(error, CannotTravel):
+    if isinstance(error, NotSerializable):
         return f"{error.place}: {error.message}" if error.place else error.message
     if isinstance(error, GradwireError):
         return error.message

@@ -11,7 +11,7 @@ from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.scope import current_context, enter, inside, leave
 from gradwire.current import Door
-from gradwire.errors import UsageError, WrongType
+from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, spoken_context
 from gradwire.options import DEFAULT, Timeout
 
@@ -109,7 +109,7 @@ def _check_types(context_id: object, roots: object) -> None:
         if not odd:
             return
         wrong = f"a root is a {odd[0]}"
-    raise WrongType(
+    raise ArgumentTypeError(
         f"backward(): incompatible function arguments: {wrong}",
         hint="pass an int and a list of tensors, as in backward(context_id, [loss])",
     )

@@ -21,18 +21,18 @@ import torch
 from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
-from gradwire.agent.serving.peer_limits import Quota
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
-from gradwire.autograd.backward.active_pass import Held, Running
+from gradwire.autograd.backward.active_pass import ActivePass, Held
 from gradwire.autograd.backward.admission import Admission
 from gradwire.autograd.backward.coordinator import Root
 from gradwire.autograd.backward.participant import Served
-from gradwire.autograd.backward.pass_table import Passes
+from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.graph import crossing, ordering
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.graph.nodes import WayHome
+from gradwire.autograd.graph.nodes import EngineRef
 from gradwire.autograd.graph.validate import check_crossing, check_gradients
 from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.messages import Crossing, Forget, Gradients
@@ -63,10 +63,10 @@ class Engine:
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
-        self._way_home: WayHome = weakref.ref(self)  # See Note [Nodes hold no context]
+        self._way_home: EngineRef = weakref.ref(self)  # See Note [Nodes hold no context]
         self._waiting = agent.dispatch.user.waiting
         self.limits = agent.limits
-        self._edges = Quota("edges", agent.limits.edges)
+        self._edges = PeerLimit("edges", agent.limits.edges)
         first = first_of(agent.directory.myself.life)
         self.contexts = Contexts(
             me.id,
@@ -79,7 +79,7 @@ class Engine:
         agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # as torch does, unless an optimizer is about
         seconds, most = timeouts.backward, agent.limits.passes
-        self.passes = Passes(agent.directory, due, seconds, agent.clock, agent.timer, most)
+        self.passes = PassTable(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
         self.root = Root(agent, self.passes, locks, self._waiting)
         admission = Admission(agent, seconds)
@@ -197,7 +197,7 @@ class Engine:
         else:
             self.root.send(running, peer, message, payload)
 
-    def _running(self, id: ContextId, edge: EdgeId) -> Running:
+    def _running(self, id: ContextId, edge: EdgeId) -> ActivePass:
         """The pass the calling node runs for.
 
         See Note [Which pass a node runs for], backward/pass_table.py.
@@ -237,8 +237,8 @@ class Engine:
         for running in self.passes.all():
             running.fail(PeerLost(reason))
             self.passes.over(running)
-            if running.ledger is not None and running.wait_for_run(0):
-                running.ledger.drop()
+            if running.undo_log is not None and running.wait_for_run(0):
+                running.undo_log.drop()
         for id in self.contexts.all():
             self.contexts.close(id)
 
@@ -296,7 +296,7 @@ class Engine:
             here = self._agent.directory.me.name
             running.fail(ContextClosed(f"{context} was closed on {here}{why}"))
             # What began elsewhere is ended by its root, which knows whether it ended well.
-            if running.id.worker == self._me or running.ledger is None:
+            if running.id.worker == self._me or running.undo_log is None:
                 self.passes.over(running)
         for worker in tuple(context.called):
             if worker != self._me:

@@ -96,7 +96,7 @@ class Forget(Message, frozen=True, tag=0x25):
     """the opener, if the sender has lost it: then nobody knows whether it is closed there"""
 
 
-class Attend(Message, frozen=True, tag=0x26):
+class QueryContext(Message, frozen=True, tag=0x26):
     """To the opener of a context: I know it from somebody who is lost; tell me when it is closed.
 
     Answered by Attended.
@@ -111,7 +111,7 @@ class Attended(Message, frozen=True, tag=0x27):
     is_open: bool
 
 
-class HowEnded(Message, frozen=True, tag=0x28):
+class QueryPass(Message, frozen=True, tag=0x28):
     """To the root, after its connection was lost: did you keep this pass? Answered by HasEnded."""
 
     context: ContextId

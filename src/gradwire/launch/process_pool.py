@@ -35,7 +35,7 @@ class Host:
     def __init__(self, name: str) -> None:
         self.name = name
         self._crew = Crew()
-        self._errands: Connection | None = None
+        self._inbound_requests: Connection | None = None
 
     def __repr__(self) -> str:
         return f"<Host {self.name}>"
@@ -48,22 +48,22 @@ class Host:
     @property
     def is_running(self) -> bool:
         """Whether it was started and not stopped since; it may still have died."""
-        return self._errands is not None
+        return self._inbound_requests is not None
 
     def start(self) -> None:
         """Begin to import; does not wait for it. Nothing happens if it runs already."""
-        if self._errands is None:
+        if self._inbound_requests is None:
             context = multiprocessing.get_context("spawn")
-            self._errands, theirs = context.Pipe(duplex=True)
+            self._inbound_requests, theirs = context.Pipe(duplex=True)
             with theirs:
                 self._crew.start(f"host {self.name}", _do_errands, self.name, theirs)
 
     def stop(self) -> None:
         """End it, whatever it is doing; idempotent."""
         self._crew.stop()
-        if self._errands is not None:
-            self._errands.close()
-            self._errands = None
+        if self._inbound_requests is not None:
+            self._inbound_requests.close()
+            self._inbound_requests = None
 
     def kill(self) -> None:
         """End it without a chance to say anything, as the kernel does when memory is short."""
@@ -73,21 +73,25 @@ class Host:
     def begin(self, fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have it run a function, and do not wait."""
         self.start()
-        assert self._errands is not None
+        assert self._inbound_requests is not None
         with self._losses_named():
-            self._errands.send_bytes(packed((fn, args, kwargs), f"an errand of {self.name}"))
+            self._inbound_requests.send_bytes(
+                packed((fn, args, kwargs), f"an inbound request of {self.name}")
+            )
 
     def finish(self, timeout: float = _ERRAND_SECONDS) -> object:
         """What the function that it began returned, or raise what it raised.
 
         A host that does not finish in time is stopped.
         """
-        assert self._errands is not None, f"{self.name} has not begun anything"
+        assert self._inbound_requests is not None, f"{self.name} has not begun anything"
         with self._losses_named():
-            if not self._errands.poll(timeout):
+            if not self._inbound_requests.poll(timeout):
                 self.stop()
-                raise DeadlinePassed(f"{self.name} did not finish its errand in {timeout:g} s")
-            data = self._errands.recv_bytes()
+                raise DeadlinePassed(
+                    f"{self.name} did not finish its inbound request in {timeout:g} s"
+                )
+            data = self._inbound_requests.recv_bytes()
         outcome = unpacked(data, f"what {self.name} returned")
         if isinstance(outcome, Failure):
             raise revive(outcome, maybe_exception)
@@ -134,20 +138,20 @@ class Hosts:
         return self._hosts[:count]
 
 
-def _do_errands(line: Connection, parent: int, name: str, errands: Connection) -> None:
+def _do_errands(line: Connection, parent: int, name: str, inbound_requests: Connection) -> None:
     prepare(line, parent)
     while True:
         try:
-            data = errands.recv_bytes()
+            data = inbound_requests.recv_bytes()
         except EOFError:
             return
-        errands.send_bytes(_outcome(name, data))
+        inbound_requests.send_bytes(_outcome(name, data))
         flush_output()
 
 
 def _outcome(name: str, data: bytes) -> bytes:
     try:
-        fn, args, kwargs = unpacked(data, f"an errand of {name}")
-        return packed((fn(*args, **kwargs),), f"the result of an errand of {name}")
+        fn, args, kwargs = unpacked(data, f"an inbound request of {name}")
+        return packed((fn(*args, **kwargs),), f"the result of an inbound request of {name}")
     except BaseException as error:  # whatever it is, the asker must be told
         return packed(describe(error, name, exception_name), "a failure")

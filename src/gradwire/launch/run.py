@@ -77,9 +77,9 @@ def run(
 
     With `restarts`, a worker whose process dies is started again under its name, each of them up to
     so many times, and the others go on. It is a new life (`gradwire.life`): what the earlier one
-    kept is lost, calls and backwards that needed it raise PeerLost, references to it EarlierLife,
-    and new calls work as soon as it is back; see `retrying`. If w0 itself dies, its next life
-    calls `fn(*args)` again, and the other workers have kept their values.
+    kept is lost, calls and backwards that needed it raise PeerLost, references to it
+    StaleIncarnation, and new calls work as soon as it is back; see `retrying`. If w0 itself dies,
+    its next life calls `fn(*args)` again, and the other workers have kept their values.
 
     What the workers print appears as they print it. How many threads torch uses in each is not
     changed: where workers outnumber cores, set OMP_NUM_THREADS, or torch.set_num_threads in `fn`.

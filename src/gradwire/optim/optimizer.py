@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from gradwire.errors import UsageError, WrongType
+from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.checkpoint import PARAMETERS, fetched, written
 from gradwire.optim.clip import by_owner, check_references, measured
@@ -31,7 +31,7 @@ from gradwire.optim.server import make_shard
 from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.optim.torch_private import seen_by_hooks
-from gradwire.optim.two_phase_commit import Agreement
+from gradwire.optim.two_phase_commit import TwoPhaseCommit
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
@@ -65,7 +65,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_class(optimizer_class)
         if isinstance(params_rref, RRef):
-            raise WrongType("params_rref is one reference, not a list of them", hint="pass [rref]")
+            raise ArgumentTypeError(
+                "params_rref is one reference, not a list of them", hint="pass [rref]"
+            )
         self._here = stepped_here()
         self._cls, self._args, self._kwargs = optimizer_class, args, dict(kwargs)
         self._shards: dict[WorkerId, RRef[Shard]] = {}
@@ -73,7 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(cast(Any, params_rref), {})
         owners = sorted({ref.owner().id for ref in self._refs()})
         self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
-        self._agreement = Agreement(self._here, self._shards)
+        self._agreement = TwoPhaseCommit(self._here, self._shards)
         self._learn(self._ask_all("options").values())
         self.defaults = self._ask_one("defaults")
         self.state = cast(Any, _State(self._shards, self._agreement, self.param_groups))
@@ -246,7 +248,7 @@ class _State(Mapping[Ref, dict[str, Any]]):
     def __init__(
         self,
         shards: dict[WorkerId, RRef[Shard]],
-        agreement: Agreement,
+        agreement: TwoPhaseCommit,
         groups: list[dict[str, Any]],
     ) -> None:
         self._shards, self._agreement, self._groups = shards, agreement, groups

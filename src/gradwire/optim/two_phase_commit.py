@@ -45,7 +45,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 @final
-class Agreement:
+class TwoPhaseCommit:
     """The shards of one optimizer, asked together."""
 
     def __init__(self, here: Stepped, shards: dict[WorkerId, RRef[Shard]]) -> None:
@@ -151,7 +151,7 @@ class Agreement:
         worker.agent.wait(owner, lambda: answer.settled, answer.wait)
         outcome = answer.wait()
         if isinstance(outcome, Exception):
-            return worker.manner.of_call(outcome, worker.directory)
+            return worker.behavior.of_call(outcome, worker.directory)
         if not isinstance(outcome.message, Agreed):
             return BadMessage(f"a step was answered by {type(outcome.message).__name__}")
         return outcome.message.done

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
-from gradwire.errors import UsageError, WrongType
+from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
 from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.calls.client import Target
@@ -195,7 +195,7 @@ def call_async_as(
 
 def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
     if not callable(func):
-        raise WrongType(
+        raise ArgumentTypeError(
             f"function should be callable. A {type(func).__name__} is not",
             hint="pass the function itself, and its arguments as args=(...)",
         )

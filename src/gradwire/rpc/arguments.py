@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradwire.errors import WrongType
+from gradwire.errors import ArgumentTypeError
 
 _TEXT = (str, bytes, bytearray, memoryview)
 
@@ -39,13 +39,13 @@ def keywords(kwargs: object, what: str = "kwargs") -> dict[str, object]:
     if kwargs is None:
         return {}
     if not isinstance(kwargs, Mapping):
-        raise WrongType(
+        raise ArgumentTypeError(
             f"{what} is a {type(kwargs).__name__}, not a dict", hint=f"{what}={{'name': value}}"
         )
     return dict(kwargs)
 
 
-def _not_arguments(args: object, what: str) -> WrongType:
+def _not_arguments(args: object, what: str) -> ArgumentTypeError:
     kind = type(args).__name__
     if isinstance(args, Mapping):
         hint = f"{what}=(value,) passes it as one argument, kwargs=value as named ones"
@@ -53,4 +53,4 @@ def _not_arguments(args: object, what: str) -> WrongType:
         hint = f"{what}=(value,) passes it as one argument, {what}=tuple(value) its elements"
     else:
         hint = f"{what}=(value,), with the comma, passes it as one argument"
-    return WrongType(f"{what} is a {kind}, not a tuple or a list of arguments", hint=hint)
+    return ArgumentTypeError(f"{what} is a {kind}, not a tuple or a list of arguments", hint=hint)

@@ -1,4 +1,4 @@
-"""How a worker behaves where torch.distributed.rpc and we differ; `compat` asks for its manner."""
+"""How a worker behaves where gradwire's own API and torch's differ; compat has another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def just_so(channel: Channel) -> Channel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class Behavior:
     """The defaults are ours."""
 
     pickle: bool = False
@@ -55,4 +55,4 @@ class Manner:
     """what stands between this worker and each of its channels"""
 
 
-NATIVE = Manner()
+NATIVE = Behavior()

@@ -24,7 +24,7 @@ from gradwire.current import Door
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
 from gradwire.options import Options
-from gradwire.rpc.behavior import NATIVE, Manner
+from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.listening import listen, transports_for
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed, Worker
@@ -42,7 +42,7 @@ def join(
     options: Options,
     *,
     expose: Exposed = (),
-    manner: Manner = NATIVE,
+    behavior: Behavior = NATIVE,
     store: Store | None = None,
     note: str = "",
 ) -> Worker:
@@ -66,7 +66,7 @@ def join(
             rank,
             options,
             expose,
-            manner,
+            behavior,
             store,
             secret,
             refusals,
@@ -107,7 +107,7 @@ class _Joining:
         rank: int,
         options: Options,
         expose: Exposed,
-        manner: Manner,
+        behavior: Behavior,
         store: Store,
         secret: Secret,
         refusals: Refusals,
@@ -116,7 +116,7 @@ class _Joining:
         note: str,
     ) -> None:
         self._name, self._rank, self._options = name, rank, options
-        self._expose, self._manner, self._store = expose, manner, store
+        self._expose, self._behavior, self._store = expose, behavior, store
         self._secret, self._refusals = secret, refusals
         self._signed = SignedStore(store, secret, refusals)
         self._transports, self._listener = transports, listener
@@ -186,7 +186,7 @@ class _Joining:
             self._options,
             self._expose,
             store=self._store,
-            manner=self._manner,
+            behavior=self._behavior,
             refusals=self._refusals,
         )
 

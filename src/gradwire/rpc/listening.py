@@ -58,7 +58,7 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
             stall=stall,
             limits=limits,
             patience=options.timeouts.handshake,
-            strangers=limits.strangers,
+            pending_handshakes=limits.pending_handshakes,
             refused=refused,
         )
         _check_own_name(over_tls, name)

@@ -13,7 +13,7 @@ from gradwire.wire.tensor_header import TensorHeader
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """A reference that travels in a parcel; to a value of this life of its owner."""
+    """A reference that travels in a body; to a value of this life of its owner."""
 
     ref: RefId
     owner: WorkerId
@@ -21,7 +21,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
     life: int = 0
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
+class Body(msgspec.Struct, frozen=True, array_like=True):
     """A value packed for one peer. The bytes of its tensors are the payload of the message."""
 
     data: bytes
@@ -52,7 +52,7 @@ class Draws(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Call(Message, frozen=True, tag=0x40):
-    """Run a function. `parcel` holds (args, kwargs).
+    """Run a function. `body` holds (args, kwargs).
 
     Note [How a call names its function]:
         module:name   looked up in the registry of the callee
@@ -61,7 +61,7 @@ class Call(Message, frozen=True, tag=0x40):
     """
 
     function: str
-    parcel: Parcel
+    body: Body
     context: ContextId | None
     grad_enabled: bool
     inference: bool
@@ -86,7 +86,7 @@ class Result(Message, frozen=True, tag=0x41):
     that were drawn: only the worker that answers can read it.
     """
 
-    parcel: Parcel
+    body: Body
     accepted: Sequence[ForkId] = ()
     copies: int = 0
     draws: bytes = b""

@@ -14,11 +14,11 @@ from typing import Any, ParamSpec, TypeVar, cast, final
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.errors import (
     DeadlinePassed,
-    EarlierLife,
     GradwireError,
     NotTrusted,
     PeerLost,
     RemoteError,
+    StaleIncarnation,
     UnknownWorker,
     UsageError,
 )
@@ -178,7 +178,7 @@ def again_until(worker: Worker, to: WorkerInfo, deadline: float, call: Callable[
         try:
             return call()
         except PeerLost as error:
-            if isinstance(error, RemoteError | EarlierLife | NotTrusted):
+            if isinstance(error, RemoteError | StaleIncarnation | NotTrusted):
                 raise  # its worker was not lost, or it would be no better next time
             if worker.agent.clock.now() >= deadline:
                 raise

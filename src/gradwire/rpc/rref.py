@@ -20,7 +20,7 @@ from gradwire.rpc.calls.client import Calls, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.calls.server import checked_tensor
 from gradwire.rpc.refs.contents import Value
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
 
 T = TypeVar("T")
@@ -56,12 +56,12 @@ class RRef(Generic[T]):
         self._bind(home, home.refs.keep_here(Value(value)))
 
     @classmethod
-    def _of(cls, home: Home, hold: Hold) -> RRef[T]:
+    def _of(cls, home: Home, hold: RefHandle) -> RRef[T]:
         rref = cls.__new__(cls)
         rref._bind(home, hold)
         return rref
 
-    def _bind(self, home: Home, hold: Hold) -> None:
+    def _bind(self, home: Home, hold: RefHandle) -> None:
         self._home, self.hold = home, hold
         home.refs.watch(self, hold)
 

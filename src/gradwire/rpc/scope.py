@@ -23,14 +23,14 @@ function (recompute/session.py), if any.
 _due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None, None))
 
 
-def is_due(deadline: float, errand: Source | None) -> Token[Due]:
-    """This code must be over by then, or when its errand is called off, until `was_due`."""
-    outer, its_errand, session = _due.get()
+def is_due(deadline: float, inbound: Source | None) -> Token[Due]:
+    """Set the deadline of this code and the request that it serves, until `was_due`."""
+    outer, its_inbound, session = _due.get()
     if outer < deadline:
         deadline = outer
-    if errand is None:
-        return _due.set((deadline, its_errand, session))
-    return _due.set((deadline, errand, None))
+    if inbound is None:
+        return _due.set((deadline, its_inbound, session))
+    return _due.set((deadline, inbound, None))
 
 
 was_due: Callable[[Token[Due]], None] = _due.reset
@@ -41,7 +41,7 @@ current_due: Callable[[], Due] = _due.get
 """All of it at once. hot: each call, so it is no function of Python's"""
 
 
-def current_errand() -> Source | None:
+def current_inbound() -> Source | None:
     """The request of a peer's that this code serves."""
     return _due.get()[1]
 
@@ -61,8 +61,8 @@ def current_run() -> object:
 
 def enter_run(session: object) -> Token[Due]:
     """This code is a part of that run, until `was_due`."""
-    deadline, errand, _ = _due.get()
-    return _due.set((deadline, errand, session))
+    deadline, inbound, _ = _due.get()
+    return _due.set((deadline, inbound, session))
 
 
 def deadline_from(timeout: Timeout, default: float, now: float) -> float:
@@ -79,9 +79,9 @@ def deadline_from(timeout: Timeout, default: float, now: float) -> float:
                 f"timeout={timeout!r} is not a positive number of seconds",
                 hint="timeout=None waits as long as the other worker lives",
             )
-    due, errand, _ = _due.get()
-    if errand is not None and errand.cancelled:
-        raise Cancelled(f"the call that this one is made in was called off: {errand.cancelled}")
+    due, inbound, _ = _due.get()
+    if inbound is not None and inbound.cancelled:
+        raise Cancelled(f"the call that this one is made in was called off: {inbound.cancelled}")
     if due <= now:
         raise CallTimeout("the call that this one is made in is past its own deadline")
     return now + seconds if due == math.inf else nested(due, now, seconds)

@@ -23,7 +23,7 @@ from gradwire.agent.links.connections import Connections
 from gradwire.agent.membership.heartbeat import Pulses
 from gradwire.agent.membership.open_world import Membership
 from gradwire.agent.membership.register import Register
-from gradwire.agent.membership.shutdown import Leaver, Parted
+from gradwire.agent.membership.shutdown import GracefulShutdown, Parted
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
@@ -38,17 +38,17 @@ from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
 from gradwire.options import DEFAULT, Options, Timeout
 from gradwire.rpc.all_gather import Gatherings
-from gradwire.rpc.behavior import NATIVE, Manner
+from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls
 from gradwire.rpc.calls.server import Serving
-from gradwire.rpc.codec.body import Parcels
+from gradwire.rpc.codec.body import Bodies
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
 from gradwire.rpc.parts import Parts
 from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
 from gradwire.rpc.recompute.random_streams import PROCESS, Stream
-from gradwire.rpc.refs.borrow import Lent
+from gradwire.rpc.refs.borrow import LentRef
 from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.rref import RRef, home_door
 from gradwire.rpc.scope import deadline_from, is_due, was_due
@@ -86,7 +86,7 @@ class Worker:
         expose: Exposed = (),
         clock: Clock | None = None,
         store: Store | None = None,
-        manner: Manner = NATIVE,
+        behavior: Behavior = NATIVE,
         refusals: Refusals | None = None,
         own: Own | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Worker:
         self._process = os.getpid()
         self.store = store  # held, as we may be the one who hosts it
         self.directory, self.name = directory, directory.me.name
-        self.manner = manner
+        self.behavior = behavior
         self._options = options
         self.own = own
         """the generator that this worker has to itself; that of the process if there is none"""
@@ -111,7 +111,7 @@ class Worker:
         self.refusals = refusals or Refusals()
         """what was refused here, counted by kind"""
         place = (directory, job, secret, transports, listener)
-        connections = Connections(*place, options, clock, self.refusals, manner.channel)
+        connections = Connections(*place, options, clock, self.refusals, behavior.channel)
         self.agent = self._agent(connections, clock, registry)
         Pulses(self.agent, connections, options.timeouts)
         self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
@@ -122,39 +122,39 @@ class Worker:
 
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent; each registers what it serves."""
-        agent, options, manner = self.agent, self._options, self.manner
+        agent, options, behavior = self.agent, self._options, self.behavior
         inside = partial(Scope, self) if self.own is None else self.serving
         self.engine = Engine(
             agent,
             options.timeouts,
             inside,
             self.backward_deadline,
-            edge_per_message=manner.edge_per_message,
+            edge_per_message=behavior.edge_per_message,
         )
         self.refs = Refs(agent)
-        reference = manner.reference or RRef
+        reference = behavior.reference or RRef
         self.refs.make = lambda hold: reference._of(self, hold)
         codec = self._codec(registry, reference)
-        leaves = manner.leaves_outside_contexts
-        modes = manner.carries_modes
-        parcels = Parcels(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
+        leaves = behavior.leaves_outside_contexts
+        modes = behavior.carries_modes
+        bodies = Bodies(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
-        self.calls = Calls(agent, self.engine, self.refs, parcels, manner, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, parcels, registry, inside, manner, self.stream)
+        self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, in_flight=in_flight)
+        Serving(agent, self.engine, self.refs, bodies, registry, inside, behavior, self.stream)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
-        refs, options, manner = self.refs, self._options, self.manner
+        refs, options, behavior = self.refs, self._options, self.behavior
         pickles = None
-        if manner.pickle or options.pickle:
-            restores = manner.leaves_outside_contexts
-            pickles = PickleCodec(manner.reducers, restores_parameters=restores)
+        if behavior.pickle or options.pickle:
+            restores = behavior.leaves_outside_contexts
+            pickles = PickleCodec(behavior.reducers, restores_parameters=restores)
         data = Codec(registry, options.limits, pickles)
         for codec in (data, pickles):
             if codec is not None:
                 codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
-                codec.extend(Lent, _LENT_TAG, Lent.pack, refs.lending.borrowed)
-        return pickles if manner.pickle and pickles is not None else data
+                codec.extend(LentRef, _LENT_TAG, LentRef.pack, refs.lending.borrowed)
+        return pickles if behavior.pickle and pickles is not None else data
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}>"
@@ -241,7 +241,7 @@ class Worker:
 
         False if it is not within this time.
         """
-        assert isinstance(self._leaver, Leaver), "an open world has nobody to wait for"
+        assert isinstance(self._leaver, GracefulShutdown), "an open world has nobody to wait for"
         return self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
 
     def leave(self, seconds: float, let_go: Callable[[], None]) -> Parted:
@@ -270,14 +270,14 @@ class Worker:
             self.events,
             threads=self._options.threads,
             limits=self._options.limits,
-            type_of=sent_exception if self.manner.pickle else registry.exception_type,
+            type_of=sent_exception if self.behavior.pickle else registry.exception_type,
             name_of=exception_name,
             refusals=self.refusals,
         )
 
-    def _way_out(self, transports: Transports, secret: Secret) -> Leaver | Membership:
+    def _way_out(self, transports: Transports, secret: Secret) -> GracefulShutdown | Membership:
         if not self.directory.is_open:
-            return Leaver(self.agent)
+            return GracefulShutdown(self.agent)
         assert self.store is not None, "an open world has a roster, which is kept in a store"
         store = SignedStore(self.store, secret, self.refusals)
         return Membership(self.agent, Register(store, transports, self.agent.clock))
@@ -299,12 +299,12 @@ class Worker:
         self,
         context: ContextId | None,
         deadline: float = math.inf,
-        errand: Source | None = None,
+        inbound: Source | None = None,
     ) -> Scope | _DrawingScope:
         """The scope of a function that a peer has asked for."""
         if self.own is None:
-            return Scope(self, context, deadline, errand)
-        return _DrawingScope(self.own.drawing(), partial(Scope, self, context, deadline, errand))
+            return Scope(self, context, deadline, inbound)
+        return _DrawingScope(self.own.drawing(), partial(Scope, self, context, deadline, inbound))
 
 
 @final
@@ -323,11 +323,11 @@ class Scope:
         worker: Worker,
         context: ContextId | None,
         deadline: float = math.inf,
-        errand: Source | None = None,
+        inbound: Source | None = None,
     ) -> None:
         self._home = home_door.enter(worker)
         self._engine = autograd_api.door.enter(worker.engine)
-        self._deadline = is_due(deadline, errand)
+        self._deadline = is_due(deadline, inbound)
         self._outer = leave_outer()
         self._context = context
         if context is not None:

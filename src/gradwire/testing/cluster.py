@@ -20,7 +20,7 @@ from gradwire.agent.requests.clock import Clock
 from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
 from gradwire.options import Options
-from gradwire.rpc.behavior import NATIVE, Manner
+from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.expose.registry import listed
 from gradwire.rpc.worker import Exposed, Own, Worker
 from gradwire.testing.generators import drawing_from
@@ -94,14 +94,14 @@ class _Nursery:
         expose: Exposed,
         options: Options | None,
         clock: Clock | None,
-        manner: Manner | None,
+        behavior: Behavior | None,
         generators: Sequence[torch.Generator] | None,
     ) -> None:
         if generators is not None and len(generators) != n:
             raise UsageError(f"{n} workers were given {len(generators)} generators")
         self._generators = generators
         self._options, self._expose = options or Options(), listed(expose)
-        self._clock, self._manner = clock, manner or NATIVE
+        self._clock, self._behavior = clock, behavior or NATIVE
         self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
         self._secret = fresh_secret()
         self.started: list[Worker] = []
@@ -134,7 +134,7 @@ class _Nursery:
             self._options,
             self._expose,
             self._clock,
-            manner=self._manner,
+            behavior=self._behavior,
             own=None if mine is None else Own(mine, partial(drawing_from, mine)),
         )
         self.started.append(worker)
@@ -148,7 +148,7 @@ def cluster(
     expose: Exposed = (),
     options: Options | None = None,
     clock: Clock | None = None,
-    manner: Manner | None = None,
+    behavior: Behavior | None = None,
     generators: Sequence[torch.Generator] | None = None,
 ) -> Iterator[Cluster]:
     """n workers named w0, w1, … in this process; they are gone when the block ends.
@@ -159,7 +159,7 @@ def cluster(
     They share the default generator of the process, unless each is given one of its own; see
     testing/generators.py.
     """
-    nursery = _Nursery(n, expose, options, clock, manner, generators)
+    nursery = _Nursery(n, expose, options, clock, behavior, generators)
     try:
         yield Cluster([Member(worker) for worker in nursery.started], nursery.restart)
     finally:

@@ -68,7 +68,7 @@ def process_cluster(
 
 
 def _serve(orders: Orders, expose: Exposed) -> Warned:
-    """An errand: be a worker until the others are over. What was warned of meanwhile."""
+    """An inbound request: be a worker until the others are over. What was warned of meanwhile."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)

@@ -38,7 +38,7 @@ _AT_ONCE = (False,)
 _PATIENTLY = (True,)
 
 
-class _Parcel(NamedTuple):
+class _Item(NamedTuple):
     """A frame on its way, with the prefix it would have on a wire; or words, and no frame."""
 
     prefix: bytes
@@ -57,7 +57,7 @@ class _Pipe:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
         # Open once something was put in, so that it can be waited for with a timeout. That of
         # SimpleQueue.get is forgotten by Python 3.11 when a signal handler runs meanwhile.
         self._bell = threading.Lock()
@@ -65,19 +65,19 @@ class _Pipe:
         self._waiting = 0
         self._ended = False
         self.taken = 0
-        """parcels that are no longer in it"""
+        """items that are no longer in it"""
         self._room = threading.Condition(threading.RLock())
 
-    def put(self, parcel: _Parcel, deadline: float) -> bool:
+    def put(self, item: _Item, deadline: float) -> bool:
         """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
-        # Held bytes are compared without those of this parcel: a large frame then does not
+        # Held bytes are compared without those of this item: a large frame then does not
         # starve behind small ones, and one larger than the whole pipe passes.
         if self._is_full():
             self._wait_for_room(deadline)
         if self._ended:
             return False
-        self._put_bytes += parcel.size
-        self._parcels.put(parcel)
+        self._put_bytes += item.size
+        self._items.put(item)
         self._ring()
         return True
 
@@ -103,27 +103,27 @@ class _Pipe:
         finally:
             self._waiting -= 1
 
-    def get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
-        """The next parcel, or None after the last; Empty if there is none by then."""
-        parcel = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
-        if parcel is None:
-            self._parcels.put(None)
+    def get(self, until: float, done: Callable[[], bool]) -> _Item | None:
+        """The next item, or None after the last; Empty if there is none by then."""
+        item = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
+        if item is None:
+            self._items.put(None)
             self._ring()
             return None
         if self._waiting:
             with self._room:
                 self._room.notify_all()
-        return parcel
+        return item
 
-    def _take(self, block: tuple[bool]) -> _Parcel | None:
+    def _take(self, block: tuple[bool]) -> _Item | None:
         """Taken and counted in one step: see Note [Reading inside a read] in sockets/reader.py."""
-        (parcel,) = map(self._parcels.get, block)
-        if parcel is not None:
+        (item,) = map(self._items.get, block)
+        if item is not None:
             self.taken += 1
-            self._got_bytes += parcel.size
-        return parcel
+            self._got_bytes += item.size
+        return item
 
-    def _get(self, until: float, done: Callable[[], bool]) -> _Parcel | None:
+    def _get(self, until: float, done: Callable[[], bool]) -> _Item | None:
         longest = threading.TIMEOUT_MAX if done is never else _GLANCE_SECONDS
         while True:
             left = until - time.monotonic()
@@ -138,7 +138,7 @@ class _Pipe:
         """Nothing more goes in; what is in can still be had."""
         if not self._ended:
             self._ended = True
-            self._parcels.put(None)
+            self._items.put(None)
             self._ring()
             with self._room:
                 self._room.notify_all()
@@ -148,9 +148,9 @@ class _Pipe:
         self.end()
         try:
             while True:
-                self._parcels.get_nowait()
+                self._items.get_nowait()
         except Empty:
-            self._parcels.put(None)
+            self._items.put(None)
             self._ring()
 
 
@@ -185,16 +185,16 @@ class MemoryChannel:
 
     def say(self, words: bytes, deadline: float) -> None:
         """Queue the bytes; see `Channel.say`."""
-        self._put(_Parcel(words, None, len(words)), deadline)
+        self._put(_Item(words, None, len(words)), deadline)
 
     def hear(self, length: int, deadline: float) -> bytes:
         """Take so many bytes of what was said; see `Channel.hear`."""
         while len(self._heard) < length:
-            parcel = self._maybe_take(deadline)
-            if parcel is None:
+            item = self._maybe_take(deadline)
+            if item is None:
                 raise unheard_by_deadline(self.remote)
-            head = parcel.frame.head if parcel.frame is not None else b""
-            self._heard += parcel.prefix + head
+            head = item.frame.head if item.frame is not None else b""
+            self._heard += item.prefix + head
         heard, self._heard = self._heard[:length], self._heard[length:]
         return heard
 
@@ -209,10 +209,10 @@ class MemoryChannel:
         """Copy the payload into one block and queue it; see `Channel.send`."""
         self._put(self._pack(frame), deadline)
 
-    def _put(self, parcel: _Parcel, deadline: float) -> None:
+    def _put(self, item: _Item, deadline: float) -> None:
         self._check_open()
         try:
-            taken = self._outgoing.put(parcel, deadline)
+            taken = self._outgoing.put(item, deadline)
         except TimeoutError:
             raise unread_by_deadline(self.remote) from None
         if not taken:
@@ -227,31 +227,31 @@ class MemoryChannel:
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
         """Wait so long for the next frame; see `Channel.maybe_recv`."""
-        parcel = self._maybe_take(until, done)
-        if parcel is None:
+        item = self._maybe_take(until, done)
+        if item is None:
             return None
         try:
-            if parcel.frame is None or self._heard:
+            if item.frame is None or self._heard:
                 raise BadMessage("words without a frame, after the handshake")
-            decode_prefix(parcel.prefix, self.limits)
+            decode_prefix(item.prefix, self.limits)
         except BadMessage as refusal:
             self.close(refusal.message)
             raise
-        return parcel.frame
+        return item.frame
 
-    def _maybe_take(self, until: float, done: Callable[[], bool] = never) -> _Parcel | None:
-        """The next parcel; None if there is none by then."""
+    def _maybe_take(self, until: float, done: Callable[[], bool] = never) -> _Item | None:
+        """The next item; None if there is none by then."""
         self._check_open()
         try:
-            parcel = self._incoming.get(until, done)
+            item = self._incoming.get(until, done)
         except Empty:
             self._check_open()
             return None
         self._check_open()
-        if parcel is None:
+        if item is None:
             self._end(CLOSED_BY_PEER)
             raise PeerLost(CLOSED_BY_PEER)
-        return parcel
+        return item
 
     def close(self, reason: str = "close() was called") -> None:
         """End both directions; see `Channel.close`."""
@@ -268,13 +268,13 @@ class MemoryChannel:
         if self._ended is not None:
             raise PeerLost(self._ended)
 
-    def _pack(self, frame: Frame) -> _Parcel:
+    def _pack(self, frame: Frame) -> _Item:
         parts = frame.payload
         length = sum(map(len, parts)) if parts else 0
         payload = (self._snapshot(parts, length),) if length else ()
         prefix = encode_prefix(frame)
         size = len(prefix) + len(frame.head) + length
-        return _Parcel(prefix, replace(frame, payload=payload), size)
+        return _Item(prefix, replace(frame, payload=payload), size)
 
     def _snapshot(self, parts: Sequence[Buffer], length: int) -> memoryview:
         block = self._pool.take(length)

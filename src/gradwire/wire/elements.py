@@ -8,7 +8,7 @@ msgpack gives some number or other; the decoder refuses it.
 
 from __future__ import annotations
 
-from gradwire.errors import CannotTravel, OverLimit
+from gradwire.errors import NotSerializable, OverLimit
 
 _Data = bytes | bytearray | memoryview
 
@@ -65,9 +65,9 @@ def check_arrived(data: _Data, most: int) -> None:
 
 
 def check_leaving(data: _Data, most: int) -> None:
-    """CannotTravel if a peer with the same limits would refuse so many."""
+    """NotSerializable if a peer with the same limits would refuse so many."""
     if len(data) > most and has_more_than(data, most):
-        raise CannotTravel(
+        raise NotSerializable(
             f"more than {most} numbers, texts and containers do not travel in one message",
             hint="send them as a tensor or a numpy array, or raise Limits(elements=…) on both ends",
         )

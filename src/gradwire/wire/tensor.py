@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.errors import BadMessage, CannotTravel, OverLimit
+from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT, Buffer
 from gradwire.wire.sparse import PARTS, put_together, take_apart
@@ -64,7 +64,7 @@ def encode_tensors(
     hot: every message with tensors
     """
     if len(tensors) > limits.tensors:
-        raise CannotTravel(
+        raise NotSerializable(
             f"{len(tensors)} tensors in one message are over the limit of {limits.tensors}",
             hint="stack them, send them in several calls, or raise Limits(tensors=…) on both ends",
         )
@@ -73,7 +73,7 @@ def encode_tensors(
     try:
         for tensor in tensors:
             headers.append(_encode(tensor, payload))  # noqa: PERF401  (an error says which)
-    except CannotTravel as refusal:
+    except NotSerializable as refusal:
         raise refusal.inside(f"tensors[{len(headers)}]") from None
     return headers, payload.buffers
 
@@ -217,8 +217,8 @@ def _encode_sparse(tensor: Tensor, payload: _Payload, flags: int, device: str) -
     return TensorHeader(code, tuple(tensor.shape), 0, flags, None, layout, device, parts)
 
 
-def _refusal(what: str, way_out: str) -> CannotTravel:
-    return CannotTravel(f"{what} does not travel", hint=way_out)
+def _refusal(what: str, way_out: str) -> NotSerializable:
+    return NotSerializable(f"{what} does not travel", hint=way_out)
 
 
 class _Block:

@@ -11,7 +11,7 @@ import pytest
 
 from gradwire import threads
 from gradwire.agent.links import readers as lines_module
-from gradwire.agent.links.readers import Line, Lines
+from gradwire.agent.links.readers import ChannelReader, ChannelReaders
 from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.unix import UnixTransport
@@ -28,7 +28,7 @@ class Desk:
         self.ended: list[str] = []
         self.jobs: dict[int, object] = {}
         self.threads: list[threading.Thread] = []
-        self.lines = Lines(self._spawn, self._take, self._end)
+        self.lines = ChannelReaders(self._spawn, self._take, self._end)
 
     def open(self) -> None:
         self.lines.open(1, self.here, "peer")
@@ -91,7 +91,7 @@ def test_after_an_answer_whoever_waits_reads(desk):
         desk.send(n, IS_ANSWER)
         desk.wait(n)
     readers = [desk.reader_of(n) for n in range(1, 50)]
-    assert readers.count(me) > 25  # the keeper may have been first now and then
+    assert readers.count(me) > 25  # the watchdog may have been first now and then
 
 
 def test_what_nobody_waits_for_is_found_by_the_keeper(desk):
@@ -171,7 +171,7 @@ def test_a_frame_that_cannot_be_taken_ends_the_channel_whoever_read_it(desk):
 def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
     here, _ = MemoryNetwork().pair()
     spawned = []
-    lines = Lines(lambda what, *_: spawned.append(what), lambda *_: None, lambda *_: None)
+    lines = ChannelReaders(lambda what, *_: spawned.append(what), lambda *_: None, lambda *_: None)
     lines.open(1, here, "peer")  # its reader is about to read, but does not get there yet
     (line,) = lines._lines.values()
     lines._keep(line)
@@ -187,7 +187,7 @@ def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
 
 
 def test_a_line_whose_reader_goes_on_while_it_is_looked_at_is_not_forgotten():
-    class GoesOn(Line):
+    class GoesOn(ChannelReader):
         """Its reader has the role at the first look, and at the second no more."""
 
         looks = 0
@@ -201,7 +201,7 @@ def test_a_line_whose_reader_goes_on_while_it_is_looked_at_is_not_forgotten():
         def is_attended(self, value):
             pass
 
-    lines = Lines(lambda *_: None, lambda *_: None, lambda *_: None)
+    lines = ChannelReaders(lambda *_: None, lambda *_: None, lambda *_: None)
     line = GoesOn(1, MemoryNetwork().pair()[0], lines)
     lines._in_use[line] = None
     lines._look_at(line)
@@ -305,7 +305,7 @@ def test_an_interrupt_while_a_frame_is_handled_ends_the_channel_rather_than_lose
 @pytest.mark.parametrize("ends", [socket_ends, memory_ends])
 def test_an_interrupt_before_a_taken_frame_has_a_name_ends_the_channel(ends, size):
     here, there, (holder, lock) = ends()
-    lines = Lines(lambda *_: None, lambda *_: None, lambda *_: None)
+    lines = ChannelReaders(lambda *_: None, lambda *_: None, lambda *_: None)
     lines.open(1, here, "peer")  # its reader does not get to read
     there.send(Frame(1, 0, 1, bytes(size), ()), time.monotonic() + 10)
     setattr(holder, lock, InterruptedOnce(getattr(holder, lock)))

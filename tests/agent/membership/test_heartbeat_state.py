@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import Timeouts, UsageError
-from gradwire.agent.membership.heartbeat_state import Patience, Pulse
+from gradwire.agent.membership.heartbeat_state import FailureDetector, Patience
 
 PATIENCE = Patience(suspect=5.0, dead=15.0)
 
@@ -16,7 +16,7 @@ class Watch:
     """A pulse and the links it looks at, each with its sign."""
 
     def __init__(self, *links: str) -> None:
-        self.pulse: Pulse[str] = Pulse(PATIENCE)
+        self.pulse: FailureDetector[str] = FailureDetector(PATIENCE)
         self.signs: dict[str, int | None] = dict.fromkeys(links, 0)
         self.now = 100.0
         self.asked: list[tuple[float, str]] = []
@@ -147,7 +147,7 @@ def test_silence_is_told_as_it_is():
     st.lists(st.booleans(), max_size=60),
 )
 def test_nobody_is_given_up_that_was_heard_within_the_time(pauses, heard):
-    pulse: Pulse[str] = Pulse(PATIENCE)
+    pulse: FailureDetector[str] = FailureDetector(PATIENCE)
     now, sign, last = 0.0, 0, 0.0
     asked_at: float | None = None
     pulse.look(now, {"a": sign})

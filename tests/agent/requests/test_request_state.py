@@ -67,12 +67,12 @@ def test_a_request_that_nobody_wants_is_taken_out_once_with_the_channel_it_went_
 
 
 def test_what_was_made_for_an_errand_ends_with_it():
-    table, errand = CallTable(), object()
-    made = table.opened(replace(pending(), errand=errand))
+    table, inbound = CallTable(), object()
+    made = table.opened(replace(pending(), inbound=inbound))
     free = table.opened(pending())
 
-    assert [n for n, *_ in table.made_for(errand)] == [made]
-    assert table.made_for(errand) == []
+    assert [n for n, *_ in table.made_for(inbound)] == [made]
+    assert table.made_for(inbound) == []
     assert table.answered(free) is not None
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from gradwire.agent.serving.latency_estimate import Pace
+from gradwire.agent.serving.latency_estimate import LatencyEstimate
 
 
 def test_what_was_never_seen_is_not_short():
-    assert not Pace().is_short("f")
+    assert not LatencyEstimate().is_short("f")
 
 
 def test_it_is_what_it_was_lately():
-    pace = Pace()
+    pace = LatencyEstimate()
     pace.took("f", 0.0001)
     assert pace.is_short("f")
 
@@ -24,7 +24,7 @@ def test_it_is_what_it_was_lately():
 
 
 def test_names_do_not_add_up():
-    pace = Pace()
+    pace = LatencyEstimate()
     for n in range(100_000):
         pace.took(f"f{n}", 0.0)
 

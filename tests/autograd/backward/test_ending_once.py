@@ -12,15 +12,15 @@ from gradwire.autograd.graph.walk import Landmarks
 from gradwire.autograd.undo import leaf as leaves
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import Nested
-from gradwire.autograd.undo.undo_log import Ledger
+from gradwire.autograd.undo.undo_log import UndoLog
 
 
-def adds(leaf, value, ledger):
+def adds(leaf, value, undo_log):
     """A run of a pass adds to the leaf."""
     loss = leaf * value
     node = loss.grad_fn.next_functions[0][0]
     landmarks = Landmarks([node], [], [])
-    accumulate((loss,), (torch.ones(()),), ledger, landmarks, lambda: None, retain_graph=False)
+    accumulate((loss,), (torch.ones(()),), undo_log, landmarks, lambda: None, retain_graph=False)
 
 
 class Slow:
@@ -54,9 +54,9 @@ def slow():
 
 
 @pytest.fixture
-def ledger(leaf, slow):
+def undo_log(leaf, slow):
     """Of a pass that has added to the leaf."""
-    made = Ledger(LeafLocks(), None)
+    made = UndoLog(LeafLocks(), None)
     made.nested.append(Nested(slow.end_well, slow.give_up))
     adds(leaf, 3.0, made)
     assert leaf.grad == 5
@@ -64,9 +64,9 @@ def ledger(leaf, slow):
 
 
 @pytest.fixture
-def undoing(ledger, slow):
+def undoing(undo_log, slow):
     """A thread that is in the middle of putting back."""
-    thread = threading.Thread(target=ledger.undo)
+    thread = threading.Thread(target=undo_log.undo)
     thread.start()
     assert slow.has_begun.wait(10)
     yield thread
@@ -74,19 +74,19 @@ def undoing(ledger, slow):
     thread.join(10)
 
 
-def test_a_second_that_puts_back_waits_for_the_first(ledger, leaf, slow, undoing):
-    assert not ledger.undo(seconds=0)
+def test_a_second_that_puts_back_waits_for_the_first(undo_log, leaf, slow, undoing):
+    assert not undo_log.undo(seconds=0)
     assert leaf.grad == 5
 
     slow.goes_on.set()
-    assert ledger.undo()
+    assert undo_log.undo()
     assert leaf.grad == 2
-    assert (slow.taken_back, slow.ended_well, ledger.what_stays("w1")) == (1, 0, "")
+    assert (slow.taken_back, slow.ended_well, undo_log.what_stays("w1")) == (1, 0, "")
 
 
-def test_many_that_put_back_at_once_do_it_once(ledger, leaf, slow, undoing):
+def test_many_that_put_back_at_once_do_it_once(undo_log, leaf, slow, undoing):
     results = []
-    others = [threading.Thread(target=lambda: results.append(ledger.undo())) for _ in range(4)]
+    others = [threading.Thread(target=lambda: results.append(undo_log.undo())) for _ in range(4)]
     for other in others:
         other.start()
     slow.goes_on.set()
@@ -95,40 +95,40 @@ def test_many_that_put_back_at_once_do_it_once(ledger, leaf, slow, undoing):
 
     assert results == [True] * 4
     assert leaf.grad == 2
-    assert (slow.taken_back, ledger.what_stays("w1")) == (1, "")
+    assert (slow.taken_back, undo_log.what_stays("w1")) == (1, "")
 
 
 @pytest.mark.parametrize("end", ["keep", "drop"])
-def test_what_is_being_put_back_is_not_kept(ledger, leaf, slow, undoing, end):
-    getattr(ledger, end)()
+def test_what_is_being_put_back_is_not_kept(undo_log, leaf, slow, undoing, end):
+    getattr(undo_log, end)()
 
-    assert ledger.has_changed
+    assert undo_log.has_changed
     slow.goes_on.set()
-    assert ledger.undo()
+    assert undo_log.undo()
     assert leaf.grad == 2
     assert (slow.taken_back, slow.ended_well) == (1, 0)
 
 
-def test_what_was_kept_is_not_put_back(ledger, leaf, slow):
-    ledger.keep()
-    assert ledger.undo()
-    ledger.keep()
+def test_what_was_kept_is_not_put_back(undo_log, leaf, slow):
+    undo_log.keep()
+    assert undo_log.undo()
+    undo_log.keep()
 
     assert leaf.grad == 5
-    assert (slow.taken_back, slow.ended_well, ledger.what_stays("w1")) == (0, 1, "")
+    assert (slow.taken_back, slow.ended_well, undo_log.what_stays("w1")) == (0, 1, "")
 
 
 def test_a_pass_inside_that_cannot_be_taken_back_does_not_keep_the_rest(leaf):
     def give_up():
         raise RuntimeError("nobody listens")
 
-    ledger = Ledger(LeafLocks(), None)
-    ledger.nested.append(Nested(lambda: None, give_up))
-    adds(leaf, 3.0, ledger)
+    undo_log = UndoLog(LeafLocks(), None)
+    undo_log.nested.append(Nested(lambda: None, give_up))
+    adds(leaf, 3.0, undo_log)
 
-    assert ledger.undo()
+    assert undo_log.undo()
     assert leaf.grad == 2
-    assert "stays as it is on w1" in ledger.what_stays("w1")
+    assert "stays as it is on w1" in undo_log.what_stays("w1")
 
 
 class Interrupted(list):
@@ -156,27 +156,27 @@ class Interrupted(list):
 @pytest.mark.parametrize("ends", [0, 2], ids=["an earlier one", "a later one"])
 def test_another_pass_ends_well_while_one_is_taken_out(leaf, ends):
     locks = LeafLocks()
-    ledgers = [Ledger(locks, None) for _ in range(4)]
-    for n, ledger in enumerate(ledgers):
-        adds(leaf, 10.0**n, ledger)
+    undo_logs = [UndoLog(locks, None) for _ in range(4)]
+    for n, undo_log in enumerate(undo_logs):
+        adds(leaf, 10.0**n, undo_log)
     record = locks.of(leaf)
-    record.unfinished = Interrupted(record.unfinished, ledgers[ends])
+    record.unfinished = Interrupted(record.unfinished, undo_logs[ends])
 
-    assert ledgers[1].undo()
+    assert undo_logs[1].undo()
     assert leaf.grad == 2 + 1 + 100 + 1000
-    assert ledgers[3].undo()
+    assert undo_logs[3].undo()
     assert leaf.grad == 2 + 1 + 100
     for n in {0, 2} - {ends}:
-        assert ledgers[n].undo()
+        assert undo_logs[n].undo()
     assert leaf.grad == 2 + 10.0**ends
     assert record.unfinished == []
-    assert [ledger.what_stays("w1") for ledger in ledgers] == [""] * 4
+    assert [undo_log.what_stays("w1") for undo_log in undo_logs] == [""] * 4
 
 
 def test_what_cannot_be_taken_out_in_time_is_part_of_the_sum(leaf, monkeypatch):
     monkeypatch.setattr(leaves, "_LEAF_SECONDS", 0)
     locks = LeafLocks()
-    failed, other = Ledger(locks, None), Ledger(locks, None)
+    failed, other = UndoLog(locks, None), UndoLog(locks, None)
     adds(leaf, 3.0, failed)
     record = locks.of(leaf)
     held, release = threading.Event(), threading.Event()

@@ -11,20 +11,20 @@ from gradwire.autograd.backward.engine_run import accumulate
 from gradwire.autograd.graph.walk import Landmarks
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.replay import Part, folded, is_total, total, without
-from gradwire.autograd.undo.undo_log import Ledger, _by_run
+from gradwire.autograd.undo.undo_log import UndoLog, _by_run
 
 VALUES = [0.1, 3e7, 0.7, 1e-3, 5e6, 0.2, 0.3, 1e8]
 
 
-def adds(leaf, value, ledger):
-    """A run of a pass adds to the leaf; without a ledger it is a backward that keeps no books."""
+def adds(leaf, value, undo_log):
+    """A run of a pass adds to the leaf; without a undo log it is a backward that keeps no books."""
     loss = leaf * value
-    if ledger is None:
+    if undo_log is None:
         loss.backward()
         return
     node = loss.grad_fn.next_functions[0][0]
     landmarks = Landmarks([node], [], [])
-    accumulate((loss,), (torch.ones(()),), ledger, landmarks, lambda: None, retain_graph=False)
+    accumulate((loss,), (torch.ones(()),), undo_log, landmarks, lambda: None, retain_graph=False)
 
 
 def summed(base, values):
@@ -50,20 +50,20 @@ def test_what_is_left_is_what_the_others_have_added_in_their_order(into_map, act
         into[leaf] = base.clone()
     elif has_base:
         leaf.grad = base.clone()
-    ledgers, expected = {}, []
+    undo_logs, expected = {}, []
     for n, (act, who) in enumerate([*acts, *(("undo", who) for who in range(4))]):
         value = VALUES[n % len(VALUES)]
         if act == "local" and not into_map:
             adds(leaf, value, None)
             expected.append((None, value))
-        elif act == "adds" and who not in ledgers:
-            ledgers[who] = Ledger(locks, into)
-            adds(leaf, value, ledgers[who])
-            expected.append((ledgers[who], value))
-        elif act == "keep" and who in ledgers:
-            ledgers.pop(who).keep()
-        elif act == "undo" and who in ledgers:
-            failed = ledgers.pop(who)
+        elif act == "adds" and who not in undo_logs:
+            undo_logs[who] = UndoLog(locks, into)
+            adds(leaf, value, undo_logs[who])
+            expected.append((undo_logs[who], value))
+        elif act == "keep" and who in undo_logs:
+            undo_logs.pop(who).keep()
+        elif act == "undo" and who in undo_logs:
+            failed = undo_logs.pop(who)
             failed.undo()
             assert failed.what_stays("w1") == ""
             expected = [one for one in expected if one[0] is not failed]

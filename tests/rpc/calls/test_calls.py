@@ -15,8 +15,8 @@ import torch
 import gradwire as gw
 from gradwire.errors import (
     CallTimeout,
-    CannotTravel,
     NotExposed,
+    NotSerializable,
     RemoteError,
     UnknownWorker,
     UsageError,
@@ -258,7 +258,7 @@ def test_many_calls_from_many_threads_get_each_its_own_answer(workers):
 
 @pytest.mark.parametrize("how", [gw.rpc_sync, gw.rpc_async, gw.remote])
 def test_an_argument_that_cannot_travel_is_named_with_its_place(workers, how):
-    with pytest.raises(CannotTravel) as raised:
+    with pytest.raises(NotSerializable) as raised:
         workers[0].run(how, "w1", echoed, args=(1, {"a": [2, threading.Lock()]}))
 
     assert raised.value.place.endswith('[1]["a"][1]')
@@ -268,26 +268,26 @@ def test_an_argument_that_cannot_travel_is_named_with_its_place(workers, how):
 
 
 def test_a_keyword_argument_that_cannot_travel_is_named_with_its_place(workers):
-    with pytest.raises(CannotTravel) as raised:
+    with pytest.raises(NotSerializable) as raised:
         workers[0].run(gw.rpc_sync, "w1", echoed, kwargs={"lock": threading.Lock()})
 
     assert str(raised.value).startswith('kwargs["lock"]: a value of type _thread.lock')
 
 
 def test_a_result_that_cannot_travel_is_named_with_its_place_and_its_worker(workers):
-    with pytest.raises(CannotTravel) as raised:
+    with pytest.raises(NotSerializable) as raised:
         workers[0].run(call, "w1", make_lock_deep_inside)
 
     assert 'result["parts"][1][1]: a value of type _thread.lock does not travel' in str(
         raised.value
     )
-    assert "CannotTravel on w1" in str(raised.value)
+    assert "NotSerializable on w1" in str(raised.value)
 
 
 def test_a_result_that_cannot_travel_can_stay_where_it_is(workers):
     def made_and_fetched():
         rref = gw.remote("w1", make_lock)
-        with pytest.raises(CannotTravel, match=r"result: a value of type _thread\.lock"):
+        with pytest.raises(NotSerializable, match=r"result: a value of type _thread\.lock"):
             rref.to_here()
 
     workers[0].run(made_and_fetched)
@@ -297,7 +297,7 @@ def test_a_future_does_not_travel(workers):
     def sent():
         gw.rpc_sync("w1", echoed, args=(gw.rpc_async("w1", name),))
 
-    with pytest.raises(CannotTravel, match="a future does not travel"):
+    with pytest.raises(NotSerializable, match="a future does not travel"):
         workers[0].run(sent)
 
 

@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.agent.serving.inbound_request import Source
 from gradwire.errors import CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.options import Options
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
 from tests.gates import GATES
@@ -91,8 +91,8 @@ def test_a_function_that_has_not_begun_is_dropped_when_its_caller_has_given_up(g
         begun(gate)
         with pytest.raises(CallTimeout):
             two[0].run(gw.rpc_sync, "w1", mark, args=(gate, "ran"), timeout=0.02)
-        errands = two[1].worker.agent.dispatch.errands
-        assert eventually(lambda: any(e.cancelled for e in errands._open))
+        inbound_requests = two[1].worker.agent.dispatch.inbound_requests
+        assert eventually(lambda: any(e.cancelled for e in inbound_requests._open))
         GATES[gate].set()
 
         assert first.wait() == "w1"
@@ -110,8 +110,8 @@ def test_the_references_of_a_function_that_never_began_are_let_go(gate):
         begun(gate)
         with pytest.raises(CallTimeout):
             two[0].run(gw.rpc_sync, "w1", mark, args=(gate, [mine, theirs]), timeout=0.02)
-        errands = two[1].worker.agent.dispatch.errands
-        assert eventually(lambda: any(e.cancelled for e in errands._open))
+        inbound_requests = two[1].worker.agent.dispatch.inbound_requests
+        assert eventually(lambda: any(e.cancelled for e in inbound_requests._open))
         GATES[gate].set()
         first.wait()
         del mine, theirs
@@ -165,8 +165,8 @@ def test_a_running_function_ends_at_its_next_use_of_gradwire(workers, gate):
 
 def test_a_manner_may_run_what_nobody_waits_for(gate):
     """As torch.distributed.rpc does: a call that is late runs, and so does one behind it."""
-    manner = Manner(runs_what_is_late=True)
-    with cluster(3, expose=[HERE], options=ONE_AT_A_TIME, manner=manner) as three:
+    behavior = Behavior(runs_what_is_late=True)
+    with cluster(3, expose=[HERE], options=ONE_AT_A_TIME, behavior=behavior) as three:
         with three[0].worker.scope():
             late = gw.rpc_async("w1", hold_here, args=(gate,), timeout=0.05)
             behind = gw.rpc_async("w1", mark, args=(gate, "ran"), timeout=0.05)
@@ -306,13 +306,13 @@ def test_what_is_not_a_call_of_the_peers_is_left_alone(workers, gate):
     """A Cancel for numbers that mean nothing, or those of another worker, does nothing."""
     call = workers[0].run(gw.rpc_async, "w1", hold_here, args=(gate,))
     begun(gate)
-    errands = workers[1].worker.agent.dispatch.errands
-    (errand,) = errands._open
+    inbound_requests = workers[1].worker.agent.dispatch.inbound_requests
+    (inbound,) = inbound_requests._open
 
-    assert errands.asked_by(0, errand.channel, [errand.request]) == [errand]
-    assert errands.asked_by(0, errand.channel, [errand.request + 1]) == []
-    assert errands.asked_by(2, errand.channel, [errand.request]) == []
-    assert errands.asked_by(0, object(), [errand.request]) == []
+    assert inbound_requests.asked_by(0, inbound.channel, [inbound.request]) == [inbound]
+    assert inbound_requests.asked_by(0, inbound.channel, [inbound.request + 1]) == []
+    assert inbound_requests.asked_by(2, inbound.channel, [inbound.request]) == []
+    assert inbound_requests.asked_by(0, object(), [inbound.request]) == []
     GATES[gate].set()
     assert call.wait() == "w1"
 

@@ -17,10 +17,10 @@ import gradwire as gw
 from gradwire.errors import (
     BackwardTimeout,
     CallTimeout,
-    CannotTravel,
     ContextClosed,
     GraphCutWarning,
     NotExposed,
+    NotSerializable,
     RemoteError,
     UnknownWorker,
     UsageError,
@@ -547,8 +547,8 @@ def failing_calls(gate):
     with gw.context():
         for error, to, function, args, options in (
             (UnknownWorker, "w9", weighted, (sent,), {}),
-            (CannotTravel, "w1", weighted, (sent, threading.Lock()), {}),
-            (CannotTravel, "w1", make_lock, (sent,), {}),
+            (NotSerializable, "w1", weighted, (sent, threading.Lock()), {}),
+            (NotSerializable, "w1", make_lock, (sent,), {}),
             (NotExposed, "w1", _not_exposed, (sent,), {}),
             (NotExposed, "w1", lambda x: x, (sent,), {}),
             (ValueError, "w1", fail_with, (sent,), {}),

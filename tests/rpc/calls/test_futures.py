@@ -349,8 +349,8 @@ def test_what_somebody_has_asked_for_is_not_logged(workers, caplog, ask):
     del future
 
     assert eventually(lambda: gc.collect() or gone() is None)
-    janitor = workers[0].worker.refs._janitor
-    assert eventually(lambda: not janitor.is_busy)
+    finalizers = workers[0].worker.refs._finalizers
+    assert eventually(lambda: not finalizers.is_busy)
     assert logged(caplog) == []
 
 

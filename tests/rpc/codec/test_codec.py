@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.errors import BadMessage, CannotTravel, NotExposed
+from gradwire.errors import BadMessage, NotExposed, NotSerializable
 from gradwire.options import Limits
 from gradwire.rpc.codec import builtin_types, named_types, numpy_types, tags, user_codecs
 from gradwire.rpc.codec.codec import Codec
@@ -400,7 +400,9 @@ def test_an_extension_travels_as_what_it_makes_of_itself():
     codec.extend(Ticket, 64, lambda ticket: [ticket.n, "t"], lambda data: Ticket(data[0]))
 
     assert crossed(codec, {"t": (Ticket(5),)})["t"][0].n == 5
-    with pytest.raises(CannotTravel, match=r"args: a value of type .*LateTicket does not travel"):
+    with pytest.raises(
+        NotSerializable, match=r"args: a value of type .*LateTicket does not travel"
+    ):
         codec.pack(LateTicket(1))
     with pytest.raises(BadMessage, match="malformed: TypeError"):
         codec.unpack(msgspec.msgpack.encode([64, 3]), [])
@@ -441,7 +443,7 @@ def test_tags_are_never_shared():
 
 
 def refused(codec, value, **place):
-    with pytest.raises(CannotTravel) as caught:
+    with pytest.raises(NotSerializable) as caught:
         codec.pack(value, **place)
     return caught.value
 
@@ -548,7 +550,7 @@ def test_a_place_may_name_the_elements_of_a_tuple(codec, value, place):
     ids=["objects", "fields", "one record", "pointers", "nothing", "attributes", "unset"],
 )
 def test_what_would_arrive_as_less_than_it_is_is_refused(codec, value, what, hint):
-    with pytest.raises(CannotTravel, match=rf"args: a.*{what}[^\n]*\nhint: .*{hint}"):
+    with pytest.raises(NotSerializable, match=rf"args: a.*{what}[^\n]*\nhint: .*{hint}"):
         codec.pack(value)
 
 
@@ -590,7 +592,7 @@ def test_a_depth_that_python_cannot_walk_is_refused_on_both_ends():
     for _ in range(5000):
         deep = [deep]
 
-    with pytest.raises(CannotTravel, match="deeper than Python's stack"):
+    with pytest.raises(NotSerializable, match="deeper than Python's stack"):
         codec.pack(deep)
     with pytest.raises(BadMessage, match="malformed: RecursionError"):
         codec.unpack(b"\x92\x00" * 5000 + b"\xc0", [])
@@ -600,7 +602,7 @@ def test_bulk_data_outside_of_tensors_is_refused_before_it_is_sent():
     codec = Codec(Table(), Limits(head=100))
 
     with pytest.raises(
-        CannotTravel, match=r"10\d bytes besides tensors are over the limit of 100\nhint"
+        NotSerializable, match=r"10\d bytes besides tensors are over the limit of 100\nhint"
     ):
         codec.pack(b"x" * 100)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.options import Limits
-from gradwire.rpc.codec.codec import Codec, Unopened
+from gradwire.rpc.codec.codec import Codec, Undecoded
 from gradwire.rpc.expose.registry import Registry
 
 CODEC = Codec(Registry(), Limits())
@@ -55,7 +55,7 @@ def test_whatever_else_is_packed_alike_or_left_to_the_walk(value):
     flat = CODEC.maybe_pack(value)
     assert flat is None or (flat[0] == data and shown(flat[1]) == shown(tensors))
     came = CODEC.maybe_unpack(data, tensors)
-    assert isinstance(came, Unopened) or shown(came) == shown(value)
+    assert isinstance(came, Undecoded) or shown(came) == shown(value)
 
 
 odd_tags = st.sampled_from([0, 1, 2, 5, True, False, 5.0, 2.0, 1.0, -1, None, "1"])
@@ -75,8 +75,8 @@ skeletons = st.recursive(
 def test_no_skeleton_passes_that_the_walk_would_refuse(skeleton, count):
     data, tensors = msgspec.msgpack.encode(skeleton), [torch.ones(1)] * count
     value = CODEC.maybe_unpack(data, tensors)
-    if not isinstance(value, Unopened):
-        assert shown(CODEC.open(Unopened(skeleton), tensors)) == shown(value)
+    if not isinstance(value, Undecoded):
+        assert shown(CODEC.open(Undecoded(skeleton), tensors)) == shown(value)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_no_skeleton_passes_that_the_walk_would_refuse(skeleton, count):
 )
 def test_what_does_not_fit_is_refused_by_the_walk(skeleton, count):
     data, tensors = msgspec.msgpack.encode(skeleton), [torch.ones(1)] * count
-    assert isinstance(CODEC.maybe_unpack(data, tensors), Unopened)
+    assert isinstance(CODEC.maybe_unpack(data, tensors), Undecoded)
     with pytest.raises(BadMessage):
         CODEC.unpack(data, tensors)
 
@@ -112,6 +112,6 @@ def test_limits_are_for_the_walk_to_judge():
     assert short.maybe_pack(many) is None
     assert narrow.maybe_pack(many) is None
     assert shallow.maybe_pack(call) is None
-    assert isinstance(shallow.maybe_unpack(data, ()), Unopened)
+    assert isinstance(shallow.maybe_unpack(data, ()), Undecoded)
     with pytest.raises(OverLimit, match="more than 8 values"):
         short.maybe_unpack(data, ())

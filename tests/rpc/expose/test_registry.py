@@ -203,7 +203,7 @@ class Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
-class Odd(ValueError):
+class Fallback(ValueError):
     pass
 
 
@@ -435,7 +435,7 @@ def test_a_lookup_imports_nothing(bare, monkeypatch):
 
 
 def test_a_module_gives_the_public_functions_and_classes_it_defines(registry, bare):
-    for target in (double, remembered, Counter, Counter.add, Odd):
+    for target in (double, remembered, Counter, Counter.add, Fallback):
         assert registry.lookup(name_of(target)) is target
         with pytest.raises(NotExposed, match="is not exposed on this worker"):
             bare.lookup(name_of(target))
@@ -859,8 +859,8 @@ def test_exceptions_are_found_again_if_they_are_builtin_ours_listed_or_exposed(r
     assert exception_name(ValueError) == "builtins:ValueError"
     assert exception_name(errors.PeerLost) == "gradwire.errors:PeerLost"
     assert exception_name(torch.OutOfMemoryError) == "torch:OutOfMemoryError"
-    assert registry.exception_type(exception_name(Odd)) is Odd
-    assert bare.exception_type(exception_name(Odd)) is None
+    assert registry.exception_type(exception_name(Fallback)) is Fallback
+    assert bare.exception_type(exception_name(Fallback)) is None
     assert Registry(expose=[Leave]).exception_type(exception_name(Leave)) is Leave
 
 

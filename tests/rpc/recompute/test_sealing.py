@@ -31,10 +31,10 @@ def test_it_cannot_be_changed(place):
         opened(bytes(changed), "m:f")
 
 
-@pytest.mark.parametrize("parcel", [b"", b"x", b"x" * 16, b"x" * 40])
-def test_it_cannot_be_made_up(parcel):
+@pytest.mark.parametrize("body", [b"", b"x", b"x" * 16, b"x" * 40])
+def test_it_cannot_be_made_up(body):
     with pytest.raises(BadMessage, match="earlier life"):
-        opened(parcel, "m:f")
+        opened(body, "m:f")
 
 
 def test_it_is_for_one_function():

@@ -12,11 +12,11 @@ import pytest
 
 import gradwire as gw
 from gradwire.agent.serving.inbound_request import Source
-from gradwire.errors import BadMessage, CannotTravel, EarlierLife, RemoteError, UsageError
+from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncarnation, UsageError
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target
-from gradwire.rpc.refs.borrow import Borrowed, Lent
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.borrow import Borrowed, LentRef
+from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.scope import is_due, was_due
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
@@ -77,7 +77,7 @@ def test_only_what_is_counted_and_held_is_lent(workers):
     def program():
         box, mine = made_on_w1(), gw.RRef(3)
         refs = workers[0].worker.refs
-        assert isinstance(refs.lending.maybe_lent(box.hold), Lent)
+        assert isinstance(refs.lending.maybe_lent(box.hold), LentRef)
         assert refs.lending.maybe_lent(mine.hold) is None
         new = refs.keep_elsewhere(1)
         assert refs.lending.maybe_lent(new) is None
@@ -95,7 +95,7 @@ def test_who_does_not_hold_a_value_cannot_lend_it(workers):
     hold = kept.hold
 
     def steal():
-        worker, target = workers[2].worker, Target(".get", (Lent(hold),), {})
+        worker, target = workers[2].worker, Target(".get", (LentRef(hold),), {})
         with pytest.raises(RemoteError, match=r"w2 does not hold r0\.\d+"):
             worker.calls.call(1, target, worker.deadline(None))
 
@@ -106,7 +106,7 @@ def test_who_does_not_hold_a_value_cannot_lend_it(workers):
 def test_what_is_gone_is_not_there_to_be_lent(workers):
     def program():
         worker = workers[0].worker
-        target = Target(".get", (Lent(Hold(RefId(0, 999), 1, None)),), {})
+        target = Target(".get", (LentRef(RefHandle(RefId(0, 999), 1, None)),), {})
         with pytest.raises(RemoteError, match=r"r0\.999 is not kept on w1 any more"):
             worker.calls.call(1, target, worker.deadline(None))
 
@@ -126,7 +126,7 @@ def test_what_is_no_name_is_refused(workers, said):
 def test_an_earlier_life_s_is_refused(workers):
     token = is_due(math.inf, Source(0, None, 1))
     try:
-        with pytest.raises(EarlierLife, match="belonged to life -1 of w1"):
+        with pytest.raises(StaleIncarnation, match="belonged to life -1 of w1"):
             workers[1].worker.refs.lending.borrowed([0, 1, -1])
     finally:
         was_due(token)
@@ -139,8 +139,8 @@ def test_it_is_lent_to_calls_only(workers):
 
 def test_what_is_borrowed_cannot_be_passed_on(workers):
     def program():
-        borrowed = Borrowed(Hold(RefId(1, 1), 1, None))
-        with pytest.raises(CannotTravel, match="Borrowed does not travel"):
+        borrowed = Borrowed(RefHandle(RefId(1, 1), 1, None))
+        with pytest.raises(NotSerializable, match="Borrowed does not travel"):
             gw.rpc_sync("w1", look_at, args=(borrowed,))
 
     workers[0].run(program)

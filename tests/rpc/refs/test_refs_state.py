@@ -16,14 +16,14 @@ from gradwire.ids import ForkId, RefId
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
-    Broken,
     Confirmed,
     Forget,
-    Hold,
+    RefHandle,
     RefStatistics,
     SendAccept,
     SendDrop,
     SendFork,
+    Unreachable,
     Verdict,
 )
 from gradwire.rpc.refs.state import RefTable
@@ -41,12 +41,12 @@ EMPTY = RefStatistics(
 )
 
 
-def fork_of(hold: Hold) -> ForkId:
+def fork_of(hold: RefHandle) -> ForkId:
     assert hold.fork is not None
     return hold.fork
 
 
-def created(creator: RefTable, owner: RefTable, number: int = B) -> Hold:
+def created(creator: RefTable, owner: RefTable, number: int = B) -> RefHandle:
     """A value that `creator` made on `owner`, everything about it said."""
     hold = creator.create(number)
     assert owner.owned.creation_arrived(hold.ref, fork_of(hold)) == []
@@ -54,7 +54,9 @@ def created(creator: RefTable, owner: RefTable, number: int = B) -> Hold:
     return hold
 
 
-def passed(giver: RefTable, hold: Hold, taker: RefTable, to: int) -> tuple[Hold, list[Action]]:
+def passed(
+    giver: RefTable, hold: RefHandle, taker: RefTable, to: int
+) -> tuple[RefHandle, list[Action]]:
     """The reference travels, nothing else does."""
     return taker.arrived(hold.ref, hold.owner, giver.pack(hold, to))
 
@@ -156,7 +158,7 @@ def test_a_creating_call_that_was_lost_breaks_its_reference():
     hold, gone = a.create(B), a.create(B)
     a.hold_ended(gone)
 
-    assert a.creation_lost(fork_of(hold)) == [Broken(hold.ref, fork_of(hold), B)]
+    assert a.creation_lost(fork_of(hold)) == [Unreachable(hold.ref, fork_of(hold), B)]
     assert a.creation_lost(fork_of(gone)) == []
     assert a.peer_lost(B) == []
     assert a.hold_ended(hold) == []
@@ -171,7 +173,7 @@ def test_a_value_of_ones_own_lives_as_long_as_its_last_hold():
     hold = b.create(B)
     again, _ = passed(b, hold, b, B)
 
-    assert again == hold == Hold(hold.ref, B, None)
+    assert again == hold == RefHandle(hold.ref, B, None)
     assert b.hold_ended(hold) == []
     assert b.hold_ended(again) == [Forget(hold.ref)]
 
@@ -270,7 +272,7 @@ def test_a_reference_that_comes_home_is_a_hold_and_accepted_at_once():
     hold = created(a, b)
     home, actions = passed(a, hold, b, B)
 
-    assert home == Hold(hold.ref, B, None)
+    assert home == RefHandle(hold.ref, B, None)
     (accept,) = actions
     assert isinstance(accept, SendAccept)
     assert accept.to == A
@@ -334,7 +336,7 @@ def test_a_reference_to_a_lost_owner_breaks_and_owes_nothing():
     gone = created(a, b)
     a.hold_ended(gone)
 
-    assert a.peer_lost(B) == [Broken(hold.ref, fork_of(hold), B)]
+    assert a.peer_lost(B) == [Unreachable(hold.ref, fork_of(hold), B)]
     assert a.peer_lost(B) == []
     assert not a.is_confirmed(fork_of(hold))
     assert not a.pending()
@@ -375,7 +377,7 @@ def test_a_reference_that_arrives_after_its_owner_was_lost_is_broken_and_frees_i
     c.peer_lost(B)
     theirs, actions = passed(a, hold, c, C)
 
-    assert actions == [Broken(hold.ref, fork_of(theirs), B), SendAccept(fork_of(theirs), A)]
+    assert actions == [Unreachable(hold.ref, fork_of(theirs), B), SendAccept(fork_of(theirs), A)]
 
 
 def test_a_waiting_reference_frees_its_maker_when_the_owner_is_lost():
@@ -417,7 +419,7 @@ def test_a_reference_breaks_when_its_maker_was_lost_before_the_owner_counted_it(
     assert b.peer_lost(A) == [Forget(ref)]
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
     c.peer_lost(A)
-    assert c.fork_answered(fork, Verdict.NEVER) == [Broken(ref, fork, A)]
+    assert c.fork_answered(fork, Verdict.NEVER) == [Unreachable(ref, fork, A)]
     assert c.hold_ended(theirs) == []
     assert c.statistics() == EMPTY
 
@@ -571,7 +573,7 @@ def test_a_fork_whose_creating_call_went_with_its_connection_never_comes():
     assert b.owned.fork_arrived(hold.ref, fork, C) is Verdict.NOT_YET
     assert a.may_come(fork, C) is Verdict.NEVER
     assert c.maker_answered(fork, Verdict.NEVER) == [
-        Broken(hold.ref, fork, B),
+        Unreachable(hold.ref, fork, B),
         SendAccept(fork, A),
     ]
     assert c.maker_answered(fork, Verdict.NEVER) == []
@@ -625,7 +627,7 @@ def test_an_awaited_value_breaks_when_its_creator_is_lost():
     hold = a.create(B)
     home, _ = passed(a, hold, b, B)
 
-    assert b.peer_lost(A) == [Broken(hold.ref, None, A)]
+    assert b.peer_lost(A) == [Unreachable(hold.ref, None, A)]
     with pytest.raises(PeerLost, match=r"r0\.0 cannot be passed on: w0 was lost before creating"):
         b.pack(home, C)
     assert b.hold_ended(home) == [Forget(hold.ref)]
@@ -639,7 +641,7 @@ def test_a_fork_of_an_awaited_value_is_counted_even_when_its_creator_is_lost():
     theirs, _ = passed(b, home, c, C)
     b.hold_ended(home)
 
-    assert b.peer_lost(A) == [Broken(hold.ref, None, A)]
+    assert b.peer_lost(A) == [Unreachable(hold.ref, None, A)]
     again, _ = passed(c, theirs, c, C)
     assert b.owned.fork_arrived(hold.ref, fork_of(again), C) is Verdict.COUNTED
 
@@ -650,7 +652,7 @@ def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
     b.peer_lost(A)
     home, actions = passed(a, hold, b, B)
 
-    assert actions == [Broken(hold.ref, None, A)]
+    assert actions == [Unreachable(hold.ref, None, A)]
     assert b.hold_ended(home) == [Forget(hold.ref)]
 
 
@@ -662,7 +664,7 @@ def test_a_repeated_fork_does_not_revive_a_value_that_came_home_broken():
     b.owned.drop_arrived(hold.ref, fork_of(theirs))
     assert b.peer_lost(A) == [Forget(hold.ref)]
     home, actions = passed(a, hold, b, B)
-    assert actions == [Broken(hold.ref, None, A)]
+    assert actions == [Unreachable(hold.ref, None, A)]
 
     assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
     assert b.owned.leaks() == []
@@ -743,8 +745,8 @@ class Cluster:
         self.knows_lost: set[tuple[int, int]] = set()
         self.net: list[Message] = []
         self.heard: list[Message] = []
-        self.unsent: list[tuple[Hold, Message]] = []
-        self.holds: list[tuple[int, Hold]] = []
+        self.unsent: list[tuple[RefHandle, Message]] = []
+        self.holds: list[tuple[int, RefHandle]] = []
         self.creating: list[tuple[int, ForkId]] = []
         self.calls: dict[ForkId, int] = {}
         self.broken: set[tuple[int, ForkId | RefId]] = set()
@@ -762,7 +764,7 @@ class Cluster:
             self.send(Message("create", worker, owner, hold.ref, hold.fork))
         return None
 
-    def pack(self, worker: int, hold: Hold, to: int) -> None:
+    def pack(self, worker: int, hold: RefHandle, to: int) -> None:
         try:
             fork = self.tables[worker].pack(hold, to)
         except UsageError:
@@ -879,7 +881,7 @@ class Cluster:
                     self.send(Message("expected", worker, to, fork=fork))
                 case SendAccept(fork, to):
                     self.send(Message("accept", worker, to, fork=fork))
-                case Broken(ref, fork, lost):
+                case Unreachable(ref, fork, lost):
                     assert lost in self.dead, f"{action} though nobody died"
                     self.broken.add((worker, fork or ref))
                 case Forget(ref):
@@ -923,7 +925,7 @@ class Cluster:
         for worker, hold in self.holds:
             assert hold.ref != ref or self.is_excused(worker, hold), f"w{worker} still has {hold}"
 
-    def is_excused(self, worker: int, hold: Hold) -> bool:
+    def is_excused(self, worker: int, hold: RefHandle) -> bool:
         """Broken, or bound to break: its maker died before the owner had counted it."""
         if (worker, hold.fork or hold.ref) in self.broken:
             return True

@@ -18,10 +18,10 @@ import gradwire as gw
 from gradwire.agent.membership.shutdown_state import OVER
 from gradwire.errors import (
     CallTimeout,
-    CannotTravel,
     DeadlinePassed,
     GraphCutWarning,
     NotExposed,
+    NotSerializable,
     RefLeakWarning,
     UsageError,
 )
@@ -262,7 +262,7 @@ def test_what_the_making_function_raised_here_is_raised_here_and_forgotten(worke
 
 def test_a_creation_that_cannot_leave_leaves_nothing(workers):
     for to in ("w0", "w1"):
-        with pytest.raises(CannotTravel, match="lock does not travel"):
+        with pytest.raises(NotSerializable, match="lock does not travel"):
             workers[0].run(gw.remote, to, Box, args=(threading.Lock(),))
 
 
@@ -595,7 +595,7 @@ def slow_reference(gate):
 
 def test_references_of_a_call_that_cannot_leave_are_taken_back(workers):
     rref = workers[0].run(gw.remote, "w1", Box, args=(1,))
-    with pytest.raises(CannotTravel):
+    with pytest.raises(NotSerializable):
         workers[0].run(gw.rpc_sync, "w2", echoed, args=(rref, threading.Lock()))
     assert in_statistics(workers[0], pending_children=0, held=1)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from gradwire.agent.links.acceptor_state import Strangers
+from gradwire.agent.links.acceptor_state import PendingHandshakes
 from gradwire.agent.links.handshake_state import Refusal
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.requests.clock import Clock
@@ -30,7 +30,7 @@ Welcome = Callable[[Channel, float], None]
 
 
 @final
-class Doorstep:
+class Acceptor:
     """The listener of one worker, and who stands before it."""
 
     def __init__(
@@ -40,7 +40,9 @@ class Doorstep:
         self._refusals = refusals
         self._seconds = options.timeouts.handshake
         fair = min(_FAIR_SECONDS, self._seconds)
-        self._strangers: Strangers[Channel] = Strangers(options.limits.strangers, fair)
+        self._pending_handshakes: PendingHandshakes[Channel] = PendingHandshakes(
+            options.limits.pending_handshakes, fair
+        )
         self._there: set[Channel] = set()
         """also those that have shown who they are, but were not introduced yet"""
         self._changed = threading.Condition()
@@ -67,9 +69,9 @@ class Doorstep:
     def proven(self, channel: Channel) -> None:
         """It has shown who it is, and does not stand in anybody's way; PeerLost if that is late."""
         with self._changed:
-            if not self._strangers.has(channel):
+            if not self._pending_handshakes.has(channel):
                 raise PeerLost("it was sent away meanwhile")
-            self._strangers.gone(channel)
+            self._pending_handshakes.gone(channel)
             self._changed.notify_all()
 
     def _accept(self) -> None:
@@ -92,21 +94,21 @@ class Doorstep:
         while True:
             with self._changed:
                 now = self._clock.now()
-                late = self._strangers.maybe_overdue(now)
+                late = self._pending_handshakes.maybe_overdue(now)
                 if late is not None:
-                    self._strangers.gone(late)
-                if self._closed or self._strangers.has_room:
-                    self._strangers.came(channel, now)
+                    self._pending_handshakes.gone(late)
+                if self._closed or self._pending_handshakes.has_room:
+                    self._pending_handshakes.came(channel, now)
                     self._there.add(channel)
                     break
-                self._clock.sleep(self._changed, self._strangers.next_due())
+                self._clock.sleep(self._changed, self._pending_handshakes.next_due())
         if late is not None:
             self._refuse("crowd", late, "it said nothing, and others waited")
         return not self._closed
 
     def _gone(self, channel: Channel) -> None:
         with self._changed:
-            self._strangers.gone(channel)
+            self._pending_handshakes.gone(channel)
             self._there.discard(channel)
             self._changed.notify_all()
 

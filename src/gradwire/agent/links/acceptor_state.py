@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @final
-class Strangers(Generic[T]):
+class PendingHandshakes(Generic[T]):
     """In the order in which they came."""
 
     def __init__(self, most: int, fair_seconds: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from gradwire.agent.links.readers import Lines
+from gradwire.agent.links.readers import ChannelReaders
 from gradwire.agent.requests.clock import Clock
 from gradwire.transport.base import Channel
 
@@ -35,7 +35,7 @@ class Ends:
 
     def wait(
         self,
-        lines: Lines,
+        lines: ChannelReaders,
         channel: Channel,
         has_ended: Callable[[], bool],
         telling: threading.RLock,

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn, final
 
 from gradwire.agent.links import handshake, introduction
-from gradwire.agent.links.acceptor import Doorstep
+from gradwire.agent.links.acceptor import Acceptor
 from gradwire.agent.links.channel_ends import Ends
-from gradwire.agent.links.readers import Line, Lines, OnFrame
+from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame
 from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
@@ -95,7 +95,7 @@ class Connections:
         self._timeouts = options.timeouts
         self._clock = clock
         self._refusals = refusals
-        self._doorstep = Doorstep(directory.me.name, listener, options, clock, refusals)
+        self._acceptor = Acceptor(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
         self._ends = Ends(clock)
         self._dialling: dict[WorkerId, threading.RLock] = {}
@@ -117,8 +117,8 @@ class Connections:
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""
         self._on_frame, self._on_end = on_frame, on_end
-        self.lines = Lines(self._threads.spawn, self._take, self._ended)
-        self._doorstep.open(self._threads.spawn, self._welcome)
+        self.lines = ChannelReaders(self._threads.spawn, self._take, self._ended)
+        self._acceptor.open(self._threads.spawn, self._welcome)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
         """A channel to this worker, dialled if there is none."""
@@ -162,7 +162,7 @@ class Connections:
         with self._lock:
             self._closed = True
             channels = [channel for known in self.channels.values() for channel in known]
-        self._doorstep.close(reason)
+        self._acceptor.close(reason)
         for channel in channels:
             channel.close(reason)
         self.lines.close()
@@ -219,7 +219,7 @@ class Connections:
         """Let in who connected, once it has shown who it is; or raise why not."""
         directory = self._directory
         name = handshake.examine(channel, self._secret, self._job, directory.me.name, until)
-        self._doorstep.proven(channel)
+        self._acceptor.proven(channel)
         theirs = self._heard(channel, until)
         member = introduction.check(theirs, name, directory, dialled=None)
         self._admit(member)
@@ -329,7 +329,7 @@ class Connections:
             return _Overtaken(f"{name} was lost while a connection to it was made")
         return None
 
-    def give_up(self, line: Line, error: GradwireError) -> None:
+    def give_up(self, line: ChannelReader, error: GradwireError) -> None:
         """Its peer is taken for gone: end the channel, whatever is still on its way."""
         self._ended(line, error)
 
@@ -339,7 +339,7 @@ class Connections:
             raise PeerLost("what is late of an earlier life is not read")
         return self._on_frame(worker, channel, frame, may_run)
 
-    def _ended(self, line: Line, error: GradwireError) -> None:
+    def _ended(self, line: ChannelReader, error: GradwireError) -> None:
         """With one channel to a worker all of them end, and the worker is lost.
 
         What was on its way is lost with a channel. Layers above are told of that by the loss of the

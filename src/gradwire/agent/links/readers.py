@@ -6,12 +6,12 @@ Waking a thread costs more than all the rest of a small call. So hand-overs are 
     a reader that gets a request which is known to be short runs it itself
 
 The right to read a line is its *role*. While a function runs on the thread that read it, or between
-two calls, the role is free: nobody reads. The keeper sees to that. It looks every 2 ms at the lines
-that were in use lately, takes what has come, and gives the line a reader. A line on which much was
-read since is left alone, and as long as that is so of all, it looks less and less often: a look
-takes the interpreter from whoever makes the calls. So what nobody waits for is read at the second
-look, mostly after 2 ms and at most after 16, however long a function runs. A line that is quiet for
-two looks has a reader that sleeps, and when all have one the keeper sleeps too.
+two calls, the role is free: nobody reads. The watchdog sees to that. It looks every 2 ms at the
+lines that were in use lately, takes what has come, and gives the line a reader. A line on which
+much was read since is left alone, and as long as that is so of all, it looks less and less often: a
+look takes the interpreter from whoever makes the calls. So what nobody waits for is read at the
+second look, mostly after 2 ms and at most after 16, however long a function runs. A line that is
+quiet for two looks has a reader that sleeps, and when all have one the watchdog sleeps too.
 
 A signal handler or a finalizer may run while its own thread has a role, and wait for something.
 Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
@@ -20,7 +20,8 @@ Nobody else could read that line meanwhile, so the inner wait reads it on, whate
 It may also run in the middle of what is here. So nothing here is locked but the role: lists change
 in single steps of the interpreter, and who sleeps is woken by a SimpleQueue, whose `put` may be
 interrupted by itself (that of `threading.Event` may not). And a thread that has something to do
-here, a reader or the keeper, is not counted on while code that interrupts it waits: it hands over.
+here, a reader or the watchdog, is not counted on while code that interrupts it waits: it hands
+over.
 
 The role is taken by `for has_role in line.taking: break`, which takes it and notes it in one step
 for the interpreter (see `taking`): a role that is held is always given back.
@@ -61,16 +62,16 @@ _READS_FOR_ITSELF_SECONDS = 0.02
 Done = Callable[[], bool]
 OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
 """Takes a frame; what it asks for, if the thread that read it may and should run that itself."""
-OnEnd = Callable[["Line", GradwireError], None]
+OnEnd = Callable[["ChannelReader", GradwireError], None]
 
 
 @final
-class Line:
+class ChannelReader:
     """One channel, and who reads it."""
 
     may_wait = True
 
-    def __init__(self, worker: WorkerId, channel: Channel, lines: Lines) -> None:
+    def __init__(self, worker: WorkerId, channel: Channel, lines: ChannelReaders) -> None:
         self.worker, self.channel, self.lines = worker, channel, lines
         self.role = threading.Lock()
         self.taking: Iterator[bool] = taking(self.role)
@@ -133,27 +134,27 @@ class _Mine(threading.local):
 
     runs: bool = False
     """whether it runs a frame that it has read, as a reader"""
-    reads: Line | None = None
+    reads: ChannelReader | None = None
     """whose role it has"""
     bed: SimpleQueue[None] | None = None
     """what wakes it, from before it sleeps until it is awake"""
 
 
 _mine = _Mine()
-_of_process: dict[Lines, None] = {}
+_of_process: dict[ChannelReaders, None] = {}
 """those of all workers of the process that are open; hot: asked by each wait that lasts"""
 
 
 @final
-class Lines:
+class ChannelReaders:
     """The lines of one worker."""
 
     may_wait = True
 
     def __init__(self, spawn: threads.Spawn, on_frame: OnFrame, on_end: OnEnd) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
-        self._lines: dict[Channel, Line] = {}
-        self._in_use: dict[Line, None] = {}  # in order: a set has none
+        self._lines: dict[Channel, ChannelReader] = {}
+        self._in_use: dict[ChannelReader, None] = {}  # in order: a set has none
         self._look: SimpleQueue[None] = SimpleQueue()
         self._keeper = object()
         """the one that is counted on; one that was interrupted is not, and ends"""
@@ -166,11 +167,11 @@ class Lines:
                 self._spawn_keeper()
             _of_process[self] = None
         with threads.undisturbed():  # a finalizer here would wait, and nobody read this channel
-            line = self._lines[channel] = Line(worker, channel, self)
+            line = self._lines[channel] = ChannelReader(worker, channel, self)
             line.readers.append(None)
             self._spawn(f"read {name}", lambda: self._read(line, name), line)
 
-    def all(self) -> list[Line]:
+    def all(self) -> list[ChannelReader]:
         """Every one that is open."""
         return list(self._lines.values())
 
@@ -182,7 +183,7 @@ class Lines:
             self._wake_all(line)
         self._look.put(None)
 
-    def _wake_all(self, line: Line) -> None:
+    def _wake_all(self, line: ChannelReader) -> None:
         line.has_ended = True
         while self._maybe_wake(line):
             pass
@@ -211,7 +212,11 @@ class Lines:
                 undo()
 
     def _wait_longer(
-        self, line: Line | None, held: Line | None, done: Done, block: Callable[[], object]
+        self,
+        line: ChannelReader | None,
+        held: ChannelReader | None,
+        done: Done,
+        block: Callable[[], object],
     ) -> None:
         """What this thread interrupts may be sending: meanwhile others must be able to."""
         check_outside("a wait")
@@ -232,11 +237,11 @@ class Lines:
                 channel.take_turn_back()
 
     def hand_over(self, line: object) -> None:
-        """The keeper waits: another one keeps from now on."""
+        """The watchdog waits: another one keeps from now on."""
         self._spawn_keeper()
         self._look.put(None)
 
-    def _read_inside(self, line: Line, done: Done) -> None:
+    def _read_inside(self, line: ChannelReader, done: Done) -> None:
         """Until `done`, on a line whose role this thread has: what it interrupts had taken it.
 
         The frame that the interrupted code is handling, if any, stays with it. UsageError if what
@@ -263,7 +268,7 @@ class Lines:
                 line.channel.close(f"a message was taken and lost: {error!r}")
             raise
 
-    def _maybe_read_for(self, line: Line, done: Done) -> None:
+    def _maybe_read_for(self, line: ChannelReader, done: Done) -> None:
         """If nobody else reads, until `done` or for a while."""
         mine, has_role = _mine, False
         try:
@@ -282,7 +287,7 @@ class Lines:
                 if line not in self._in_use or not self._is_looking:
                     self._keep(line)
 
-    def _read_for(self, line: Line, done: Done) -> None:
+    def _read_for(self, line: ChannelReader, done: Done) -> None:
         """With the role held."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:
@@ -301,7 +306,7 @@ class Lines:
                 line.channel.close("interrupted while a message was taken")
             raise
 
-    def _handle(self, line: Line, frame: Frame, *, may_run: bool) -> Job | None:
+    def _handle(self, line: ChannelReader, frame: Frame, *, may_run: bool) -> Job | None:
         line.reads += 1
         try:
             return self._on_frame(line.worker, line.channel, frame, may_run)
@@ -311,13 +316,13 @@ class Lines:
 
     # -- readers
 
-    def _read(self, line: Line, name: str) -> None:
+    def _read(self, line: ChannelReader, name: str) -> None:
         try:
             self._read_on(line, name)
         finally:
             line.readers.pop()
 
-    def _read_on(self, line: Line, name: str) -> None:
+    def _read_on(self, line: ChannelReader, name: str) -> None:
         mine = _mine
         mine.reads = None  # the first use in a thread makes a place for it, which is not one step
         while not line.has_ended:
@@ -351,7 +356,7 @@ class Lines:
                 if not self._park(line):
                     return
 
-    def _run(self, line: Line, job: Job) -> None:
+    def _run(self, line: ChannelReader, job: Job) -> None:
         line.running.append(job)
         _mine.runs = True
         if line not in self._in_use or not self._is_looking:
@@ -362,7 +367,7 @@ class Lines:
             _mine.runs = False
             line.running.pop()
 
-    def _park(self, line: Line) -> bool:
+    def _park(self, line: ChannelReader) -> bool:
         """Sleep until the line needs a reader; False if another one is asleep already."""
         if line.parked:
             return False
@@ -378,7 +383,7 @@ class Lines:
         _mine.bed = None
         return True
 
-    def _maybe_wake(self, line: Line) -> bool:
+    def _maybe_wake(self, line: ChannelReader) -> bool:
         """Whether one of its readers slept."""
         try:
             bed = line.parked.pop()
@@ -387,7 +392,7 @@ class Lines:
         bed.put(None)
         return True
 
-    def attend(self, line: Line) -> None:
+    def attend(self, line: ChannelReader) -> None:
         """Let one of its readers read, or one more if all of them are busy."""
         if self._maybe_wake(line) or line.has_ended or self._closed:
             return
@@ -400,16 +405,16 @@ class Lines:
             line.readers.pop()
             raise
 
-    def _end(self, line: Line, error: GradwireError) -> None:
+    def _end(self, line: ChannelReader, error: GradwireError) -> None:
         self._wake_all(line)
         is_first = self._lines.pop(line.channel, None) is not None
         self._in_use.pop(line, None)
         if is_first:  # code that interrupts a reader may find the end before it does
             self._on_end(line, error)
 
-    # -- the keeper
+    # -- the watchdog
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: ChannelReader) -> None:
         """Nobody may be reading this line: look after it."""
         self._in_use[line] = None
         if not self._is_looking:
@@ -446,7 +451,7 @@ class Lines:
                 is_quiet = True
         return is_quiet
 
-    def _look_at(self, line: Line) -> bool:
+    def _look_at(self, line: ChannelReader) -> bool:
         """It is looked after until one of its readers has the role, which is tried each time."""
         if line.has_ended:
             self._in_use.pop(line, None)
@@ -468,7 +473,7 @@ class Lines:
             self.attend(line)
         return True
 
-    def _take(self, line: Line) -> bool:
+    def _take(self, line: ChannelReader) -> bool:
         """What has come while nobody read."""
         mine = _mine
         for has_role in line.taking:  # noqa: B007

@@ -13,9 +13,9 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
-from gradwire.agent.links.readers import Line
-from gradwire.agent.membership.heartbeat_state import Patience, Pulse
-from gradwire.agent.messages import Beat
+from gradwire.agent.links.readers import ChannelReader
+from gradwire.agent.membership.heartbeat_state import FailureDetector, Patience
+from gradwire.agent.messages import Ping
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
 from gradwire.errors import GradwireError, PeerLost
@@ -34,8 +34,10 @@ class Pulses:
     def __init__(self, agent: Agent, connections: Connections, timeouts: Timeouts) -> None:
         self._agent, self._connections = agent, connections
         self._me = agent.directory.me
-        self._pulse: Pulse[Line] = Pulse(Patience(timeouts.suspect, timeouts.dead))
-        agent.handle(Beat, self._serve, Lane.SERVICE)
+        self._pulse: FailureDetector[ChannelReader] = FailureDetector(
+            Patience(timeouts.suspect, timeouts.dead)
+        )
+        agent.handle(Ping, self._serve, Lane.SERVICE)
         agent.timer.watch(self._look)
         agent.silence_of = self._silence_of
         connections.on_opened = self._wake
@@ -67,7 +69,7 @@ class Pulses:
         links = [line for line in self._connections.lines.all() if line.worker == worker]
         return min((self._pulse.silence(link, now) for link in links), default=0.0)
 
-    def _say(self, line: Line, what: str) -> None:
+    def _say(self, line: ChannelReader, what: str) -> None:
         name = self._agent.directory.name(line.worker)
         self._agent.events.emit("pulse", name, what)
         _log.warning("%s: %s %s (%s)", self._me.name, name, what, line.channel.remote)
@@ -75,18 +77,18 @@ class Pulses:
     def _submit(self, job: Callable[[], None]) -> None:
         self._agent.dispatch.service.submit(job)
 
-    def _serve(self, beat: Beat, _: Payload, source: Source) -> None:
+    def _serve(self, beat: Ping, _: Payload, source: Source) -> None:
         if beat.asks:
             _beat(source.channel, asks=False)
 
 
-def _sign(line: Line) -> int | None:
+def _sign(line: ChannelReader) -> int | None:
     return None if line.channel.watches_itself else line.reads
 
 
 def _beat(channel: Channel, *, asks: bool) -> None:
     """Send one if it can leave at once. If not, other things are on their way there, and do."""
     try:
-        channel.send(Frame(kind_of(Beat), 0, 0, encode(Beat(asks)), ()), 0.0)
+        channel.send(Frame(kind_of(Ping), 0, 0, encode(Ping(asks)), ()), 0.0)
     except GradwireError:
         return

@@ -53,7 +53,7 @@ class Patience(NamedTuple):
 
 
 @final
-class Pulse(Generic[K]):
+class FailureDetector(Generic[K]):
     """What one worker knows of its links."""
 
     def __init__(self, patience: Patience) -> None:

@@ -32,7 +32,7 @@ class Parted(NamedTuple):
 
 
 @final
-class Leaver:
+class GracefulShutdown:
     """Sees to it that no worker closes while another still needs it."""
 
     def __init__(self, agent: Agent) -> None:

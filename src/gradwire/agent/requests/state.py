@@ -27,7 +27,7 @@ class Pending:
     deadline: float
     slot: Any
     phase: str = "call"
-    errand: object = None
+    inbound: object = None
     """what it is made for: a request of a peer's that is being served here"""
     tells: bool = False
     """whether the peer shall hear if nobody waits for the answer any more"""
@@ -90,9 +90,9 @@ class CallTable:
         """The request with this slot, if it waits; it is no longer in the table."""
         return self._taken([n for n, p in self._pending.copy().items() if p.slot is slot])
 
-    def made_for(self, errand: object) -> list[Taken]:
+    def made_for(self, inbound: object) -> list[Taken]:
         """The requests that were made for this one of a peer's; no longer in the table."""
-        return self._taken([n for n, p in self._pending.copy().items() if p.errand is errand])
+        return self._taken([n for n, p in self._pending.copy().items() if p.inbound is inbound])
 
     def closed(self) -> list[Taken]:
         """All of them, because this worker stops."""

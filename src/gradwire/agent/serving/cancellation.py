@@ -1,8 +1,8 @@
 """Requests that nobody waits for any more: whoever serves them hears it, and stops early.
 
 A request is called off when its deadline has passed, when whoever waited was interrupted, when its
-future was cancelled, or when the errand that it was made for was itself called off. So it spreads
-from worker to worker. What a peer asked for ends too when its connection does.
+future was cancelled, or when the inbound request that it was made for was itself called off. So it
+spreads from worker to worker. What a peer asked for ends too when its connection does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _SECONDS = 10.0
 
 @final
 class Cancelling:
-    """Of one worker; `nested` takes the requests made for an errand out of the agent's table."""
+    """Of one worker; `nested` takes the requests made for an inbound request out of the agent's
+    table.
+    """
 
     def __init__(
         self,
@@ -60,12 +62,12 @@ class Cancelling:
         for channel, numbers in ended.items():
             self._dispatch.service.submit(partial(self._send, channel, numbers))
 
-    def stop(self, errands: list[Source], why: str) -> None:
+    def stop(self, inbound_requests: list[Source], why: str) -> None:
         """Nobody waits for these any more, which we serve."""
-        for errand in errands:
-            errand.cancelled = why
-            self._events.emit("cancel", CallId(errand.worker, errand.request))
-            self.call_off(self._nested(errand), why)
+        for inbound in inbound_requests:
+            inbound.cancelled = why
+            self._events.emit("cancel", CallId(inbound.worker, inbound.request))
+            self.call_off(self._nested(inbound), why)
 
     def _send(self, channel: Channel, requests: list[int]) -> None:
         frame = Frame(kind_of(Cancel), 0, 0, encode(Cancel(requests)), ())
@@ -76,5 +78,7 @@ class Cancelling:
 
     def _serve(self, message: Cancel, _: Payload, source: Source) -> None:
         name = self._directory.name(source.worker)
-        errands = self._dispatch.errands.asked_by(source.worker, source.channel, message.requests)
-        self.stop(errands, f"{name} does not wait for it any more")
+        inbound_requests = self._dispatch.inbound_requests.asked_by(
+            source.worker, source.channel, message.requests
+        )
+        self.stop(inbound_requests, f"{name} does not wait for it any more")

@@ -13,9 +13,9 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from gradwire.agent.serving.inbound_limit import Unserved
-from gradwire.agent.serving.inbound_request import Errands, Source
-from gradwire.agent.serving.latency_estimate import Pace
+from gradwire.agent.serving.inbound_limit import InboundLimit
+from gradwire.agent.serving.inbound_request import InboundRequests, Source
+from gradwire.agent.serving.latency_estimate import LatencyEstimate
 from gradwire.agent.serving.thread_pool import ElasticPool, Job
 from gradwire.errors import BadMessage
 from gradwire.wire.frame import Frame
@@ -63,10 +63,10 @@ class Dispatch:
 
     def __init__(self, kinds: Kinds, name: str, threads: int, most_unserved: int) -> None:
         self._kinds = kinds
-        self._unserved = Unserved(most_unserved)
+        self._inbound_limit = InboundLimit(most_unserved)
         self._served: dict[int, _Served] = {}
-        self._pace = Pace()
-        self.errands = Errands()
+        self._latency = LatencyEstimate()
+        self.inbound_requests = InboundRequests()
         self.user = ElasticPool(f"gradwire {name} user", threads)
         self.service = ElasticPool(f"gradwire {name} service")
 
@@ -102,14 +102,14 @@ class Dispatch:
             return None
         what = served.what(message)
         if served.lane is Lane.USER:
-            self.errands.came(source)
+            self.inbound_requests.came(source)
             pool, refuse = self.user, served.refuse
         else:
             pool, refuse = self.service, None
-        if may_run and self._pace.is_short(what) and pool.has_room():
+        if may_run and self._latency.is_short(what) and pool.has_room():
             return partial(pool.run_here, self._run, source, what, job, guard, refuse, message)
         measured = partial(self._run, source, what, job, guard, refuse, message)
-        pool.submit(self._unserved.counted(source.worker, frame, measured))
+        pool.submit(self._inbound_limit.counted(source.worker, frame, measured))
         return None
 
     def _run(
@@ -121,17 +121,17 @@ class Dispatch:
         refuse: Callable[[Message], None] | None,
         message: Message,
     ) -> None:
-        """An errand, which has a way to `refuse` it, not if nobody waits for it any more."""
+        """Run the handler, or `refuse` the request if nobody waits for its answer any more."""
         try:
             if refuse is not None and source.cancelled:
                 guard(source, partial(refuse, message))
                 return
             began = time.monotonic()
             guard(source, job)
-            self._pace.took(what, time.monotonic() - began)
+            self._latency.took(what, time.monotonic() - began)
         finally:
             if refuse is not None:
-                self.errands.over(source)
+                self.inbound_requests.over(source)
 
     @property
     def active(self) -> int:

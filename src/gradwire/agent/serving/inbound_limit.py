@@ -20,7 +20,7 @@ EACH: Final = 1024
 
 
 @final
-class Unserved:
+class InboundLimit:
     """Of one worker."""
 
     def __init__(self, most: int) -> None:

@@ -1,7 +1,7 @@
 """What peers have asked for that is queued or runs here, so that it can be called off.
 
-An errand that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
-and its next use of gradwire raises.
+An inbound request that has not begun is dropped. One that runs cannot be stopped from outside: it
+is marked, and its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Source(msgspec.Struct, eq=False):
 
 
 @final
-class Errands:
+class InboundRequests:
     """Of one worker. Few operations, each of them one step: there is no lock."""
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class Errands:
         self, worker: WorkerId, channel: Channel, requests: Collection[int]
     ) -> list[Source]:
         """Those of these that are still open; they came by this channel."""
-        mine = [errand for errand in self.of_channel(channel) if errand.worker == worker]
-        return [errand for errand in mine if errand.request in requests]
+        mine = [inbound for inbound in self.of_channel(channel) if inbound.worker == worker]
+        return [inbound for inbound in mine if inbound.request in requests]
 
     def of_channel(self, channel: Channel) -> list[Source]:
         """All that came by a channel."""
-        return [errand for errand in list(self._open) if errand.channel is channel]
+        return [inbound for inbound in list(self._open) if inbound.channel is channel]

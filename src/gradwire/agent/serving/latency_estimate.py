@@ -11,7 +11,7 @@ _MOST_KNOWN = 4096
 
 
 @final
-class Pace:
+class LatencyEstimate:
     """Of one worker. What it has not seen yet is not short."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from gradwire.ids import WorkerId
 
 
 @final
-class Quota:
+class PeerLimit:
     """Of one kind of thing, which `what` names in the plural, as the limit of that name does."""
 
     def __init__(self, what: str, most: int) -> None:

@@ -22,7 +22,7 @@ from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.lineage import Lineage, numbers
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.undo.nested_pass import Inside
-from gradwire.autograd.undo.undo_log import Ledger
+from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
 from gradwire.options import Limits
@@ -63,8 +63,8 @@ class Held(msgspec.Struct, frozen=True):
 
 
 @final
-class Running:
-    """See the top of this file. `ledger` is None until the run here has begun.
+class ActivePass:
+    """See the top of this file. `undo_log` is None until the run here has begun.
 
     `plan` is the root's; the workers it asks are told later, see `take_untold`.
     """
@@ -83,9 +83,9 @@ class Running:
         self.deadline, self._began = deadline, began
         self.mine = 0
         """the edges of this worker that others settle in the pass, as a bitset"""
-        self.ledger: Ledger | None = None
+        self.undo_log: UndoLog | None = None
         self.run, self.plan = run, plan
-        self.around: Ledger | Inside | None = None
+        self.around: UndoLog | Inside | None = None
         """at the root: the backward inside which this one runs, if it does; see undo/nested_pass.py
         """
         self.stops = NO_STOPS
@@ -220,16 +220,16 @@ class Running:
 
     def is_last(self) -> bool:
         """Here, a Recv runs: whether nothing is left to run after it."""
-        if not self._state.recv_through() or self.ledger is None:
+        if not self._state.recv_through() or self.undo_log is None:
             return False
-        return len(self.ledger.entries) - self.ledger.inner == self._leaves
+        return len(self.undo_log.entries) - self.undo_log.inner == self._leaves
 
-    def run_begins(self, ledger: Ledger) -> None:
+    def run_begins(self, undo_log: UndoLog) -> None:
         """Here, the engine is about to run; raises what has already ended the pass."""
         with self._lock:
             if self.error is not None:
                 raise fresh(self.error)
-            self.ledger = ledger
+            self.undo_log = undo_log
 
     def run_over(self) -> bool:
         """Here, the engine has returned, well or not. Whether the pass has failed meanwhile."""
@@ -241,7 +241,7 @@ class Running:
 
     def is_running(self) -> bool:
         """Whether the engine runs here."""
-        return self.ledger is not None and not self._run_over
+        return self.undo_log is not None and not self._run_over
 
     def wait_for_run(self, seconds: float) -> bool:
         """Wait until the engine has returned here, if it began; a failed pass wakes its waits.
@@ -250,7 +250,7 @@ class Running:
         puts back what it did itself when it ends.
         """
         with self._lock:
-            return self._sleep_until(lambda: self._run_over or self.ledger is None, seconds)
+            return self._sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
 
     def unfinished(self) -> Sequence[WorkerId]:
         """At the root: those that are not done; none if the pass has failed."""

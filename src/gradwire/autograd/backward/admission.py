@@ -17,8 +17,8 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.serving.peer_limits import Quota
-from gradwire.autograd.backward.active_pass import Running
+from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.graph.context import Context
 from gradwire.errors import OverLimit
 from gradwire.ids import WorkerId, opener_of
@@ -34,7 +34,7 @@ class Admission:
 
     def __init__(self, agent: Agent, seconds: float) -> None:
         self._agent, self._seconds = agent, seconds
-        self._runs = Quota("runs", agent.limits.runs)
+        self._runs = PeerLimit("runs", agent.limits.runs)
 
     def deadline(self, seconds: float) -> float:
         """When a pass is given up here: its root may ask for less time than we allow, not more."""
@@ -64,7 +64,7 @@ class Admission:
         """Whether we know that it takes part in this context. hot: each pass"""
         return root == opener_of(context.id) or root in context.callers or root in context.called
 
-    def park(self, running: Running, run: Run, failed: Failed) -> bool:
+    def park(self, running: ActivePass, run: Run, failed: Failed) -> bool:
         """Run it when its first gradients have come, or it has failed; False if that is so now."""
         attempt = partial(self._attempt, running.id.worker, run, failed)
         return running.park(partial(self._agent.dispatch.service.submit, attempt))

@@ -15,9 +15,9 @@ from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
-from gradwire.autograd.backward.active_pass import NO_STOPS, Plan, Running
+from gradwire.autograd.backward.active_pass import NO_STOPS, ActivePass, Plan
 from gradwire.autograd.backward.inner_backward import watch_backwards
-from gradwire.autograd.backward.pass_table import Passes
+from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
     plain_destination,
@@ -34,8 +34,8 @@ from gradwire.autograd.messages import (
     TO_MAP,
     Gradients,
     HasEnded,
-    HowEnded,
     PassEnded,
+    QueryPass,
     RunDone,
     RunFailed,
     Start,
@@ -43,7 +43,7 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import Nested, Outcomes, inside_now
-from gradwire.autograd.undo.undo_log import Ledger, ledger_of_run
+from gradwire.autograd.undo.undo_log import UndoLog, ledger_of_run
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.options import DEFAULT, Timeout
@@ -71,7 +71,7 @@ class Root:
     def __init__(
         self,
         agent: Agent,
-        passes: Passes,
+        passes: PassTable,
         locks: LeafLocks,
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -80,11 +80,11 @@ class Root:
         watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
         agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
-        agent.handle(HowEnded, self._serve_how_ended, Lane.SERVICE)
+        agent.handle(QueryPass, self._serve_how_ended, Lane.SERVICE)
         agent.kinds.add(HasEnded)
         self._outcomes = Outcomes()
 
-    def begin_native(self, context: Context, met: EdgeId) -> Running:
+    def begin_native(self, context: Context, met: EdgeId) -> ActivePass:
         """A backward of the user's has met its first crossing of this context.
 
         That one is executed whatever the engine says of it: the node that a backward begins with is
@@ -119,7 +119,7 @@ class Root:
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
         self._check_whole(context, timeout)
-        ledger = Ledger(self._locks, context.gradients)
+        undo_log = UndoLog(self._locks, context.gradients)
         context.walk.origin([root.grad_fn for root in roots])
         landmarks = context.walk.landmarks()
 
@@ -131,16 +131,16 @@ class Root:
             engine_run.accumulate(
                 tuple(roots),
                 tuple([torch.ones_like(root) for root in roots]),
-                ledger,
+                undo_log,
                 landmarks,
                 enter,
                 retain_graph=retain_graph,
                 span=span("gradwire backward of %s", context) if is_profiled() else None,
             )
         except BaseException:
-            ledger.undo()
+            undo_log.undo()
             raise
-        ledger.keep()
+        undo_log.keep()
 
     def _begin(
         self,
@@ -151,7 +151,7 @@ class Root:
         retain_graph: bool,
         create_graph: bool,
         timeout: Timeout = DEFAULT,
-    ) -> Running:
+    ) -> ActivePass:
         """Every worker that owns a Send of the pass takes part.
 
         Note [Starts leave with gradients]: they are told when the first gradients leave, and one
@@ -173,7 +173,7 @@ class Root:
         return running
 
     def send(
-        self, running: Running, peer: WorkerId, gradients: Gradients, payload: Sequence[Buffer]
+        self, running: ActivePass, peer: WorkerId, gradients: Gradients, payload: Sequence[Buffer]
     ) -> None:
         """Gradients leave. See Note [Starts leave with gradients]."""
         untold = running.take_untold()
@@ -183,18 +183,18 @@ class Root:
         if untold:
             self._tell(running, [worker for worker in untold if worker != peer])
 
-    def send_starts(self, running: Running) -> None:
+    def send_starts(self, running: ActivePass) -> None:
         """This worker is about to wait: whoever has not been told to run is told now."""
         if running.untold:
             self._tell(running, running.take_untold())
 
-    def _tell(self, running: Running, workers: Sequence[WorkerId]) -> None:
+    def _tell(self, running: ActivePass, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
             left = running.deadline - self._agent.clock.now()
             start = _start(running, worker, left)
             self._agent.tell(worker, start, deadline=running.deadline, phase="backward")
 
-    def finish(self, running: Running) -> None:
+    def finish(self, running: ActivePass) -> None:
         """The engine is through here: wait for the others, then let them keep what they have."""
         try:
             self.send_starts(running)
@@ -218,13 +218,13 @@ class Root:
             end_well, give_up = partial(self._end_well, running), partial(self._take_back, running)
             running.around.nested.append(Nested(end_well, give_up))
 
-    def _take_back(self, running: Running) -> bool:
+    def _take_back(self, running: ActivePass) -> bool:
         """A pass had ended well, the backward around it has not."""
         self.give_up(running, None)
         self._outcomes.decide(running.id.n, well=False)
         return running.context.broken is None
 
-    def _end_well(self, running: Running) -> None:
+    def _end_well(self, running: ActivePass) -> None:
         self._outcomes.decide(running.id.n, well=True)
         for worker in running.changed_workers():
             ended = PassEnded(running.context.id, running.id, None)
@@ -235,7 +235,7 @@ class Root:
         if self._agent.events.are_heard:
             self._agent.events.emit("end", running.id)
 
-    def give_up(self, running: Running, error: Exception | None) -> None:
+    def give_up(self, running: ActivePass, error: Exception | None) -> None:
         """End a failed pass everywhere, and wait until it has left nothing behind."""
         me = self._agent.directory.me.name
         told = (
@@ -278,7 +278,7 @@ class Root:
                 hint="close the context and begin again",
             )
 
-    def _serve_how_ended(self, message: HowEnded, _: Payload, source: Source) -> None:
+    def _serve_how_ended(self, message: QueryPass, _: Payload, source: Source) -> None:
         """While it runs it has not ended well, and cannot any more: it needed who asks.
 
         One inside another backward ends as that one does: until then there is no answer.
@@ -315,7 +315,7 @@ class _Finish:
 
     __slots__ = ("_called", "_root", "_running")
 
-    def __init__(self, root: Root, running: Running) -> None:
+    def __init__(self, root: Root, running: ActivePass) -> None:
         self._root, self._running = root, running
         self._called = False
 
@@ -329,7 +329,7 @@ class _Finish:
 
 
 def _start(
-    running: Running, worker: WorkerId, seconds: float, first: Gradients | None = None
+    running: ActivePass, worker: WorkerId, seconds: float, first: Gradients | None = None
 ) -> Start:
     plan = running.plan
     assert plan is not None, "only the root has told"

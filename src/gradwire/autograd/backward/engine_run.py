@@ -12,7 +12,7 @@ import torch
 
 from gradwire.autograd.graph.ordering import ordered
 from gradwire.autograd.graph.walk import Landmarks
-from gradwire.autograd.undo.undo_log import Ledger
+from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.torch_private import (
     Node,
     replica_parameters,
@@ -39,7 +39,7 @@ _ONE = torch.ones(())
 def accumulate(
     roots: Tensors,
     gradients: Tensors | None,
-    ledger: Ledger,
+    undo_log: UndoLog,
     landmarks: Landmarks,
     enter: Enter,
     *,
@@ -48,13 +48,13 @@ def accumulate(
     span: AbstractContextManager[object] | None = None,
     checkpoints: bool = True,
 ) -> None:
-    """Run from these roots to every leaf they reach, keeping the books in the ledger.
+    """Run from these roots to every leaf they reach, keeping the books in the undo log.
 
     Without `gradients` the roots are tokens. What is begun inside knows whether `checkpoints` may
     run there.
     """
-    begin = partial(_enter_among, landmarks, ledger, enter)
-    watched = ledger.watch(landmarks.accumulators)
+    begin = partial(_enter_among, landmarks, undo_log, enter)
+    watched = undo_log.watch(landmarks.accumulators)
     refused, _entrance.refuses_checkpoints = _entrance.refuses_checkpoints, not checkpoints
     try:
         if gradients is None:
@@ -66,7 +66,7 @@ def accumulate(
         _run(roots, gradients, None, retain_graph, create_graph, span)
     finally:
         _entrance.refuses_checkpoints = refused
-        ledger.unwatch(watched)
+        undo_log.unwatch(watched)
 
 
 def lets_checkpoints_run() -> bool:
@@ -74,12 +74,12 @@ def lets_checkpoints_run() -> bool:
     return not _entrance.refuses_checkpoints and torch_lets_checkpoints_run()
 
 
-def _enter_among(landmarks: Landmarks, ledger: Ledger, enter: Enter) -> None:
-    ledger.enter()
+def _enter_among(landmarks: Landmarks, undo_log: UndoLog, enter: Enter) -> None:
+    undo_log.enter()
     enter()
     if any(landmarks):
         unused = _unused_behind(landmarks.sinks) if landmarks.sinks else ()
-        when_run_ends(partial(ledger.reopen, unused))  # before what DDP leaves until then
+        when_run_ends(partial(undo_log.reopen, unused))  # before what DDP leaves until then
 
 
 def _unused_behind(sinks: Iterable[Node]) -> Tensors:
@@ -90,7 +90,7 @@ def _unused_behind(sinks: Iterable[Node]) -> Tensors:
 def run_towards(
     anchors: Tensors,
     tokens: Tensors,
-    ledger: Ledger,
+    undo_log: UndoLog,
     enter: Enter,
     *,
     retain_graph: bool,
@@ -99,11 +99,11 @@ def run_towards(
 ) -> None:
     """Run from these tokens, only to what leads to the anchors; leaves keep nothing.
 
-    The ledger is for what Functions on the way do by backwards of their own.
+    The undo log is for what Functions on the way do by backwards of their own.
     """
 
     def begin() -> None:
-        ledger.enter()
+        undo_log.enter()
         enter()
 
     _entrance.bell.enter = begin
@@ -111,7 +111,7 @@ def run_towards(
     try:
         _run(roots, (_ONE,) * len(roots), inputs, retain_graph, create_graph, span)
     finally:
-        ledger.unwatch([])
+        undo_log.unwatch([])
 
 
 def _run(

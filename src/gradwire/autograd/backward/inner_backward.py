@@ -2,7 +2,7 @@
 
 Such a backward is one of torch's own, started by Python code in the middle of a node. On its own it
 would write to `.grad`, where `backward(context, …)` promises to write nothing, and nobody would
-take it back if the pass failed. So it gets a ledger of its own, inside that of the run around it.
+take it back if the pass failed. So it gets a undo log of its own, inside that of the run around it.
 To see it begin, the engine that Python code finds is one that asks here first; a backward that is
 not inside a run of ours passes through as it is.
 """
@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradwire.autograd.backward.engine_run import cancel_entrance, entrance
 from gradwire.autograd.undo.nested_pass import inside
-from gradwire.autograd.undo.undo_log import Ledger, ledger_of_run
+from gradwire.autograd.undo.undo_log import UndoLog, ledger_of_run
 from gradwire.torch_private import (
     NO_RUN,
     AccumulateGrad,
@@ -56,7 +56,7 @@ def _run(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any: 
 
 
 def _run_inside(
-    outer: Ledger,
+    outer: UndoLog,
     start: Callable[..., Any],
     roots: tuple[Root, ...],
     gradients: tuple[torch.Tensor | None, ...],
@@ -67,9 +67,9 @@ def _run_inside(
     accumulate_grad: bool = False,
 ) -> Any:  # noqa: ANN401
     """The arguments are those of torch's engine."""
-    ledger = outer.inside()
-    watched = ledger.watch(_accumulators(roots, inputs)) if accumulate_grad else []
-    first, last = entrance(ledger.enter, is_grad=not accumulate_grad)
+    undo_log = outer.inside()
+    watched = undo_log.watch(_accumulators(roots, inputs)) if accumulate_grad else []
+    first, last = entrance(undo_log.enter, is_grad=not accumulate_grad)
     try:
         captured = start(
             (*roots, first),
@@ -82,7 +82,7 @@ def _run_inside(
         )
     finally:
         cancel_entrance()
-        ledger.unwatch(watched)
+        undo_log.unwatch(watched)
     return captured if accumulate_grad else captured[:-1]
 
 

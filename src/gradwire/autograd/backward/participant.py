@@ -16,30 +16,31 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
-from gradwire.agent.serving.peer_limits import Quota
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.anomaly import detecting
 from gradwire.autograd.backward import engine_run as run
-from gradwire.autograd.backward.active_pass import Running
+from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.backward.admission import Admission, Failed
-from gradwire.autograd.backward.pass_table import Passes
+from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.sends import sends_of
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.context_table import Contexts
 from gradwire.autograd.graph.validate import check_gradients, check_root
+from gradwire.autograd.graph.walk import Landmarks
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
     HasEnded,
-    HowEnded,
     PassEnded,
+    QueryPass,
     RunDone,
     RunFailed,
     Start,
 )
 from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.autograd.undo.undo_log import Ledger
+from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import ContextId, WorkerId
 from gradwire.torch_private import (
@@ -71,18 +72,18 @@ class Served:
         self,
         agent: Agent,
         contexts: Contexts,
-        passes: Passes,
+        passes: PassTable,
         locks: LeafLocks,
         inside: Callable[[ContextId], AbstractContextManager[None]],
         admission: Admission,
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
         self._locks, self._inside, self._admission = locks, inside, admission
-        self._ends = Quota("runs", agent.limits.runs)
+        self._ends = PeerLimit("runs", agent.limits.runs)
         """ends of failed passes that wait, each on a thread, for the run here to be over"""
         self._doubts: dict[WorkerId, list[Promise[None]]] = {}
         """the roots that were lost, until what their passes have changed is kept or put back"""
-        self._in_doubt: set[Running] = set()
+        self._in_doubt: set[ActivePass] = set()
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
@@ -120,7 +121,7 @@ class Served:
             return admission.park(running, run, failed) or run()
         return run()
 
-    def _take_part_and_tell(self, running: Running, start: Start, limit: float) -> bool:
+    def _take_part_and_tell(self, running: ActivePass, start: Start, limit: float) -> bool:
         try:
             self._take_part(running, start)
         except BaseException:
@@ -130,7 +131,7 @@ class Served:
         self._tell_done(running, start.pass_id.worker, limit)
         return False
 
-    def _wait_while_in_doubt(self, root: WorkerId, running: Running, seconds: float) -> None:
+    def _wait_while_in_doubt(self, root: WorkerId, running: ActivePass, seconds: float) -> None:
         """A root that was lost and is back may meet leaves that its last pass has changed."""
         for doubt in list(self._doubts[root]):
             try:
@@ -145,10 +146,10 @@ class Served:
             self._agent.noting.came_late(root)
             raise
 
-    def _tell_done(self, running: Running, root: WorkerId, limit: float) -> None:
+    def _tell_done(self, running: ActivePass, root: WorkerId, limit: float) -> None:
         """If nothing was changed here, the pass is over here too."""
-        assert running.ledger is not None, "its run is over"
-        has_changed = running.ledger.has_changed
+        assert running.undo_log is not None, "its run is over"
+        has_changed = running.undo_log.has_changed
         if not has_changed:
             self._passes.over(running)
         held = running.held
@@ -168,47 +169,46 @@ class Served:
         except GradwireError:
             self._agent.events.emit("untold", start.pass_id)
 
-    def _take_part(self, running: Running, start: Start) -> None:
+    def _take_part(self, running: ActivePass, start: Start) -> None:
         into = running.context.gradients if start.destination == TO_MAP else None
-        ledger = Ledger(self._locks, into)
-        running.run_begins(ledger)
+        undo_log = UndoLog(self._locks, into)
+        running.run_begins(undo_log)
         if self._agent.events.are_heard:
             self._agent.events.emit("run", running.id)
         try:
             with self._inside(running.context.id):
                 execute = self._run_watched if start.anomaly else self._run
-                execute(running, ledger, start)
+                execute(running, undo_log, start)
             running.check_collected()
         except BaseException as error:
-            ledger.undo()
-            if stays := ledger.what_stays(self._agent.directory.me.name):
+            undo_log.undo()
+            if stays := undo_log.what_stays(self._agent.directory.me.name):
                 error.add_note(stays)
             running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
             given_up = running.run_over()
             if given_up:  # meanwhile, perhaps by those who put back
-                ledger.undo()
+                undo_log.undo()
         if given_up and running.error is not None:  # the root must not take it for done
             raise fresh(running.error)
 
-    def _run_watched(self, running: Running, ledger: Ledger, start: Start) -> None:
+    def _run_watched(self, running: ActivePass, undo_log: UndoLog, start: Start) -> None:
         sends = [sent.node for sent in sends_of(running, start)[0]]
         with detecting(start.anomaly, sends, self._agent.directory.me.name):
-            self._run(running, ledger, start)
+            self._run(running, undo_log, start)
 
-    def _run(self, running: Running, ledger: Ledger, start: Start) -> None:
+    def _run(self, running: ActivePass, undo_log: UndoLog, start: Start) -> None:
         if not is_recording():
             with recording():
-                return self._run(running, ledger, start)
+                return self._run(running, undo_log, start)
         sends, received, landmarks = sends_of(running, start)
         if not sends:
             return None
 
         def enter() -> None:
-            self._passes.enter(running, ledger.run)
-            if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
-                raise RuntimeError(_NO_CHECKPOINTS)
+            self._passes.enter(running, undo_log.run)
+            _check_checkpoints(start, landmarks)
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
                 leaves = sum(map(will_execute, counted))
@@ -217,18 +217,23 @@ class Served:
         counted = () if start.destination == NOWHERE else landmarks.accumulators
         tokens = tuple([sent.token for sent in sends])
         retain, create = start.retain_graph, start.create_graph
-        name = "gradwire backward %s of %s"
-        named = span(name, running.id, running.context) if is_profiled() else None
+        named = _span(running) if is_profiled() else None
         if start.destination == NOWHERE:
             anchors = tuple([r.anchor for r in received or ()])
             run.run_towards(
-                anchors, tokens, ledger, enter, retain_graph=retain, create_graph=create, span=named
+                anchors,
+                tokens,
+                undo_log,
+                enter,
+                retain_graph=retain,
+                create_graph=create,
+                span=named,
             )
         else:
             run.accumulate(
                 tokens,
                 None,
-                ledger,
+                undo_log,
                 landmarks,
                 enter,
                 retain_graph=retain,
@@ -253,24 +258,24 @@ class Served:
         self._doubts.setdefault(worker, []).append(doubt)
         return partial(self._settle, worker, rooted, doubt)
 
-    def _settle(self, worker: WorkerId, rooted: list[Running], doubt: Promise[None]) -> None:
+    def _settle(self, worker: WorkerId, rooted: list[ActivePass], doubt: Promise[None]) -> None:
         try:
             for running in rooted:
-                if running.wait_for_run(_RUN_SECONDS) and running.ledger is not None:
+                if running.wait_for_run(_RUN_SECONDS) and running.undo_log is not None:
                     if self._ended_well(worker, running):
-                        running.ledger.keep()
+                        running.undo_log.keep()
                     else:
-                        running.ledger.undo()
+                        running.undo_log.undo()
                 self._passes.over(running)
         finally:
             self._in_doubt.difference_update(rooted)
             self._doubts[worker].remove(doubt)
             doubt.settle(None)
 
-    def _ended_well(self, root: WorkerId, running: Running) -> bool:
+    def _ended_well(self, root: WorkerId, running: ActivePass) -> bool:
         agent = self._agent
         limit = agent.clock.now() + _IN_DOUBT_SECONDS
-        asked = HowEnded(running.context.id, running.id)
+        asked = QueryPass(running.context.id, running.id)
         refused = 0
         while agent.clock.now() < limit and refused < _REFUSALS:
             until = min(limit, agent.clock.now() + _ANSWER_SECONDS)
@@ -296,8 +301,8 @@ class Served:
                 if running.is_running():  # its books would be closed before all is in them
                     raise BadMessage(f"{running.id} ended well before its run here was over")
                 self._passes.over(running)
-                if running.ledger is not None:
-                    running.ledger.keep(self._agent.dispatch.service.submit)
+                if running.undo_log is not None:
+                    running.undo_log.keep(self._agent.dispatch.service.submit)
             return
         self._ends.take(source.worker)
         put_back = partial(self._put_back, message, message.failure, source)
@@ -322,9 +327,19 @@ class Served:
             self._passes.over(running)
             if not over:
                 return False
-            if running.ledger is not None:
-                if not running.ledger.undo():
+            if running.undo_log is not None:
+                if not running.undo_log.undo():
                     return False
-                if stays := running.ledger.what_stays(self._agent.directory.me.name):
+                if stays := running.undo_log.what_stays(self._agent.directory.me.name):
                     raise GradwireError(stays)
         return True
+
+
+def _check_checkpoints(start: Start, landmarks: Landmarks) -> None:
+    """Refuse what torch refuses in one process; called from inside the run."""
+    if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
+        raise RuntimeError(_NO_CHECKPOINTS)
+
+
+def _span(running: ActivePass) -> AbstractContextManager[object]:
+    return span("gradwire backward %s of %s", running.id, running.context)

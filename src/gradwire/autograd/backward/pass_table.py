@@ -15,7 +15,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.clock import Clock
 from gradwire.agent.requests.timer import Timer
 from gradwire.autograd.backward import engine_run as runs
-from gradwire.autograd.backward.active_pass import Plan, Running
+from gradwire.autograd.backward.active_pass import ActivePass, Plan
 from gradwire.autograd.graph.context import Context
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId, first_of
@@ -23,7 +23,7 @@ from gradwire.options import Timeout
 
 
 @final
-class Passes:
+class PassTable:
     """See the top of this file."""
 
     def __init__(
@@ -40,27 +40,27 @@ class Passes:
         self._clock, self._timer, self._most = clock, timer, most
         self._lock = directory.lock
         self._count = first_of(directory.myself.life)
-        self._by_id: dict[tuple[ContextId, PassId], Running] = {}
-        self._by_run: dict[int, Running] = {}
+        self._by_id: dict[tuple[ContextId, PassId], ActivePass] = {}
+        self._by_run: dict[int, ActivePass] = {}
         timer.watch(self._expire)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> Running:
+    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> ActivePass:
         """A pass begins here in an engine run, and is given up after so many seconds."""
         deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
             id = PassId(self._me, self._count)
-            running = Running(id, context, deadline, now, run, plan)
+            running = ActivePass(id, context, deadline, now, run, plan)
             self._by_id[context.id, id] = self._by_run[run] = running
         self._timer.need(deadline)
         return running
 
     def heard_of(
         self, context: Context, id: PassId, deadline: float | None = None
-    ) -> Running | None:
+    ) -> ActivePass | None:
         """A peer speaks of this pass: the one we know, or a new one; None if it is over.
 
         New ones come into being here, as gradients may overtake the Start, which says its deadline.
@@ -71,7 +71,7 @@ class Passes:
             self._timer.need(deadline)
         return running
 
-    def _maybe_new(self, context: Context, id: PassId, deadline: float | None) -> Running | None:
+    def _maybe_new(self, context: Context, id: PassId, deadline: float | None) -> ActivePass | None:
         now = self._clock.now()
         due = now + self._seconds if deadline is None else deadline
         with self._lock:
@@ -80,7 +80,7 @@ class Passes:
             running = self._by_id.get((context.id, id))
             if running is None:
                 self._count_one(context)
-                running = self._by_id[context.id, id] = Running(id, context, due, now)
+                running = self._by_id[context.id, id] = ActivePass(id, context, due, now)
         self._timer.need(due)
         return running
 
@@ -93,11 +93,11 @@ class Passes:
             )
         context.passes += 1
 
-    def maybe(self, context: ContextId, id: PassId) -> Running | None:
+    def maybe(self, context: ContextId, id: PassId) -> ActivePass | None:
         """The pass, if it is under way here."""
         return self._by_id.get((context, id))
 
-    def enter(self, running: Running, run: int) -> None:
+    def enter(self, running: ActivePass, run: int) -> None:
         """From now on the nodes of this engine run belong to this pass, if it is not over."""
         with self._lock:
             if running.id in running.context.ended:
@@ -105,14 +105,14 @@ class Passes:
             running.run = run
             self._by_run[run] = running
 
-    def of_run(self, run: int) -> Running | None:
+    def of_run(self, run: int) -> ActivePass | None:
         """The pass that an engine run belongs to."""
         running = self._by_run.get(run)
         if running is None and runs.enter_if_begun():
             running = self._by_run.get(run)
         return running
 
-    def over(self, running: Running) -> None:
+    def over(self, running: ActivePass) -> None:
         """It has ended here; what still comes for it is late."""
         with self._lock:
             running.context.ended.add(running.id)
@@ -120,14 +120,14 @@ class Passes:
             if running.run is not None:
                 self._by_run.pop(running.run, None)
 
-    def in_context(self, context: ContextId) -> list[Running]:
+    def in_context(self, context: ContextId) -> list[ActivePass]:
         """The passes of one context."""
         if not self._by_id:
             return []
         with self._lock:
             return [running for (id, _), running in self._by_id.items() if id == context]
 
-    def rooted_at(self, worker: WorkerId) -> list[Running]:
+    def rooted_at(self, worker: WorkerId) -> list[ActivePass]:
         """The passes that began on a worker."""
         return [running for running in self.all() if running.id.worker == worker]
 
@@ -137,7 +137,7 @@ class Passes:
             lost = PeerLost(f"{error.message}, in the middle of {running.id} of {running.context}")
             running.peer_lost(worker, lost.about(error.peer, link=error.link, phase="backward"))
 
-    def all(self) -> list[Running]:
+    def all(self) -> list[ActivePass]:
         """Every one."""
         with self._lock:
             return list(self._by_id.values())

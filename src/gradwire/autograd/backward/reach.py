@@ -37,10 +37,10 @@ def plain_destination(context: Context) -> int:
 
     In the map, if a Function runs it inside a `backward(context, …)`. That is one context's.
     """
-    ledger = ledger_of_run()
-    if ledger is None or ledger.into is None:
+    undo_log = ledger_of_run()
+    if undo_log is None or undo_log.into is None:
         return TO_GRAD
-    if ledger.into is not context.gradients:
+    if undo_log.into is not context.gradients:
         raise UsageError(
             f"a Function ran a backward in {context} inside a backward of another context",
             hint="a graph may not mix two contexts: detach what is kept from one to the next",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from gradwire.autograd.backward.active_pass import Running
+from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.graph.context import Received, Sent
 from gradwire.autograd.graph.lineage import bits_from_wire, meets, numbers
 from gradwire.autograd.graph.walk import Landmarks
@@ -15,7 +15,9 @@ _FEW_LEAVES = 16
 """Their books are closed in less time than one more message takes."""
 
 
-def sends_of(running: Running, start: Start) -> tuple[list[Sent], list[Received] | None, Landmarks]:
+def sends_of(
+    running: ActivePass, start: Start
+) -> tuple[list[Sent], list[Received] | None, Landmarks]:
     """The Sends to run from, the Recvs to run to if they are counted, and the leaves."""
     context, root = running.context, start.pass_id.worker
     edges = bits_from_wire(start.edges)

@@ -24,7 +24,7 @@ from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.messages import Attend, Attended, Forget
+from gradwire.autograd.messages import Attended, Forget, QueryContext
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, UsageError
 from gradwire.ids import ContextId, WorkerId, count_of, opener_of, spoken_context
 
@@ -51,7 +51,7 @@ class Forgetting:
         self._later: list[tuple[float, Callable[[], None]]] = []
         agent.timer.watch(self._expire)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
-        agent.handle(Attend, self._serve_attend, Lane.SERVICE)
+        agent.handle(QueryContext, self._serve_attend, Lane.SERVICE)
         agent.kinds.add(Attended)
 
     def tell(self, worker: WorkerId, said: Forget, tried: int = 0) -> None:
@@ -76,7 +76,7 @@ class Forgetting:
         what = f"whether {spoken_context(context)} is open"
         try:
             _, answer = self._agent.request(
-                opener_of(context), Attend(context), deadline=limit, what=what
+                opener_of(context), QueryContext(context), deadline=limit, what=what
             )
         except UsageError:  # this worker has shut down
             return
@@ -124,7 +124,7 @@ class Forgetting:
         else:
             self._heard(id, 0, outcome)
 
-    def _serve_attend(self, message: Attend, _: Payload, source: Source) -> None:
+    def _serve_attend(self, message: QueryContext, _: Payload, source: Source) -> None:
         if opener_of(message.context) != self._agent.directory.me.id:
             raise BadMessage(f"{spoken_context(message.context)} was not opened here")
         context = self._contexts.maybe(message.context)

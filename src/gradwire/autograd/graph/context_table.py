@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, final
 
-from gradwire.agent.serving.peer_limits import Quota
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.graph import ordering
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.nodes import RECV, origin_of_recv
 from gradwire.autograd.graph.walk import Walk
-from gradwire.errors import ContextClosed, EarlierLife, PeerLost, UsageError
+from gradwire.errors import ContextClosed, PeerLost, StaleIncarnation, UsageError
 from gradwire.ids import ContextId, WorkerId, context_id, count_of, opener_of, spoken_context
 
 _CLOSED_REMEMBERED = 20_000
@@ -42,7 +42,7 @@ class Contexts:
         maybe_too_old: Callable[[ContextId], str | None] = lambda _: None,
         lock: threading.RLock | None = None,
     ) -> None:
-        self._quota = Quota("contexts", most)
+        self._quota = PeerLimit("contexts", most)
         self._maybe_too_old = maybe_too_old
         self._me, self._name = me, name
         self._lock = threading.RLock() if lock is None else lock
@@ -74,7 +74,8 @@ class Contexts:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
         A new one counts as one of `source`, whoever opened it: that a peer says it is not enough.
-        EarlierLife if an earlier life of ours may have worked in it, or one of its opener made it.
+        StaleIncarnation if an earlier life of ours may have worked in it, or one of its opener made
+        it.
 
         Note [Contexts that are lost]: a worker drops the contexts of an opener that it has lost. If
         only the connection was lost, the opener still works in them. What is then done here in
@@ -187,7 +188,7 @@ class Contexts:
         """See Note [Contexts and lives], agent/peers/directory.py."""
         why = self._maybe_too_old(id)
         if why is not None:
-            raise EarlierLife(
+            raise StaleIncarnation(
                 f"{spoken_context(id)} {why}",
                 hint="begin again in a new context: what a lost worker computed is lost with it",
             )

@@ -12,7 +12,7 @@ import torch
 from gradwire.autograd.graph import ordering
 from gradwire.autograd.graph.context import Context, Join, Received, Sent
 from gradwire.autograd.graph.lineage import from_wire, plus, to_wire
-from gradwire.autograd.graph.nodes import Joined, Recv, Send, Side, WayHome, anchor
+from gradwire.autograd.graph.nodes import EdgeEnd, EngineRef, Joined, Recv, Send, anchor
 from gradwire.autograd.graph.walk import Origin, lift_this_thread
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage
@@ -35,7 +35,7 @@ _JOINS_SEARCHED = 32
 
 def leave(
     context: Context,
-    home: WayHome,
+    home: EngineRef,
     me: WorkerId,
     peer: WorkerId,
     places: list[int],
@@ -48,7 +48,7 @@ def leave(
     leaving = [tensors[place] for place in places]
     edge = EdgeId(me, context.next_edge())
     held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
-    token = _send(Side(home, context.id, edge, peer), *leaving)
+    token = _send(EdgeEnd(home, context.id, edge, peer), *leaving)
     del held
     node = token.grad_fn
     origin = context.walk.behind(node)
@@ -60,7 +60,7 @@ def leave(
 
 def arrive(
     context: Context,
-    home: WayHome,
+    home: EngineRef,
     me: WorkerId,
     peer: WorkerId,
     crossing: Crossing,
@@ -72,7 +72,7 @@ def arrive(
             return arrive(context, home, me, peer, crossing, tensors)
     places, depth = crossing.tensors, crossing.depth
     origin = Origin(from_wire(crossing.lineage), depth)
-    side = Side(home, context.id, crossing.edge, peer, origin, len(places))
+    side = EdgeEnd(home, context.id, crossing.edge, peer, origin, len(places))
     taken = [tensors[place] for place in places]
     # A Function makes a node only for inputs that want a gradient, and received tensors do not: an
     # input of its own that does wakes it up. It also tells backward() from grad(), see

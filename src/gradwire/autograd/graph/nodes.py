@@ -47,13 +47,13 @@ class Home(Protocol):
         """Settle the edge on the worker its tensors came from."""
 
 
-WayHome = weakref.ref[Home]
+EngineRef = weakref.ref[Home]
 
 
-class Side(msgspec.Struct, frozen=True):
+class EdgeEnd(msgspec.Struct, frozen=True):
     """Where a node stands: its worker's end of one edge. See Note [Nodes hold no context]."""
 
-    way_home: WayHome
+    way_home: EngineRef
     context: ContextId
     edge: EdgeId
     peer: WorkerId
@@ -77,13 +77,13 @@ def origin_of_recv(context: ContextId, node: Node) -> Origin:
 
     One of another context is a boundary like a leaf: if a backward reaches it, it says so itself.
     """
-    side: Side = node.side  # type: ignore[attr-defined]  # set in Recv.forward
+    side: EdgeEnd = node.side  # type: ignore[attr-defined]  # set in Recv.forward
     return side.origin if side.context == context else FROM_HERE
 
 
 def depth_of_recv(node: Node) -> int:
     """How deep the edge is by which a Recv's tensors came, whichever context it belongs to."""
-    side: Side = node.side  # type: ignore[attr-defined]  # set in Recv.forward
+    side: EdgeEnd = node.side  # type: ignore[attr-defined]  # set in Recv.forward
     return side.origin.depth
 
 
@@ -91,7 +91,7 @@ class Send(Function):
     """See the top of this file. See Note [The order of waiting], walk.py, for its number."""
 
     @staticmethod
-    def forward(node: Any, side: Side, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    def forward(node: Any, side: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """A token; the tensors are only hung onto."""
         node.side = side
         node.set_materialize_grads(False)
@@ -100,7 +100,7 @@ class Send(Function):
     @staticmethod
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
         """Wait for the gradients."""
-        side: Side = node.side
+        side: EdgeEnd = node.side
         return None, *side.home().collect(side.context, side.edge, side.peer)
 
 
@@ -108,7 +108,7 @@ class Recv(Function):
     """See the top of this file."""
 
     @staticmethod
-    def forward(node: Any, side: Side, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
+    def forward(node: Any, side: EdgeEnd, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
         """The received tensors, alive. `inputs` are these, then the anchor, then links."""
         node.side, node.nothing = side, (None,) * (1 + len(inputs))
         node.set_materialize_grads(False)
@@ -119,7 +119,7 @@ class Recv(Function):
     @staticmethod
     def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
         """Ship them. A link carries no gradient, only the order."""
-        side: Side = node.side
+        side: EdgeEnd = node.side
         side.home().ship(side.context, side.edge, side.peer, list(gradients))
         return node.nothing
 

@@ -41,7 +41,7 @@ from gradwire.errors import BackwardTimeout
 from gradwire.torch_private import Node, current_run
 
 if TYPE_CHECKING:
-    from gradwire.autograd.undo.undo_log import Ledger
+    from gradwire.autograd.undo.undo_log import UndoLog
 
 _GONE = torch.empty(0)
 """in the place of a gradient that has died: no leaf has this one"""
@@ -62,7 +62,6 @@ class Entry:
         "_is_guest",
         "_is_shared",
         "_is_spoilt",
-        "_ledger",
         "_new",
         "_node",
         "_old",
@@ -70,6 +69,7 @@ class Entry:
         "_own",
         "_record",
         "_since",
+        "_undo_log",
         "_value",
         "_version",
         "_weak",
@@ -78,8 +78,8 @@ class Entry:
         "leaf",
     )
 
-    def __init__(self, ledger: Ledger, leaf: torch.Tensor, record: Leaf) -> None:
-        self._ledger, self._record = ledger, record
+    def __init__(self, undo_log: UndoLog, leaf: torch.Tensor, record: Leaf) -> None:
+        self._undo_log, self._record = undo_log, record
         self.leaf: torch.Tensor | None = leaf
         self.is_open = self.is_touched = self._is_guest = False
         self._node: Node | None = None
@@ -110,23 +110,23 @@ class Entry:
         AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
         to two leaves is copied for both, as in torch.distributed.autograd.
         """
-        ledger = self._ledger
+        undo_log = self._undo_log
         gradient: Gradient = gradients[0]
-        if current_run() != ledger.run:
+        if current_run() != undo_log.run:
             if self.is_touched:
                 self._other_begins(gradient)
             return None
-        if ledger.outer is not None and self._is_open_around():
+        if undo_log.outer is not None and self._is_open_around():
             return None
         self.open()
         if len(self._record.unfinished) > 1:
             self._added = copy_of(gradient)
-        if ledger.into is None or self._old is not None or gradient is None:
+        if undo_log.into is None or self._old is not None or gradient is None:
             return None
-        known = ledger.given.get(id(gradient))
+        known = undo_log.given.get(id(gradient))
         if known is not None and known() is gradient:  # the number of one that died is used again
             return (gradient.clone(),)
-        ledger.given[id(gradient)] = weakref.ref(gradient)
+        undo_log.given[id(gradient)] = weakref.ref(gradient)
         return None
 
     def after(self, _inputs: object, _outputs: object) -> None:
@@ -134,7 +134,7 @@ class Entry:
 
         Nothing is to be done for a hook that raised.
         """
-        if current_run() == self._ledger.run:
+        if current_run() == self._undo_log.run:
             if self.is_open:
                 self.close()
         elif self.is_touched:
@@ -144,7 +144,7 @@ class Entry:
 
     def open(self) -> None:
         """Remember what the run finds, and put it where the run looks for it."""
-        leaf, record, into = self.leaf, self._record, self._ledger.into
+        leaf, record, into = self.leaf, self._record, self._undo_log.into
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
             record.wait()
@@ -157,7 +157,7 @@ class Entry:
         self.is_open = self.is_touched = True
         self._is_spoilt = self._is_shared = False
         self._since, self._coming, self._added = _NOTHING, None, None
-        self._ledger.entries.append(self)
+        self._undo_log.entries.append(self)
         record.unfinished.append(self)
         if old is not own:
             leaf.grad = old
@@ -167,7 +167,7 @@ class Entry:
 
     def reopen(self) -> None:
         """The same once more: what was there before the run is known."""
-        leaf, record, into = self.leaf, self._record, self._ledger.into
+        leaf, record, into = self.leaf, self._record, self._undo_log.into
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
             record.wait()
@@ -185,7 +185,7 @@ class Entry:
 
     def close(self) -> None:
         """Remember what the run leaves, and put the leaf's own gradient back."""
-        leaf, record, into = self.leaf, self._record, self._ledger.into
+        leaf, record, into = self.leaf, self._record, self._undo_log.into
         self.is_open = False
         if self._is_guest:
             self._is_guest = False
@@ -194,11 +194,11 @@ class Entry:
         assert leaf is not None, "it is loose"
         new = leaf.grad
         if into is not None:
-            if self._ledger.outer is None:
+            if self._undo_log.outer is None:
                 self._to_map(leaf, new, into)
             else:
                 record.parked = self
-                self._ledger.outermost.parked.append(self)
+                self._undo_log.outermost.parked.append(self)
         self._new, self._version = new, version_of(new)
         if len(record.unfinished) > 1:
             self._tell_others(new)
@@ -221,13 +221,13 @@ class Entry:
 
         The lock is held until the node is through all the same, lest another run opens the leaf.
         """
-        leaf, record, ledger = self.leaf, self._record, self._ledger
+        leaf, record, undo_log = self.leaf, self._record, self._undo_log
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
             record.wait()
         parked = record.parked
-        is_parked = parked is not None and parked._ledger.outermost is ledger.outermost
-        if is_parked or ledger.is_open_around(leaf):
+        is_parked = parked is not None and parked._undo_log.outermost is undo_log.outermost
+        if is_parked or undo_log.is_open_around(leaf):
             self.is_open = self._is_guest = True
             return True
         record.lock.release()
@@ -247,7 +247,7 @@ class Entry:
         if self.leaf is None:
             self.keep()
             return False
-        if self._ledger.into is None:
+        if self._undo_log.into is None:
             view = self.leaf.view_as(self.leaf).grad_fn
             assert view is not None, "a leaf that has a gradient wants one"
             self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ class Entry:
     def move(self) -> None:
         """What is parked goes to the map; with the lock held."""
         self._record.parked = None
-        leaf, into = self._target(), self._ledger.into
+        leaf, into = self._target(), self._undo_log.into
         if leaf is not None and into is not None:
             new = leaf.grad
             self._to_map(leaf, new, into)
@@ -287,14 +287,14 @@ class Entry:
     # -- other passes; see Note [Passes that meet at a leaf]
 
     def _tell_others(self, new: Gradient) -> None:
-        parts = () if self._added is None else (Part(self._ledger.run, self._added),)
+        parts = () if self._added is None else (Part(self._undo_log.run, self._added),)
         for other in tuple(self._record.unfinished):
-            if other is not self and other._ledger.into is self._ledger.into:
+            if other is not self and other._undo_log.into is self._undo_log.into:
                 other._hear(self._begun, parts, new)
 
     def _other_begins(self, gradient: Gradient) -> None:
         """A run that keeps no books is about to add to the leaf."""
-        if self._ledger.into is None and self._ledger.is_without_books():
+        if self._undo_log.into is None and self._undo_log.is_without_books():
             leaf = self._target()
             assert leaf is not None, "its node holds it"
             now = leaf.grad
@@ -326,7 +326,7 @@ class Entry:
             if not is_known or not is_total(now, value, parts):
                 self._is_spoilt = True
                 return
-            runs = {entry._ledger.run for entry in tuple(self._record.unfinished)}
+            runs = {entry._undo_log.run for entry in tuple(self._record.unfinished)}
             self._value, self._since = folded(self._value, (*self._since, *parts), runs)
             self._is_shared = True
         self._set_new(now)
@@ -354,7 +354,7 @@ class Entry:
             self._record.lock.release()
 
     def _put_back(self) -> bool:
-        record, into, leaf = self._record, self._ledger.into, self._target()
+        record, into, leaf = self._record, self._undo_log.into, self._target()
         # Entries of passes that end well leave the list meanwhile, without the lock: the order is
         # that of one moment, and what is taken out is this one, not what is in its place by then.
         place = (order := tuple(record.unfinished)).index(self)
@@ -372,7 +372,7 @@ class Entry:
         else:
             into[leaf] = left
         for n, other in enumerate(order):
-            if other is not self and other._ledger.into is into:
+            if other is not self and other._undo_log.into is into:
                 other._forget(self, left, came_later=n > place)
         return True
 
@@ -395,9 +395,9 @@ class Entry:
         """What another pass has added was taken out, and this was left."""
         if came_later:  # what it found is not what there would have been
             self._is_shared, self._value = True, copy_of(failed._value)
-            self._since = without(self._ledger.run, failed._since)
+            self._since = without(self._undo_log.run, failed._since)
         else:
-            self._since = without(failed._ledger.run, self._since)
+            self._since = without(failed._undo_log.run, self._since)
         self._set_new(left)
 
 

@@ -4,7 +4,7 @@ A Function may run a backward of its own, and that may cross. Its pass ends whil
 around it goes on, which may still fail. What the pass has changed on other workers is then to be
 taken back as well. So those workers hear how it ended only when the backward around it has.
 
-That backward is either a run that keeps books, or one of torch's own. The first kind has a ledger
+That backward is either a run that keeps books, or one of torch's own. The first kind has a undo log
 that is kept or undone. Of the second we learn by a callback that is queued in it: the engine calls
 it when the run has succeeded, and drops it when the run has failed.
 """

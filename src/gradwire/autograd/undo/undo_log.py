@@ -14,7 +14,7 @@ plain local backward or an optimizer does not take that lock: it must not use a 
 another thread differentiates into a map.
 
 What happens to one leaf is in leaf_entry.py. A backward that a Function runs inside a run has a
-ledger of its own, whose entries become part of the outer one's (backward/inner_backward.py).
+undo log of its own, whose entries become part of the outer one's (backward/inner_backward.py).
 
 Note [A pass ends once]: several threads may learn that a pass has ended here. The one that ran it
 sees that it failed meanwhile, its root says so, and the connection to the root is lost. The first
@@ -42,31 +42,31 @@ from gradwire.torch_private import NO_RUN, Node, current_run
 _log = logging.getLogger("gradwire")
 _UNDO_SECONDS = 60.0
 """How long somebody else may take to put a pass back."""
-_by_run: dict[int, Ledger] = {}
+_by_run: dict[int, UndoLog] = {}
 """Of the runs that keep books now. Torch numbers runs over the whole process."""
 
 
-def ledger_of_run() -> Ledger | None:
+def ledger_of_run() -> UndoLog | None:
     """The books of the current run, if it keeps any."""
     return _by_run.get(current_run())
 
 
 @final
-class Ledger:
+class UndoLog:
     """The gradients of one run. `into` is the context's map, or None for `.grad` itself.
 
-    `outer` is the ledger of the run around it, for a backward that a Function runs.
+    `outer` is the undo log of the run around it, for a backward that a Function runs.
     """
 
     def __init__(
         self,
         locks: LeafLocks,
         into: dict[torch.Tensor, torch.Tensor] | None,
-        outer: Ledger | None = None,
+        outer: UndoLog | None = None,
     ) -> None:
         self._locks = locks
         self.into, self.outer = into, outer
-        self.outermost: Ledger = self if outer is None else outer.outermost
+        self.outermost: UndoLog = self if outer is None else outer.outermost
         self.entries: list[Entry] = []
         """of the leaves that the run has touched, in order"""
         self.inner = 0
@@ -84,9 +84,9 @@ class Ledger:
         """of who ends the books; see Note [A pass ends once]"""
         self._over: Promise[None] = Promise()
 
-    def inside(self) -> Ledger:
+    def inside(self) -> UndoLog:
         """The books of a backward inside this run."""
-        return Ledger(self._locks, self.into, self)
+        return UndoLog(self._locks, self.into, self)
 
     def enter(self) -> None:
         """The current run is the one."""
@@ -120,7 +120,7 @@ class Ledger:
         elif self.inner:
             self._take_in()
 
-    def _join(self, outer: Ledger) -> None:
+    def _join(self, outer: UndoLog) -> None:
         for entry in self.entries:
             if entry.leaf is not None:
                 entry.loosen()

@@ -19,7 +19,7 @@ from gradwire.compat.rpc.devices import DeviceFacts, agree_on_devices
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import Door
 from gradwire.errors import GradwireError, UsageError
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.join import join, move_out, settle_here
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -86,7 +86,7 @@ class TensorPipeAgent(RpcAgent):
             worker_id,
             world_size or None,
             opts.for_worker(),
-            manner=self._manner(opts),
+            behavior=self._behavior(opts),
             store=store,
             note=mine.to_note(),
         )
@@ -98,7 +98,7 @@ class TensorPipeAgent(RpcAgent):
             raise
         self._take(worker, opts)
 
-    def _manner(self, opts: TensorPipeRpcBackendOptions) -> Manner:
+    def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
         from gradwire.compat.rpc.behavior import TORCH  # it is made of what needs this module
 
         return TORCH

@@ -1,11 +1,11 @@
-"""The manner of torch.distributed.rpc."""
+"""The behavior of torch.distributed.rpc."""
 
 from gradwire.compat.rpc.failures import of_call, of_callback, of_fetch
 from gradwire.compat.rpc.internal import _internal_rpc_pickler
 from gradwire.compat.rpc.references import PyRRef
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 
-TORCH = Manner(
+TORCH = Behavior(
     pickle=True,
     reducers=_internal_rpc_pickler._class_reducer_dict,
     edge_per_message=True,

@@ -26,16 +26,16 @@ from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
 from gradwire.errors import BadMessage
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.behavior import Manner, Translated
-from gradwire.rpc.calls.futures import INTERRUPTED, Future, Landing, Opened, Surroundings
+from gradwire.rpc.behavior import Behavior, Translated
+from gradwire.rpc.calls.futures import INTERRUPTED, Environment, Future, Opened, PendingResult
 from gradwire.rpc.calls.target import Created, Sent, Target, spoken, spoken_on
-from gradwire.rpc.codec.body import Packed, Parcels, Unpacked, cut_tensors
+from gradwire.rpc.codec.body import Bodies, Packed, Unpacked, cut_tensors
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
 from gradwire.rpc.recompute.session import Asked, Session, waiting
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.rpc.scope import current_due, current_errand
+from gradwire.rpc.scope import current_due, current_inbound
 from gradwire.torch_private import is_profiled
 from gradwire.wire.message import Message
 
@@ -51,17 +51,17 @@ class Calls:
         agent: Agent,
         engine: Engine,
         refs: Refs,
-        parcels: Parcels,
-        manner: Manner,
+        bodies: Bodies,
+        behavior: Behavior,
         *,
         in_flight: int,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
-        self._parcels, self._manner = parcels, manner
-        self._carries_modes = manner.carries_modes
+        self._bodies, self._behavior = bodies, behavior
+        self._carries_modes = behavior.carries_modes
         self._window = Window(in_flight, agent.clock)
         agent.sections.add(self._window.lock)
-        self._around = Surroundings(agent, self._depth_of, refs.on_death, manner.of_callback)
+        self._around = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(Made)
         agent.on_late(Result, self._late)
@@ -92,7 +92,7 @@ class Calls:
         finally:
             self._window.leave(to, sent.size)
         if isinstance(outcome, Exception):
-            raise fresh(self._manner.of_call(outcome, self._agent.directory))
+            raise fresh(self._behavior.of_call(outcome, self._agent.directory))
         recorded = self._carries_modes or torch.is_grad_enabled()
         came = self._opened(outcome, to, context, recorded)
         if came.depth:
@@ -110,7 +110,7 @@ class Calls:
             return promise.wait()
         except BaseException:  # interrupted: what comes must still be let go of
             self._agent.cancel(promise, INTERRUPTED)
-            self._let_go(self._landing(promise, peer, context, str, self._manner.of_call))
+            self._let_go(self._landing(promise, peer, context, str, self._behavior.of_call))
             raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
@@ -126,7 +126,7 @@ class Calls:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
         what = partial(spoken_on, self._agent.directory, to, target.what or target.name)
-        landing = self._landing(promise, to, context, what, self._manner.of_call)
+        landing = self._landing(promise, to, context, what, self._behavior.of_call)
         return Future(landing, self._around, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
@@ -139,7 +139,7 @@ class Calls:
         """The future of a call that did not leave."""
         promise: Promise[Opened] = Promise()
         promise.settle(error)
-        return Future(Landing(promise), self._around)
+        return Future(PendingResult(promise), self._around)
 
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
@@ -164,7 +164,7 @@ class Calls:
             promise.on_settled(partial(self._refs.creation_ended, hold.fork))
         return Created(hold, promise)
 
-    def fetch(self, hold: Hold, deadline: float) -> Any:  # noqa: ANN401
+    def fetch(self, hold: RefHandle, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that lives elsewhere."""
         directory = self._agent.directory
         with fetch_span(directory.me.name, directory.name(hold.owner)):
@@ -172,7 +172,7 @@ class Calls:
                 landing = self._fetched(hold, deadline)
             return landing.value()
 
-    def _fetched(self, hold: Hold, deadline: float) -> Landing[Any]:
+    def _fetched(self, hold: RefHandle, deadline: float) -> PendingResult[Any]:
         self._refs.wait_until_counted(hold, deadline)
         context = self._engine.calling(current_context(), hold.owner)
         message = Fetch(hold.ref, context, deadline - self._agent.clock.now())
@@ -180,7 +180,7 @@ class Calls:
         promise = self._ask(hold.owner, message, deadline, what, phase)
         self._engine.called(context, hold.owner)
         spoken_of = partial(spoken_on, self._agent.directory, hold.owner, what)
-        landing = self._landing(promise, hold.owner, context, spoken_of, self._manner.of_fetch)
+        landing = self._landing(promise, hold.owner, context, spoken_of, self._behavior.of_fetch)
         return self._waited_for(hold.owner, landing)
 
     def _ask(
@@ -192,12 +192,12 @@ class Calls:
             deadline=deadline,
             what=what,
             phase=phase,
-            errand=current_errand(),
-            tells=not self._manner.runs_what_is_late,
+            inbound=current_inbound(),
+            tells=not self._behavior.runs_what_is_late,
         )[1]
 
     def backward_from(
-        self, hold: Hold, context: ContextId, *, retain_graph: bool, deadline: float
+        self, hold: RefHandle, context: ContextId, *, retain_graph: bool, deadline: float
     ) -> None:
         """Run `backward(context, [value])` where the value lives."""
         self._refs.wait_until_counted(hold, deadline)
@@ -213,7 +213,7 @@ class Calls:
             self._agent.cancel(promise, INTERRUPTED)
             raise
         if isinstance(outcome, Exception):
-            raise fresh(self._manner.of_call(outcome, self._agent.directory))
+            raise fresh(self._behavior.of_call(outcome, self._agent.directory))
 
     def _send_unawaited(
         self,
@@ -239,16 +239,16 @@ class Calls:
         keep: Kept | None = None,
     ) -> Sent:
         """When its answer has come, it has to leave the window."""
-        _, errand, session = current_due()
+        _, inbound, session = current_due()
         asked = None if session is None else cast(Session, session).calling((to, target.name))
         draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._parcels.pack(value, to=to, context=context, place=place, deadline=deadline)
-        parcel, size, counted = packed.parcel, packed.size, False
+        packed = self._bodies.pack(value, to=to, context=context, place=place, deadline=deadline)
+        body, size, counted = packed.body, packed.size, False
         what = target.what or spoken(target.name)
         try:
             grad = torch.is_grad_enabled()
-            if grad and (parcel.tensors or packed.copies):
+            if grad and (body.tensors or packed.copies):
                 self._warn_if_cut(packed, what, to)
             counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
             carries = self._carries_modes
@@ -258,13 +258,13 @@ class Calls:
             more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
             call, promise = self._agent.request(
                 to,
-                Call(target.name, parcel, context, grad or not carries, inference, *more),
+                Call(target.name, body, context, grad or not carries, inference, *more),
                 packed.payload,
                 deadline=deadline,
                 what=what,
                 phase="call" if context is None else "forward",
-                errand=errand,
-                tells=keep is None and not self._manner.runs_what_is_late,
+                inbound=inbound,
+                tells=keep is None and not self._behavior.runs_what_is_late,
             )
         except BaseException:
             self._not_sent(to, size if counted else 0, packed, asked)
@@ -273,7 +273,7 @@ class Calls:
         return Sent(call, promise, size, answer)
 
     def _warn_if_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
-        cut = cut_tensors(packed.parcel.tensors, packed.parcel.crossings)
+        cut = cut_tensors(packed.body.tensors, packed.body.crossings)
         if cut or packed.copies:
             callee = self._agent.directory.name(to)
             warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
@@ -282,7 +282,7 @@ class Calls:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""
         if size:
             self._window.leave(to, size)
-        self._parcels.undo(packed)
+        self._bodies.undo(packed)
         if asked is not None:
             asked.place.failed()
 
@@ -306,11 +306,11 @@ class Calls:
         context: ContextId | None,
         what: Callable[[], str],
         translated: Translated,
-    ) -> Landing[Any]:
+    ) -> PendingResult[Any]:
         """The answer when it comes, to be unpacked by the thread that wants it."""
         differentiable = torch.is_grad_enabled()
         opened = partial(self._landed, source, context, differentiable, translated)
-        return Landing(promise, opened, what)
+        return PendingResult(promise, opened, what)
 
     def _landed(
         self,
@@ -335,12 +335,12 @@ class Calls:
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.accepting.heard(result.accepted, peer)
-        came = self._parcels.unpack(
-            result.parcel, answer.payload, source=peer, context=context, is_recorded=recorded
+        came = self._bodies.unpack(
+            result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
         return replace(came, copies=result.copies) if result.copies > 0 else came
 
-    def _waited_for(self, peer: WorkerId, landing: Landing[Any]) -> Landing[Any]:
+    def _waited_for(self, peer: WorkerId, landing: PendingResult[Any]) -> PendingResult[Any]:
         promise = landing.promise
         try:
             self._agent.wait(peer, lambda: promise.settled, promise.wait)
@@ -351,10 +351,10 @@ class Calls:
             self._let_go(landing)
             raise
 
-    def _let_go(self, late: Landing[Any]) -> None:
+    def _let_go(self, late: PendingResult[Any]) -> None:
         late.promise.on_settled(lambda _: self._agent.dispatch.service.submit(late.unpacked))
 
     def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
         self._refs.accepting.heard(message.accepted, peer)
-        self._refs.release(message.parcel.references)
+        self._refs.release(message.body.references)

@@ -80,7 +80,7 @@ class Unseen:
 
 
 @final
-class Landing(Generic[T]):
+class PendingResult(Generic[T]):
     """What a promise brings, unpacked once, by whichever thread asks first.
 
     What `unpack` makes of it may also be another landing: that of a future that is followed.
@@ -91,16 +91,16 @@ class Landing(Generic[T]):
     def __init__(
         self,
         promise: Promise[Any],
-        unpack: Callable[[Any], Opened | Landing[T]] = as_it_is,
+        unpack: Callable[[Any], Opened | PendingResult[T]] = as_it_is,
         what: Callable[[], str] = lambda: "a call",
     ) -> None:
         self.promise = promise
         self.what = what
         """how the log and warnings call it; asked when they do"""
         self.unseen: Unseen | None = None
-        self._unpack: Callable[[Any], Opened | Landing[T]] | None = unpack
+        self._unpack: Callable[[Any], Opened | PendingResult[T]] | None = unpack
         self._lock = threading.RLock()
-        self._came: Opened | Landing[T]
+        self._came: Opened | PendingResult[T]
 
     def unpacked(self) -> T | BaseException:
         """The value, or the exception that came in its place. Waits for the promise."""
@@ -109,7 +109,7 @@ class Landing(Generic[T]):
         came = self._came
         if type(came) is Unpacked:
             return came.value  # type: ignore[no-any-return]
-        return came.unpacked() if isinstance(came, Landing) else came  # type: ignore[return-value]
+        return came.unpacked() if isinstance(came, PendingResult) else came  # type: ignore[return-value]
 
     def _open(self) -> None:
         outcome = self.promise.wait()
@@ -141,7 +141,7 @@ class Landing(Generic[T]):
             self._open()
         came = self._came
         if type(came) is not Unpacked:
-            if isinstance(came, Landing):
+            if isinstance(came, PendingResult):
                 return came.value()
             if self.unseen is not None:
                 self.unseen.is_seen = True
@@ -154,7 +154,7 @@ class Landing(Generic[T]):
         return came.value  # type: ignore[no-any-return]
 
 
-class Surroundings(NamedTuple):
+class Environment(NamedTuple):
     """What the futures of one worker need of it."""
 
     agent: Agent
@@ -169,8 +169,8 @@ class Future(torch.futures.Future[T]):
 
     def __init__(
         self,
-        landing: Landing[T],
-        around: Surroundings,
+        landing: PendingResult[T],
+        around: Environment,
         source: WorkerId | None = None,
         cancel: Callable[[str], bool] = lambda _: False,
     ) -> None:
@@ -236,7 +236,7 @@ class Future(torch.futures.Future[T]):
         """
         _check_callable(callback)
         following: Promise[Opened] = Promise()
-        landing: Landing[S] = Landing(following, what=partial(str, self._callback_of))
+        landing: PendingResult[S] = PendingResult(following, what=partial(str, self._callback_of))
         future: Future[S] = Future(landing, self._around)
         note = partial(self._note_unseen, weakref.ref(landing))
         del landing  # what runs must not keep alive what is logged when it dies
@@ -250,13 +250,15 @@ class Future(torch.futures.Future[T]):
     def follow(self, callback: Callable[[Future[T]], Future[S]]) -> Future[S]:
         """Like `then` for a callback that returns a future: a future of what that one brings."""
         _check_callable(callback)
-        following: Promise[Opened | Landing[S]] = Promise()
-        landing: Landing[S] = Landing(following, lambda came: came, partial(str, self._callback_of))
+        following: Promise[Opened | PendingResult[S]] = Promise()
+        landing: PendingResult[S] = PendingResult(
+            following, lambda came: came, partial(str, self._callback_of)
+        )
         future: Future[S] = Future(landing, self._around)
         note = partial(self._note_unseen, weakref.ref(landing))
         del landing
 
-        def pass_on(landed: Landing[S]) -> None:
+        def pass_on(landed: PendingResult[S]) -> None:
             following.settle(landed)
 
         def run() -> None:
@@ -341,7 +343,7 @@ class Future(torch.futures.Future[T]):
         me = self._around.agent.directory.me.name
         return f"{me}: a callback of the future of {self._landing.what()}"
 
-    def _note_unseen(self, landing: weakref.ref[Landing[S]], error: BaseException) -> None:
+    def _note_unseen(self, landing: weakref.ref[PendingResult[S]], error: BaseException) -> None:
         unseen, alive = Unseen(self._callback_of, error), landing()
         if alive is not None:
             alive.unseen = unseen

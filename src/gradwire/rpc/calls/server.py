@@ -27,15 +27,15 @@ from gradwire.autograd.call_profiling import function_span
 from gradwire.autograd.engine import Engine
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
-from gradwire.rpc.behavior import Manner
-from gradwire.rpc.codec.body import Parcels
+from gradwire.rpc.behavior import Behavior
+from gradwire.rpc.codec.body import Bodies
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Reference, Result
 from gradwire.rpc.recompute.random_streams import Stream
 from gradwire.rpc.recompute.session import Served
 from gradwire.rpc.refs.contents import Content, Raised, Value
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Refs
 from gradwire.torch_private import is_profiled
@@ -65,16 +65,16 @@ class Serving:
         agent: Agent,
         engine: Engine,
         refs: Refs,
-        parcels: Parcels,
+        bodies: Bodies,
         registry: Registry,
         inside: Inside,
-        manner: Manner,
+        behavior: Behavior,
         stream: Stream,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
-        self._parcels, self._registry, self._inside = parcels, registry, inside
+        self._bodies, self._registry, self._inside = bodies, registry, inside
         self._stream = stream
-        self._manner = manner
+        self._behavior = behavior
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
@@ -86,7 +86,7 @@ class Serving:
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
-        came, value = call.parcel.references, _NOTHING_YET
+        came, value = call.body.references, _NOTHING_YET
         try:
             value = self._run(call, payload, source, deadline)
             if type(value) is Later:
@@ -105,21 +105,21 @@ class Serving:
 
     def _refuse(self, call: Call) -> None:
         """It was called off before it began."""
-        self._refs.release(call.parcel.references)
+        self._refs.release(call.body.references)
 
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
-        self._agent.dispatch.errands.over(source)  # others may hold the reference by now
+        self._agent.dispatch.inbound_requests.over(source)  # others may hold the reference by now
         try:
             self._refs.check_room(source.worker)
             promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
         except GradwireError:
-            self._refs.release(call.parcel.references)
+            self._refs.release(call.body.references)
             raise
         is_repeatable = call.draws is not None  # what was drawn is known when it is made
-        at_once = not self._manner.answers_when_made and not is_repeatable
+        at_once = not self._behavior.answers_when_made and not is_repeatable
 
         def settle(content: Content) -> None:
             promise.settle(content)
@@ -149,7 +149,7 @@ class Serving:
             try:
                 self._engine.works_in(call.context, source)
             except GradwireError:
-                self._refs.release(call.parcel.references)
+                self._refs.release(call.body.references)
                 raise
         scope = self._inside(call.context, deadline, source)
         try:
@@ -190,16 +190,16 @@ class Serving:
         return value
 
     def _returned(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
-        parcel, name = call.parcel, call.function
-        unpacked = self._parcels.unpack(
-            parcel,
+        body, name = call.body, call.function
+        unpacked = self._bodies.unpack(
+            body,
             payload,
             source=caller,
             context=call.context,
             is_answered=call.keep is None,
         )
-        if self._manner.counts_before_use:
-            self._refs.wait_until_all_counted(parcel.references, deadline)
+        if self._behavior.counts_before_use:
+            self._refs.wait_until_all_counted(body.references, deadline)
         match unpacked.value:
             case (tuple() as args, dict() as kwargs):
                 pass
@@ -243,7 +243,7 @@ class Serving:
         if name.startswith("!"):
             return self._sent(name, args)
         hold = getattr(args[0], "hold", None) if args else None
-        if not isinstance(hold, Hold):
+        if not isinstance(hold, RefHandle):
             raise BadMessage(f"the method {name[1:]} was called on no reference")
         value = self._refs.value_here(hold, deadline)
         return self._registry.method(value, name[1:]), args[1:]
@@ -251,11 +251,11 @@ class Serving:
     def _sent(
         self, name: str, args: tuple[object, ...]
     ) -> tuple[Callable[..., object], tuple[object, ...]]:
-        if not self._manner.pickle:
+        if not self._behavior.pickle:
             me = self._agent.directory.me.name
             raise NotExposed(
                 f"{name[1:]} was sent to {me} as a function, not by its name",
-                hint="functions travel as names; both workers must be of one manner",
+                hint="functions travel as names; both workers must be of one behavior",
             )
         if not args or not callable(args[0]):
             raise BadMessage(f"the function {name[1:]} did not come with its call")
@@ -295,7 +295,7 @@ class Serving:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        packed = self._parcels.pack(
+        packed = self._bodies.pack(
             value, to=source.worker, context=context, place="result", deadline=deadline
         )
         if self._agent.events.are_heard:
@@ -303,11 +303,11 @@ class Serving:
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
         try:
-            result = Result(packed.parcel, accepted, packed.copies, source.note)
+            result = Result(packed.body, accepted, packed.copies, source.note)
             left = self._agent.answer(source, result, packed.payload, deadline=deadline)
         finally:
             if not left:
-                self._parcels.undo(packed)
+                self._bodies.undo(packed)
         return left
 
     def _serve_fetch(self, fetch: Fetch, _: Payload, source: Source) -> None:
@@ -321,7 +321,7 @@ class Serving:
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
         deadline = self._engine.deadline_for_peer(message.seconds)
-        hold = Hold(message.ref, self._agent.directory.me.id, None)
+        hold = RefHandle(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
         root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
         with self._inside(message.context, deadline, source), under(message.anomaly):

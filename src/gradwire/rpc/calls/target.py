@@ -12,7 +12,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.promise import Promise
 from gradwire.ids import CallId, WorkerId
 from gradwire.rpc.recompute.session import Asked
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -49,5 +49,5 @@ class Sent(msgspec.Struct, frozen=True):
 class Created(NamedTuple):
     """A reference to a value that is being made, and the answer to the call that makes it."""
 
-    hold: Hold
+    hold: RefHandle
     answer: Promise[Outcome]

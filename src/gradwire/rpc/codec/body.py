@@ -18,11 +18,11 @@ from torch import Tensor
 from gradwire.agent.serving.inbound_limit import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, NotSerializable
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.codec.codec import Codec, Unopened
+from gradwire.rpc.codec.codec import Codec, Undecoded
 from gradwire.rpc.codec.pickle_codec import PickleCodec
-from gradwire.rpc.messages import Parcel, Reference
+from gradwire.rpc.messages import Body, Reference
 from gradwire.rpc.refs.refs import Refs
 from gradwire.torch_private import (
     has_tangent,
@@ -37,9 +37,9 @@ _NUMBER = re.compile(r"tensors\[(\d+)\]")
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A parcel ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
+    """A body ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
 
-    parcel: Parcel
+    body: Body
     payload: Sequence[Buffer]
     context: ContextId | None
     copies: int = 0
@@ -48,7 +48,7 @@ class Packed(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         """Bytes that the receiver will hold."""
-        size = EACH + len(self.parcel.data)
+        size = EACH + len(self.body.data)
         return size + sum(map(len, self.payload)) if self.payload else size
 
 
@@ -66,7 +66,7 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 
 @final
-class Parcels:
+class Bodies:
     """Packs and unpacks for one worker."""
 
     def __init__(
@@ -90,18 +90,18 @@ class Parcels:
         place: str | tuple[str, ...],
         deadline: float,
     ) -> Packed:
-        """Make a value ready to leave for `to`; raises CannotTravel, which says where it sits."""
+        """Encode a value for `to`; NotSerializable says where in it the refused part is."""
         try:
             flat = self._codec.maybe_pack(value)
             if flat is not None:
                 data, tensors = flat
                 if not tensors:
-                    return Packed(Parcel(data, [], [], []), (), context)
+                    return Packed(Body(data, [], [], []), (), context)
                 return self._sealed(data, tensors, [], to, context)
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.pack(value, place)
                 packed = self._sealed(data, tensors, references, to, context)
-        except CannotTravel as refusal:
+        except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
         # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
         return replace(packed, copies=copies) if copies and context is not None else packed
@@ -115,11 +115,11 @@ class Parcels:
         context: ContextId | None,
     ) -> Packed:
         if not tensors:
-            return Packed(Parcel(data, [], [], references), (), context)
+            return Packed(Body(data, [], [], references), (), context)
         if is_inside_transform():
             refuse_transformed(tensors)
         if has_tangent(tensors):
-            raise CannotTravel(
+            raise NotSerializable(
                 "a tensor with a forward-mode tangent, which does not cross workers",
                 hint="differentiate in reverse, or leave dual_level() before the call",
             )
@@ -129,27 +129,29 @@ class Parcels:
         crossings: list[Crossing] = []
         if context is not None:
             crossings = self._engine.attach_send(context, to, tensors)
-        return Packed(Parcel(data, headers, crossings, references), payload, context)
+        return Packed(Body(data, headers, crossings, references), payload, context)
 
     def _placed(
-        self, refusal: CannotTravel, value: object, place: str | tuple[str, ...]
-    ) -> CannotTravel:
+        self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]
+    ) -> NotSerializable:
         """The refusal of a tensor names its number; the user knows it by where it sits."""
         number = _NUMBER.fullmatch(refusal.place)
         if number is None:
             return refusal
         at = self._codec.place_of_tensor(value, place, int(number[1]))
-        return refusal if at is None else CannotTravel(refusal.message, place=at, hint=refusal.hint)
+        return (
+            refusal if at is None else NotSerializable(refusal.message, place=at, hint=refusal.hint)
+        )
 
     def undo(self, packed: Packed) -> None:
         """It did not leave."""
-        self._refs.pack_undone(packed.parcel.references)
+        self._refs.pack_undone(packed.body.references)
         if packed.context is not None:
-            self._engine.withdraw(packed.context, packed.parcel.crossings)
+            self._engine.withdraw(packed.context, packed.body.crossings)
 
     def unpack(
         self,
-        parcel: Parcel,
+        body: Body,
         payload: memoryview | None,
         *,
         source: WorkerId,
@@ -161,23 +163,23 @@ class Parcels:
 
         For `is_answered` see Note [An answer accepts], refs/accepting.py.
         """
-        if not parcel.references:
-            return self._opened(parcel, payload, source, context, is_recorded)
-        with self._refs.unpacking(parcel.references, source, is_answered=is_answered):
-            return self._opened(parcel, payload, source, context, is_recorded)
+        if not body.references:
+            return self._opened(body, payload, source, context, is_recorded)
+        with self._refs.unpacking(body.references, source, is_answered=is_answered):
+            return self._opened(body, payload, source, context, is_recorded)
 
     def _opened(
         self,
-        parcel: Parcel,
+        body: Body,
         payload: memoryview | None,
         source: WorkerId,
         context: ContextId | None,
         is_recorded: bool,
     ) -> Unpacked:
-        if not parcel.tensors:
-            return Unpacked(self._value(parcel, (), source))
-        tensors = decode_tensors(parcel.tensors, payload, self._engine.limits)
-        crossings: Sequence[Crossing] = parcel.crossings
+        if not body.tensors:
+            return Unpacked(self._value(body, (), source))
+        tensors = decode_tensors(body.tensors, payload, self._engine.limits)
+        crossings: Sequence[Crossing] = body.crossings
         if crossings:
             if context is None:
                 raise BadMessage("a message outside of any context came with edges")
@@ -187,17 +189,17 @@ class Parcels:
         for crossing in crossings:
             if crossing.depth > depth:
                 depth = crossing.depth
-        cut = cut_tensors(parcel.tensors, crossings)
+        cut = cut_tensors(body.tensors, crossings)
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        return Unpacked(self._value(parcel, tensors, source), depth, len(cut))
+        return Unpacked(self._value(body, tensors, source), depth, len(cut))
 
-    def _value(self, parcel: Parcel, tensors: Sequence[Tensor], source: WorkerId) -> object:
-        value = self._codec.maybe_unpack(parcel.data, tensors)
-        if type(value) is not Unopened:
+    def _value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
+        value = self._codec.maybe_unpack(body.data, tensors)
+        if type(value) is not Undecoded:
             return value
-        if parcel.references:
+        if body.references:
             return self._codec.open(value, tensors)
         with self._refs.unpacking((), source):  # or it could name those of a message around it
             return self._codec.open(value, tensors)
@@ -210,7 +212,7 @@ def refuse_transformed(tensors: Sequence[Tensor]) -> None:
     """
     wrapped = wrapped_by_transform(tensors)
     if wrapped is not None:
-        raise CannotTravel(
+        raise NotSerializable(
             "a tensor inside a torch.func transform (vmap, grad, functionalize) does not travel",
             place=f"tensors[{wrapped}]",
             hint="use the transform inside the function that is called, not around the call",

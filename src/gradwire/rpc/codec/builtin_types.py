@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, NotSerializable
 from gradwire.rpc.codec import tags
 from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly
 
@@ -90,7 +90,7 @@ def _pack_ordered_dict(walk: Packing, value: OrderedDict[object, object]) -> obj
     # What state_dict() returns, with the versions of its modules as an attribute.
     attributes = vars(value)
     if attributes.keys() - {"_metadata"}:
-        raise CannotTravel(
+        raise NotSerializable(
             f"an OrderedDict with the attributes {sorted(attributes)} does not travel",
             hint="send the attributes beside it",
         )

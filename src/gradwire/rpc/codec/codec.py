@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.errors import BadMessage, CannotTravel, GradwireError
+from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
 from gradwire.rpc.codec import (
     builtin_types,
@@ -40,7 +40,7 @@ from gradwire.rpc.codec.walk import (
 )
 from gradwire.wire.elements import check_arrived, check_leaving
 
-__all__ = ["Codec", "Names", "Packed", "Unopened"]
+__all__ = ["Codec", "Names", "Packed", "Undecoded"]
 
 T = TypeVar("T")
 
@@ -64,13 +64,13 @@ class Packed(NamedTuple):
     copies: int = 0
 
 
-class Unopened(msgspec.Struct, frozen=True):
+class Undecoded(msgspec.Struct, frozen=True):
     """What came, where the value takes a walk."""
 
     node: Any
 
 
-class Odd(Protocol):
+class Fallback(Protocol):
     """A way for what is not data."""
 
     def pack(self, value: object, place: str) -> Packed:
@@ -87,7 +87,7 @@ class Codec:
     May be used by many threads at once. With `odd`, what is not data travels too, in that way.
     """
 
-    def __init__(self, names: Names, limits: Limits, odd: Odd | None = None) -> None:
+    def __init__(self, names: Names, limits: Limits, odd: Fallback | None = None) -> None:
         self._names, self._limits, self._odd = names, limits, odd
         self._is_shallow = limits.depth < fast_path.DEPTH
         self._packers: dict[type, Packer] = {
@@ -144,7 +144,7 @@ class Codec:
         return None if is_long else (data, tensors)
 
     def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
-        """The value as data; raises CannotTravel, which says where in `place` the culprit sits.
+        """The value as data; raises NotSerializable, which says where in `place` the culprit sits.
 
         `place` is what errors call the value or, for a tuple, each of its elements.
         """
@@ -152,12 +152,12 @@ class Codec:
         try:
             data = self._encode(walk.node(value))
             check_leaving(data, self._limits.elements)
-        except CannotTravel as refusal:
+        except NotSerializable as refusal:
             raise _placed(refusal, place) from None
         except RecursionError:
-            raise CannotTravel("containers are nested deeper than Python's stack") from None
+            raise NotSerializable("containers are nested deeper than Python's stack") from None
         if len(data) > self._limits.head:
-            raise CannotTravel(
+            raise NotSerializable(
                 f"{len(data)} bytes besides tensors are over the limit of {self._limits.head}",
                 hint="send them as a tensor or a numpy array, or raise Limits.head",
             )
@@ -175,7 +175,7 @@ class Codec:
 
         def find(walk: Packing, tensor: Tensor) -> Node:
             if len(walk.tensors) == index:
-                raise CannotTravel
+                raise NotSerializable
             return builtin_types.pack_tensor(walk, tensor)
 
         # References are counted when they are packed: not again.
@@ -184,12 +184,12 @@ class Codec:
         walk = Packing(packers, self._learn, self._names, self._limits.depth)
         try:
             walk.node(value)
-        except CannotTravel as found:
+        except NotSerializable as found:
             return _placed(found, place).place
         return None
 
     def maybe_unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed; Unopened, if that takes a walk. Raises as `unpack` does.
+        """The value that was packed; Undecoded, if that takes a walk. Raises as `unpack` does.
 
         hot: every argument list and result
         """
@@ -200,9 +200,9 @@ class Codec:
         except Exception as error:
             raise _malformed(error) from error
         value = fast_path.WALK if self._is_shallow else fast_path.maybe_value(node, tensors)
-        return Unopened(node) if value is fast_path.WALK else value
+        return Undecoded(node) if value is fast_path.WALK else value
 
-    def open(self, unopened: Unopened, tensors: Sequence[Tensor]) -> object:
+    def open(self, unopened: Undecoded, tensors: Sequence[Tensor]) -> object:
         """The value that `maybe_unpack` left to a walk."""
         walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
         try:
@@ -218,7 +218,7 @@ class Codec:
     def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
         """The value that was packed; raises BadMessage, or NotExposed for a name unknown here."""
         value = self.maybe_unpack(data, tensors)
-        return self.open(value, tensors) if type(value) is Unopened else value
+        return self.open(value, tensors) if type(value) is Undecoded else value
 
     def _learn(self, kind: type) -> Packer:
         packer = user_codecs.maybe_packer(kind) or named_types.maybe_packer(kind)
@@ -251,14 +251,14 @@ def _malformed(error: Exception) -> BadMessage:
     return BadMessage(f"a packed value is malformed: {type(error).__name__}: {error}")
 
 
-def _placed(refusal: CannotTravel, place: str | tuple[str, ...]) -> CannotTravel:
+def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerializable:
     if isinstance(place, str):
         return refusal.inside(place)
     for index, name in enumerate(place):
         step = f"[{index}]"
         if refusal.place.startswith(step):
             rest = refusal.place.removeprefix(step)
-            return CannotTravel(refusal.message, place=name + rest, hint=refusal.hint)
+            return NotSerializable(refusal.message, place=name + rest, hint=refusal.hint)
     return refusal
 
 
@@ -268,10 +268,10 @@ def _refuse(_walk: Packing, value: object) -> NoReturn:
     refused.refuse(refusal, value)
 
 
-def _refusal(kind: type) -> CannotTravel:
+def _refusal(kind: type) -> NotSerializable:
     advice = refused.maybe_hint(kind)
     if advice is not None:
-        return CannotTravel(f"a value of type {spoken(kind)} does not travel", hint=advice)
+        return NotSerializable(f"a value of type {spoken(kind)} does not travel", hint=advice)
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
     hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
-    return CannotTravel(f"a value of type {spoken(kind)} does not travel", hint=hint)
+    return NotSerializable(f"a value of type {spoken(kind)} does not travel", hint=hint)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, NotSerializable
 from gradwire.rpc.codec import tags
 from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly, spoken
 
@@ -137,7 +137,7 @@ def _pack_dataclass(walk: Packing, value: object) -> object:
     _refuse_more(kind, _attributes_of(value) - set(names) - _computed_by(kind))
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
-        raise CannotTravel(
+        raise NotSerializable(
             f"a {spoken(kind)} without a value for {', '.join(missing)} does not travel",
             hint="give every field a value or a default",
         )
@@ -183,7 +183,7 @@ def _computed_by(kind: type) -> set[str]:
 
 def _refuse_more(kind: type, attributes: Collection[str]) -> None:
     if attributes:
-        raise CannotTravel(
+        raise NotSerializable(
             f"a {spoken(kind)} with attributes besides its fields does not travel: "
             f"{', '.join(sorted(attributes))}",
             hint="make them fields, or send them beside it",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.errors import BadMessage, CannotTravel
+from gradwire.errors import BadMessage, NotSerializable
 from gradwire.rpc.codec import tags
 from gradwire.rpc.codec.builtin_types import pack_tensor
 from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly
@@ -83,7 +83,7 @@ def _spelled(dtype: np.dtype[Any]) -> str:
     text = dtype.str
     if _PLAIN_DTYPE.fullmatch(text) and dtype.itemsize and np.dtype(text) == dtype:
         return text
-    raise CannotTravel(
+    raise NotSerializable(
         f"a numpy value of dtype {dtype} does not travel",
         hint="send its fields as arrays of their own, or objects as a list",
     )

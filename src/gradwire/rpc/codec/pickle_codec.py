@@ -1,8 +1,8 @@
 """Values of any kind, as a pickle with its tensors and references beside it. Not for strangers.
 
 Whoever may send a pickle may run anything here. A worker packs and unpacks this way only if its
-options or its manner say so, which is how programs written for torch.distributed.rpc send what they
-like. No other module imports pickle: what a process and its own children tell each other goes
+options or its behavior say so, which is how programs written for torch.distributed.rpc send what
+they like. No other module imports pickle: what a process and its own children tell each other goes
 through here as well.
 
 Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
@@ -29,8 +29,8 @@ from typing import Any, TypeVar, final
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from gradwire.errors import BadMessage, CannotTravel, GradwireError
-from gradwire.rpc.codec.codec import Packed, Unopened
+from gradwire.errors import BadMessage, GradwireError, NotSerializable
+from gradwire.rpc.codec.codec import Packed, Undecoded
 from gradwire.rpc.codec.scripted import maybe_reduced
 from gradwire.rpc.expose.names import one_main
 
@@ -79,14 +79,14 @@ class PickleCodec:
 
     def maybe_unpack(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
         """A pickle has no shorter way."""
-        return Unopened(data)
+        return Undecoded(data)
 
-    def open(self, unopened: Unopened, tensors: Sequence[Tensor]) -> object:
+    def open(self, unopened: Undecoded, tensors: Sequence[Tensor]) -> object:
         """The value that was packed."""
         return self.unpack(unopened.node, tensors)
 
     def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
-        """The value as a pickle and its tensors; raises CannotTravel."""
+        """The value as a pickle and its tensors; raises NotSerializable."""
         data = io.BytesIO()
         parameters = {id(parameter) for parameter in _parameters(value)}
         pickler = _Pickler(data, self._packers, self._reducers, parameters)
@@ -96,7 +96,7 @@ class PickleCodec:
             raise
         except Exception as error:
             name = place if isinstance(place, str) else "the arguments"
-            raise CannotTravel(f"{name}: {type(error).__name__}: {error}") from error
+            raise NotSerializable(f"{name}: {type(error).__name__}: {error}") from error
         return Packed(data.getvalue(), pickler.tensors, pickler.copies)
 
     def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:

@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from gradwire.errors import CannotTravel
+from gradwire.errors import NotSerializable
 
 _FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
 _LISTED = (Iterator, KeysView, ItemsView, ValuesView)
@@ -37,12 +37,12 @@ class _Refusal(NamedTuple):
     hint: str
 
 
-def maybe_refusal(kind: type) -> CannotTravel | None:
+def maybe_refusal(kind: type) -> NotSerializable | None:
     """The error for a kind that travels in no way, pickles included; None for any other."""
     found = _maybe_found(kind)
     if found is None:
         return None
-    return CannotTravel(f"{found.what} does not travel", hint=found.hint)
+    return NotSerializable(f"{found.what} does not travel", hint=found.hint)
 
 
 def _maybe_found(kind: type) -> _Refusal | None:
@@ -74,7 +74,7 @@ def maybe_hint(kind: type) -> str | None:
     return None
 
 
-def refuse(refusal: CannotTravel, value: object) -> NoReturn:
+def refuse(refusal: NotSerializable, value: object) -> NoReturn:
     """Raise it; a coroutine that nobody will await is closed, or Python would warn of it."""
     if isinstance(value, Coroutine):
         value.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from gradwire.errors import NotExposed, WrongType
+from gradwire.errors import ArgumentTypeError, NotExposed
 from gradwire.rpc.codec import tags
 from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly
 from gradwire.rpc.expose.names import plain_name
@@ -40,7 +40,7 @@ def register_codec(
     >>> gradwire.register_codec(Fraction, str, Fraction)
     """
     if not isinstance(cls, type):
-        raise WrongType(f"a codec is for a class, not for a {type(cls).__name__} object")
+        raise ArgumentTypeError(f"a codec is for a class, not for a {type(cls).__name__} object")
     codec = _Codec(plain_name(cls), pack, unpack)
     _BY_TYPE[cls] = _BY_NAME[codec.name] = codec
     return cls

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, final
 
 from torch import Tensor
 
-from gradwire.errors import BadMessage, CannotTravel, NotExposed, OverLimit
+from gradwire.errors import BadMessage, NotExposed, NotSerializable, OverLimit
 
 Node = list[object]
 Packer = Callable[["Packing", Any], object]
@@ -73,7 +73,7 @@ class Packing:
     def children(self, node: Node, owner: object, values: Iterable[object], step: Step) -> Node:
         """Add the values inside `owner` to its node; `step` says how the n-th is reached."""
         if not self._left:
-            raise CannotTravel(
+            raise NotSerializable(
                 f"containers are nested deeper than {self._depth}",
                 hint="one that holds itself does not travel; else flatten it or raise Limits.depth",
             )
@@ -88,7 +88,7 @@ class Packing:
                 else:
                     packer = packers.get(kind) or self._learn(kind)
                     node.append(packer(self, value))
-        except CannotTravel as refusal:
+        except NotSerializable as refusal:
             raise refusal.inside(step(owner, len(node) - first)) from None
         self._left += 1
         return node
@@ -99,7 +99,7 @@ class Packing:
             return self._names.name_of(named)
         except NotExposed as refusal:
             hint = refusal.hint or EXPOSE_HINT
-            raise CannotTravel(refusal.message, hint=hint) from None
+            raise NotSerializable(refusal.message, hint=hint) from None
 
 
 @final

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, final
 from torch.nn import Module
 
 from gradwire import errors
-from gradwire.errors import NotExposed, UsageError, WrongType
+from gradwire.errors import ArgumentTypeError, NotExposed, UsageError
 from gradwire.rpc.expose import torch_allowlist
 from gradwire.rpc.expose.names import (
     Function,
@@ -271,7 +271,7 @@ def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Functi
     """What is to be exposed, if it was given in a list."""
     if isinstance(expose, ModuleType | str) or callable(expose):
         given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
-        raise WrongType(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
+        raise ArgumentTypeError(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
     return tuple(expose)
 
 

@@ -23,9 +23,9 @@ def sealed(content: bytes, purpose: str) -> bytes:
     return _tag(hidden, purpose) + hidden
 
 
-def opened(parcel: bytes, purpose: str) -> bytes:
+def opened(body: bytes, purpose: str) -> bytes:
     """What was sealed; BadMessage unless it was sealed here, for this purpose."""
-    tag, hidden = parcel[:_TAG_BYTES], parcel[_TAG_BYTES:]
+    tag, hidden = body[:_TAG_BYTES], body[_TAG_BYTES:]
     if not secrets.compare_digest(tag, _tag(hidden, purpose)):
         raise BadMessage(
             f"what a call of {purpose} brings to repeat random numbers was not made here for it",

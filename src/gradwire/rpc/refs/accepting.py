@@ -20,7 +20,7 @@ from gradwire.rpc.refs.state import RefTable
 
 
 @final
-class Accepting:
+class Acknowledging:
     """For one worker; `perform` does what the table decides, without the lock."""
 
     def __init__(

@@ -16,19 +16,19 @@ from typing import final
 from gradwire.agent.peers.directory import Directory
 from gradwire.errors import BadMessage
 from gradwire.ids import RefId, WorkerId
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import earlier_life
 from gradwire.rpc.refs.state import RefTable
-from gradwire.rpc.scope import current_errand
+from gradwire.rpc.scope import current_inbound
 
 
 @final
-class Lent:
+class LentRef:
     """A reference on its way to the owner of its value. Whoever made it holds it, and waits."""
 
     __slots__ = ("hold",)
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, hold: RefHandle) -> None:
         self.hold = hold
 
     def pack(self) -> list[int]:
@@ -43,7 +43,7 @@ class Borrowed:
 
     __slots__ = ("hold",)
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, hold: RefHandle) -> None:
         self.hold = hold
 
 
@@ -59,7 +59,7 @@ class Lending:
     ) -> None:
         self._directory, self._table, self._check = directory, table, check
 
-    def maybe_lent(self, hold: Hold) -> Lent | None:
+    def maybe_lent(self, hold: RefHandle) -> LentRef | None:
         """What stands for a reference in a call that is waited for; None if it must travel itself.
 
         Without the lock: what is asked of the table is one look into it.
@@ -67,17 +67,17 @@ class Lending:
         fork = hold.fork
         if fork is None or not self._table.is_lendable(fork):
             return None
-        return None if hold.life < self._directory.life(hold.owner) else Lent(hold)
+        return None if hold.life < self._directory.life(hold.owner) else LentRef(hold)
 
     def borrowed(self, said: object) -> Borrowed:
         """What a call has named; the codec calls this."""
         if type(said) is not list or [type(part) for part in said] != [int, int, int]:
             raise BadMessage(f"a call names {said!r:.100} where a reference was due")
         worker, n, life = said
-        ref, errand, me = RefId(worker, n), current_errand(), self._directory.myself
-        if errand is None:
+        ref, inbound, me = RefId(worker, n), current_inbound(), self._directory.myself
+        if inbound is None:
             raise BadMessage(f"{ref} was lent without a call")
         if life < me.life:
             raise earlier_life(ref, me.name, life, me.life)
-        self._check(ref, errand.worker)
-        return Borrowed(Hold(ref, me.id, None, life))
+        self._check(ref, inbound.worker)
+        return Borrowed(RefHandle(ref, me.id, None, life))

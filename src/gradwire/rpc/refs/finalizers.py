@@ -13,19 +13,19 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire import threads
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 
 _JOIN_SECONDS = 5.0
 
 
 @final
-class Janitor:
+class FinalizerQueue:
     """For one worker; `ended` is told of every hold that is over."""
 
-    def __init__(self, name: str, ended: Callable[[Hold], None]) -> None:
+    def __init__(self, name: str, ended: Callable[[RefHandle], None]) -> None:
         self._name, self._ended = name, ended
         self._lock = threading.RLock()
-        self._deaths: queue.SimpleQueue[Hold | Callable[[], None] | None] = queue.SimpleQueue()
+        self._deaths: queue.SimpleQueue[RefHandle | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -34,14 +34,14 @@ class Janitor:
         """Whether there are notes that nobody has taken."""
         return not self._deaths.empty()
 
-    def watch(self, rref: object, hold: Hold) -> None:
+    def watch(self, rref: object, hold: RefHandle) -> None:
         """When this object dies, the hold ends."""
         self._begin()
         # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
         weakref.finalize(rref, self._deaths.put, hold).atexit = False
 
     def on_death(self, what: object, call: Callable[[], None]) -> None:
-        """When this object dies, `call` is called, on the thread of this janitor."""
+        """When this object dies, `call` is called, on the thread of this finalizer queue."""
         self._begin()
         weakref.finalize(what, self._died, call).atexit = False
 
@@ -72,7 +72,7 @@ class Janitor:
 
     def _clean(self) -> None:
         while (note := self._deaths.get()) is not None:
-            if isinstance(note, Hold):
+            if isinstance(note, RefHandle):
                 self._ended(note)
             else:
                 note()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gradwire.ids import ForkId, RefId, WorkerId
 
 
-class Hold(NamedTuple):
+class RefHandle(NamedTuple):
     """One RRef object of this worker; without a fork on the owner itself.
 
     `life` is the one of the owner's in which the value was made.
@@ -68,7 +68,7 @@ class Confirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class Unreachable:
     """The value will not be had: its owner was lost, or whoever passed it before it was counted.
 
     Without a fork it is about a value of our own, and for all holds on it.
@@ -86,7 +86,7 @@ class Forget:
     ref: RefId
 
 
-Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Broken | Forget
+Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Unreachable | Forget
 
 
 class Verdict(Enum):

@@ -11,7 +11,7 @@ from typing import final
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.ids import ForkId, RefId, WorkerId
 from gradwire.rpc.refs.dedup_state import Asked
-from gradwire.rpc.refs.handles_state import Action, Broken, Forget, Verdict
+from gradwire.rpc.refs.handles_state import Action, Forget, Unreachable, Verdict
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Owned:
         if value is None:
             value = self.values[ref] = self._value_before_creation(ref, fork)
             if value.lost is not None:
-                actions.append(Broken(ref, None, value.lost))
+                actions.append(Unreachable(ref, None, value.lost))
         value.holds += 1
         value.forks.pop(fork, None)  # there if we passed it to ourselves
         return actions
@@ -169,7 +169,7 @@ class Owned:
             return self._maybe_forget(ref)
         value.awaited = False
         value.lost = worker
-        return [Broken(ref, None, worker), *self._maybe_forget(ref)]
+        return [Unreachable(ref, None, worker), *self._maybe_forget(ref)]
 
     def _maybe_forget(self, ref: RefId) -> list[Action]:
         # Kept while awaited though nobody holds it: tombstones must last until the call comes.

@@ -14,10 +14,10 @@ from typing import final
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.state import Member
 from gradwire.agent.serving.peer_limits import over
-from gradwire.errors import BadMessage, EarlierLife
+from gradwire.errors import BadMessage, StaleIncarnation
 from gradwire.ids import RefId, WorkerId
 from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
-from gradwire.rpc.refs.handles_state import Hold
+from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.state import RefTable
 
 
@@ -41,16 +41,16 @@ def check_passed(
             check_use(table, came.ref, source)
 
 
-def earlier_life(ref: RefId, owner: str, life: int, now: int) -> EarlierLife:
+def earlier_life(ref: RefId, owner: str, life: int, now: int) -> StaleIncarnation:
     """What is said of a reference to a value that its owner has lost."""
-    return EarlierLife(
+    return StaleIncarnation(
         f"{ref} belonged to life {life} of {owner}, which is in life {now}: it was started again",
         hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
     )
 
 
-def check_life(directory: Directory, hold: Hold) -> None:
-    """EarlierLife if the owner of a value was started again since it was made."""
+def check_life(directory: Directory, hold: RefHandle) -> None:
+    """StaleIncarnation if the owner of a value was started again since it was made."""
     now = directory.life(hold.owner)
     if hold.life < now:
         raise earlier_life(hold.ref, directory.name(hold.owner), hold.life, now)

@@ -20,21 +20,21 @@ from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.session import current_session, waiting
 from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.accepting import Accepting, but_accepts
+from gradwire.rpc.refs.accepting import Acknowledging, but_accepts
 from gradwire.rpc.refs.borrow import Lending
 from gradwire.rpc.refs.contents import Content, Raised
-from gradwire.rpc.refs.finalizers import Janitor
+from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
-    Broken,
     Confirmed,
     Forget,
-    Hold,
+    RefHandle,
     RefStatistics,
     SendAccept,
     SendDrop,
     SendFork,
+    Unreachable,
     Verdict,
 )
 from gradwire.rpc.refs.packing import Packing, Unpacking
@@ -45,7 +45,7 @@ from gradwire.rpc.refs.state import RefTable
 _LOOK_AGAIN_SECONDS = 0.01
 
 
-Made = Callable[[Hold], object]
+Made = Callable[[RefHandle], object]
 """Makes the public object for a hold: an RRef, which refs knows nothing of."""
 
 
@@ -61,10 +61,10 @@ class Refs:
         self._table = RefTable(me.id, first=first_of(me.life))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
-        self._janitor = Janitor(f"gradwire {me.name} refs", self.ended)
-        self.watch, self.on_death = self._janitor.watch, self._janitor.on_death
+        self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
+        self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
         self._closed = False
-        self.accepting = Accepting(me.id, self._table, self._lock, self._perform)
+        self.accepting = Acknowledging(me.id, self._table, self._lock, self._perform)
         self.lending = Lending(agent.directory, self._table, self.content)
         self._room = permissions.Room(self._table, me.id, agent.limits.references)
         self.abandoned = False
@@ -77,7 +77,7 @@ class Refs:
 
     # -- values of this worker
 
-    def keep_here(self, content: Content | None = None) -> Hold:
+    def keep_here(self, content: Content | None = None) -> RefHandle:
         """A new value of this worker's own; made later if there is no content yet."""
         with self._lock:
             hold = self._table.create(self._me.id, self._me.life)
@@ -86,7 +86,7 @@ class Refs:
             promise.settle(content)
         return hold
 
-    def keep_elsewhere(self, owner: WorkerId) -> Hold:
+    def keep_elsewhere(self, owner: WorkerId) -> RefHandle:
         """A new value that a call is about to make on another worker."""
         with self._lock:
             return self._table.create(owner, self._agent.directory.life(owner))
@@ -107,7 +107,7 @@ class Refs:
             )
         return kept
 
-    def value_here(self, hold: Hold, deadline: float) -> object:
+    def value_here(self, hold: RefHandle, deadline: float) -> object:
         """The value of a reference of our own, once made; raises what its function raised."""
         if hold.fork is not None:
             directory = self._agent.directory
@@ -158,7 +158,7 @@ class Refs:
         self._perform(actions)
         return promise
 
-    def creation_undone(self, hold: Hold) -> None:
+    def creation_undone(self, hold: RefHandle) -> None:
         """The creating call did not leave."""
         if hold.fork is None:
             self.ended(hold)
@@ -180,7 +180,7 @@ class Refs:
         """Inside the block `pack` adds to this list; if it raises, all of them are taken back."""
         return Packing(self._local, self.pack_undone, to, deadline)
 
-    def pack(self, hold: Hold) -> int:
+    def pack(self, hold: RefHandle) -> int:
         """A reference is part of the value being packed; its place in the list."""
         packing: Packing = self._local.packing
         to, packed, deadline = packing.to, packing.packed, packing.deadline
@@ -191,12 +191,14 @@ class Refs:
         packed.append(Reference(hold.ref, hold.owner, fork, hold.life))
         return len(packed) - 1
 
-    def wait_until_counted(self, hold: Hold, deadline: float) -> None:
+    def wait_until_counted(self, hold: RefHandle, deadline: float) -> None:
         """A value is fetched when its owner has counted us: a fetch may overtake its making."""
         permissions.check_life(self._agent.directory, hold)
         self._wait_while(self._table.is_uncounted, hold, deadline)
 
-    def _wait_while(self, uncounted: Callable[[ForkId], bool], hold: Hold, deadline: float) -> None:
+    def _wait_while(
+        self, uncounted: Callable[[ForkId], bool], hold: RefHandle, deadline: float
+    ) -> None:
         fork = hold.fork
         if fork is None or not uncounted(fork):
             return
@@ -220,7 +222,7 @@ class Refs:
         """Of references that came with one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                hold = Hold(came.ref, came.owner, came.fork, came.life)
+                hold = RefHandle(came.ref, came.owner, came.fork, came.life)
                 self.wait_until_counted(hold, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
@@ -229,7 +231,7 @@ class Refs:
         actions: list[Action] = []
         with self._lock:
             for made in references:
-                hold = Hold(made.ref, made.owner, None if made.owner == me else made.fork)
+                hold = RefHandle(made.ref, made.owner, None if made.owner == me else made.fork)
                 actions += self._table.pack_undone(hold, made.fork)
         self._perform(actions)
 
@@ -251,12 +253,14 @@ class Refs:
             raise BadMessage(f"a message names its reference {place!r} of {len(came)}")
         return came[place]
 
-    def arrived(self, references: Sequence[Reference], *, is_answered: bool = False) -> list[Hold]:
+    def arrived(
+        self, references: Sequence[Reference], *, is_answered: bool = False
+    ) -> list[RefHandle]:
         """References came with a message: all of them, even if it is then refused.
 
         For `is_answered` see Note [An answer accepts], accepting.py.
         """
-        holds: list[Hold] = []
+        holds: list[RefHandle] = []
         actions: list[Action] = []
         with self._lock:
             for came in references:
@@ -282,13 +286,13 @@ class Refs:
 
     # -- the end of references
 
-    def ended(self, hold: Hold) -> None:
+    def ended(self, hold: RefHandle) -> None:
         """A hold is over."""
         with self._lock:
             actions = self._table.hold_ended(hold)
         self._perform(actions)
 
-    def is_confirmed(self, hold: Hold) -> bool:
+    def is_confirmed(self, hold: RefHandle) -> bool:
         """Whether the owner has counted it."""
         with self._lock:
             return hold.fork is None or self._table.is_confirmed(hold.fork)
@@ -313,7 +317,7 @@ class Refs:
     def pending(self) -> bool:
         """Whether something is still to be confirmed."""
         with self._lock:
-            return not self._closed and (self._table.pending() or self._janitor.is_busy)
+            return not self._closed and (self._table.pending() or self._finalizers.is_busy)
 
     def leaks(self) -> list[str]:
         """The forks of our values that others still hold, for people."""
@@ -327,9 +331,9 @@ class Refs:
             return self._table.statistics()
 
     def close(self) -> None:
-        """Stop the janitor."""
+        """Stop the finalizer queue."""
         self._closed = True
-        self._janitor.close()
+        self._finalizers.close()
 
     # -- what becomes of other workers
 
@@ -357,7 +361,7 @@ class Refs:
                 case Confirmed():
                     with self._counted:
                         self._counted.notify_all()
-                case Broken(ref, fork, lost):
+                case Unreachable(ref, fork, lost):
                     self._broken(ref, fork, lost)
                 case _:
                     assert_never(action)

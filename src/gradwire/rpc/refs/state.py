@@ -58,13 +58,13 @@ from gradwire.rpc.refs.dedup_state import Asking
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
-    Broken,
     Confirmed,
-    Hold,
+    RefHandle,
     RefStatistics,
     SendAccept,
     SendDrop,
     SendFork,
+    Unreachable,
     Verdict,
 )
 from gradwire.rpc.refs.owner_state import Owned
@@ -125,17 +125,17 @@ class RefTable:
 
     # Making, passing and ending holds.
 
-    def create(self, owner: WorkerId, life: int = 0) -> Hold:
+    def create(self, owner: WorkerId, life: int = 0) -> RefHandle:
         """A new value: here at once, on another worker when the creating call arrives there."""
         ref = RefId(self._me, self._number())
         if owner == self._me:
             self.owned.made(ref)
-            return Hold(ref, owner, None, life)
+            return RefHandle(ref, owner, None, life)
         fork = ForkId(self._me, self._number())
         self._held[fork] = _Held(ref, fork, owner, _Stage.CREATING)
-        return Hold(ref, owner, fork, life)
+        return RefHandle(ref, owner, fork, life)
 
-    def pack(self, hold: Hold, to: WorkerId) -> ForkId:
+    def pack(self, hold: RefHandle, to: WorkerId) -> ForkId:
         """A new fork, about to travel to `to` with the hold's ref and owner."""
         child = ForkId(self._me, self._number())
         if hold.fork is None:
@@ -145,7 +145,7 @@ class RefTable:
             self._children[child] = _Child(hold.fork, to)
         return child
 
-    def pack_undone(self, hold: Hold, child: ForkId) -> list[Action]:
+    def pack_undone(self, hold: RefHandle, child: ForkId) -> list[Action]:
         """What was packed has certainly not left."""
         if hold.fork is None:
             return self.owned.drop_arrived(hold.ref, child)
@@ -153,22 +153,22 @@ class RefTable:
 
     def arrived(
         self, ref: RefId, owner: WorkerId, fork: ForkId, life: int = 0, *, is_stale: bool = False
-    ) -> tuple[Hold, list[Action]]:
+    ) -> tuple[RefHandle, list[Action]]:
         """A reference came with a call or an answer of the worker that made the fork.
 
         A stale one is to a value that was lost with an earlier life of its owner.
         """
         if owner == self._me:
             actions = self.owned.came_home(ref, fork)
-            return Hold(ref, owner, None, life), actions + self._accept(fork)
+            return RefHandle(ref, owner, None, life), actions + self._accept(fork)
         if fork in self._held:
             raise BadMessage(f"{fork} came twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
         held = self._held[fork] = _Held(ref, fork, owner, stage)
         actions = self._broke(held, owner) if is_stale else self._first_actions(held)
-        return Hold(ref, owner, fork, life), actions
+        return RefHandle(ref, owner, fork, life), actions
 
-    def hold_ended(self, hold: Hold) -> list[Action]:
+    def hold_ended(self, hold: RefHandle) -> list[Action]:
         """The RRef object is gone; to be reported once."""
         if hold.fork is None:
             return self.owned.hold_ended(hold.ref)
@@ -392,7 +392,7 @@ class RefTable:
         held.stage = _Stage.BROKEN
         held.lost = lost
         if held.alive:
-            return [Broken(held.ref, held.fork, lost), *accepted]
+            return [Unreachable(held.ref, held.fork, lost), *accepted]
         del self._held[held.fork]
         return accepted
 

@@ -91,7 +91,7 @@ class _Guest:
 
 
 @final
-class Doorman:
+class TlsAcceptor:
     """Decides who comes in, on one thread. Owns the listening socket.
 
     `wrap` makes a channel of one who may.
@@ -103,11 +103,11 @@ class Doorman:
         session: Callable[[], Session],
         wrap: Callable[[socket.socket, Session], SocketChannel],
         patience: float,
-        strangers: int,
+        pending_handshakes: int,
         refused: Callable[[str, str], None] | None = None,
     ) -> None:
         self._sock, self._session, self._wrap = sock, session, wrap
-        self._patience, self._strangers = patience, strangers
+        self._patience, self._pending_handshakes = patience, pending_handshakes
         self._tell = refused or self._log_once
         self._guests: dict[_Guest, None] = {}
         self._selector = selectors.DefaultSelector()
@@ -163,7 +163,7 @@ class Doorman:
         except OSError:
             sock.close()
             return
-        if len(self._guests) >= self._strangers:
+        if len(self._guests) >= self._pending_handshakes:
             self._refuse(next(iter(self._guests)), "was the oldest of too many strangers")
         self._guests[guest] = None
         self._selector.register(sock, selectors.EVENT_READ, guest)
@@ -224,14 +224,14 @@ class Doorman:
 class TlsListener:
     """A place where workers connect; see `Listener`."""
 
-    def __init__(self, doorman: Doorman, address: str, worker: str) -> None:
+    def __init__(self, acceptor: TlsAcceptor, address: str, worker: str) -> None:
         self.address = address
-        self._doorman = doorman
+        self._acceptor = acceptor
         self._ready: deque[SocketChannel] = deque()
         self._changed = threading.Condition()
         self._story: str | None = None
         self._thread = threads.thread(
-            f"gradwire {worker} tls", partial(self._doorman.work, self._admit)
+            f"gradwire {worker} tls", partial(self._acceptor.work, self._admit)
         )
         self._thread.start()
 
@@ -241,7 +241,7 @@ class TlsListener:
     @property
     def refused(self) -> Counter[str]:
         """How many were not let in, by reason."""
-        return Counter(self._doorman.refused)
+        return Counter(self._acceptor.refused)
 
     def accept(self) -> SocketChannel:
         """Block for the next that has proved who it is; see `Listener.accept`."""
@@ -259,7 +259,7 @@ class TlsListener:
                 self._story = closed_here(reason)
             unwanted, self._ready = self._ready, deque()
             self._changed.notify_all()
-        self._doorman.stop()
+        self._acceptor.stop()
         for channel in unwanted:
             channel.close(reason)
         if self._thread is not threading.current_thread():

@@ -24,7 +24,12 @@ from gradwire.transport.sockets.guard import reason_of
 from gradwire.transport.sockets.wrapping import Wrapping
 from gradwire.transport.tcp import connected, listening, tuned
 from gradwire.transport.tls.identity import URI_PREFIX, Identity, names_of
-from gradwire.transport.tls.listener import MOST_STRANGERS, PATIENCE_SECONDS, Doorman, TlsListener
+from gradwire.transport.tls.listener import (
+    MOST_STRANGERS,
+    PATIENCE_SECONDS,
+    TlsAcceptor,
+    TlsListener,
+)
 from gradwire.transport.tls.stream import Session, TlsStream, words_of
 
 _READ = 1 << 14
@@ -37,8 +42,8 @@ class TlsTransport:
     """tls://host:port
 
     Who connects has `patience` seconds to prove who it is; of those who have not yet, the oldest
-    goes when there are more than `strangers`. `refused(kind, remote)` hears of each that was sent
-    away; without it, that is logged once for each kind and host.
+    goes when there are more than `pending_handshakes`. `refused(kind, remote)` hears of each that
+    was sent away; without it, that is logged once for each kind and host.
     """
 
     def __init__(
@@ -49,12 +54,12 @@ class TlsTransport:
         stall: float | None = None,
         pool: BlockPool | None = None,
         patience: float = PATIENCE_SECONDS,
-        strangers: int = MOST_STRANGERS,
+        pending_handshakes: int = MOST_STRANGERS,
         refused: Callable[[str, str], None] | None = None,
     ) -> None:
         self._identity = Identity(tls)
         self._wrapping = Wrapping(limits, stall, pool)
-        self._patience, self._strangers = patience, strangers
+        self._patience, self._pending_handshakes = patience, pending_handshakes
         self._refused = refused
 
     @property
@@ -65,15 +70,15 @@ class TlsTransport:
     def listen(self, address: str) -> TlsListener:
         """Take the port, or a free one for port 0; only this host can reach us if none is named."""
         sock, bound = listening(address, "tls")
-        doorman = Doorman(
+        acceptor = TlsAcceptor(
             sock,
             lambda: self._identity.session(accepts=True),
             self._accepted,
             self._patience,
-            self._strangers,
+            self._pending_handshakes,
             self._refused,
         )
-        return TlsListener(doorman, bound, self.names[0])
+        return TlsListener(acceptor, bound, self.names[0])
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Reach whoever listens there, if it is the worker of that name."""

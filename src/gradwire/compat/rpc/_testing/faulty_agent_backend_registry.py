@@ -12,7 +12,7 @@ from gradwire.compat.rpc import backend_registry, constants
 from gradwire.compat.rpc._testing.faults import Faults
 from gradwire.compat.rpc.agent import TensorPipeAgent, late_api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.behavior import Manner
+from gradwire.rpc.behavior import Behavior
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
@@ -39,10 +39,10 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 class FaultyTensorPipeAgent(TensorPipeAgent):
     """An agent whose channels do not always do what they are told."""
 
-    def _manner(self, opts: TensorPipeRpcBackendOptions) -> Manner:
+    def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
         assert isinstance(opts, FaultyTensorPipeRpcBackendOptions)
         faults = Faults(opts.messages_to_fail, opts.num_fail_sends, opts.messages_to_delay)
-        return replace(super()._manner(opts), channel=faults.wrap)
+        return replace(super()._behavior(opts), channel=faults.wrap)
 
 
 def _options(rpc_timeout: float, init_method: str, **more: Any) -> object:  # noqa: ANN401
