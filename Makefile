@@ -14,7 +14,7 @@ PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples oracle fuzz soak storm repeat faults conformance bench bench-peers chart docs clean
+.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -24,6 +24,16 @@ demo: $(STAMP) ## train a model over three worker processes, and compare with on
 
 test: $(STAMP) ## everything that must be green
 	$(PY) -m pytest
+
+test-fast: $(STAMP) ## what runs inside one process and is short: for between two edits
+	$(PY) -m pytest -q -m "not slow and not processes" tests/wire tests/transport tests/agent tests/autograd tests/rpc tests/optim tests/nn
+
+long: $(STAMP) ## the tests with all seeds of the random suites, then oracle, simulator, kills and soak
+	GRADWIRE_LONG=1 $(PY) -m pytest
+	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)
+	$(PY) -m gradwire.testing.simulate --seeds 5000 --jobs $(JOBS)
+	$(PY) -m tests.kills --rounds 200
+	$(PY) -m tests.soak --minutes 5
 
 check: lint types test ## format, lint, types and tests
 

@@ -6,11 +6,12 @@ from itertools import islice
 
 import pytest
 
+from tests import strength
 from tests.kills.loop import Loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-ROUNDS = 30
+ROUNDS = strength.count(30, 12)
 
 
 def test_whoever_dies_wherever_is_named_and_the_next_step_is_exact():
