@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.compat.rpc.devices import DeviceFacts, check_device_maps
+from gradwire.compat.rpc.agent import DeviceFacts, check_device_maps
 
 C0, C1, C9, CPU = (torch.device(name) for name in ["cuda:0", "cuda:1", "cuda:9", "cpu"])
 

@@ -7,10 +7,14 @@ without being told. Threads that are not simulated get the real thing all the wh
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import queue
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,7 +25,7 @@ from gradwire import threads
 from gradwire.autograd.graph import context
 from gradwire.autograd.graph import walk as graph
 from gradwire.testing.simulate import primitives
-from gradwire.testing.simulate.scheduler import here
+from gradwire.testing.simulate.scheduler import Unwound, here
 
 
 def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,3 +116,47 @@ def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
 
 def _is_ours(name: str) -> bool:
     return name.startswith("gradwire.") and not name.startswith("gradwire.testing.simulate")
+
+
+@contextmanager
+def simulated(modules: Iterable[ModuleType] = ()) -> Iterator[logging.Logger]:
+    """Simulated threads and time in gradwire and in these; gives the logger of gradwire."""
+    with substituted(modules), _quiet() as log:
+        yield log
+
+
+@contextmanager
+def _quiet() -> Iterator[logging.Logger]:
+    """Collect garbage when told only; keep what is logged, and what ends by Unwound, for us."""
+    log = logging.getLogger("gradwire")
+    propagate, hook, was_enabled = log.propagate, sys.unraisablehook, gc.isenabled()
+    log.propagate = False
+
+    def unraisable(what: Any) -> None:  # noqa: ANN401
+        if not issubclass(what.exc_type, Unwound):
+            hook(what)
+
+    sys.unraisablehook = unraisable
+    gc.disable()
+    try:
+        with warnings.catch_warnings(), _on_one_core():
+            warnings.simplefilter("ignore")
+            yield log
+    finally:
+        log.propagate, sys.unraisablehook = propagate, hook
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    """One thread runs at a time: on two cores each hand-over would wake the other core."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 
 from gradwire.errors import DeadlinePassed
 from gradwire.options import Options, Timeouts
+from gradwire.rpc.worker import Worker
 from gradwire.testing.simulate import programs
+from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.faults import Faults, Nemesis
-from gradwire.testing.simulate.leaks import leaks
 from gradwire.testing.simulate.programs import Script, random_script
 from gradwire.testing.simulate.scheduler import Runaway
 from gradwire.testing.simulate.stage import Stage
-from gradwire.testing.simulate.surroundings import simulated
 from gradwire.testing.simulate.world import LogToWorld, World
 
 TIMEOUTS = Timeouts(
@@ -258,3 +258,15 @@ class _Playing:
         late = sorted(set(alive) - left)
         if late:
             self._stage.violate("I3", f"shutdown did not end on {', '.join(late)}")
+
+
+def leaks(worker: Worker) -> list[str]:
+    """Each table that is not empty, for people."""
+    found = {
+        "contexts": len(worker.engine.contexts),
+        "passes": len(worker.engine.passes),
+        "calls in flight": worker.agent.in_flight,
+        "jobs": worker.agent.dispatch.active,
+        **{f"references {name}": n for name, n in asdict(worker.refs.statistics()).items()},
+    }
+    return [f"{worker.name} still has {n} {what}" for what, n in found.items() if n]

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from gradwire.errors import GradwireError
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed
+from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.faults import Faults, Nemesis
-from gradwire.testing.simulate.surroundings import simulated
 from gradwire.testing.simulate.world import LogToWorld, World, modules_in
 
 T = TypeVar("T")
