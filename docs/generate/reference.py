@@ -21,7 +21,7 @@ Every public name, in the order one learns them. [Getting started](guide/getting
 guide.
 """
 _WIDTH = 96
-_MADE_BY_US = {"Future", "Cluster", "Member"}
+_MADE_BY_US = {"Future", "Cluster", "ClusterWorker"}
 """Classes that a user gets from a function, and does not construct."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from gradwire import Options, Timeouts
 from gradwire.agent.peers.secret import write_secret
 from gradwire.testing import faults
-from gradwire.testing.faults import Proxy, Way
+from gradwire.testing.faults import FaultProxy, Way
 from tests.kills import far as steps
 from tests.kills.loop import NAMES, WEIGHTS, Violation, expected
 from tests.mates import Gone, Mate, Raised
@@ -47,7 +47,7 @@ class Hour:
         self.slowest = 0.0
         self._stack = ExitStack()
         self._mates: dict[str, Mate] = {}
-        self._links: dict[tuple[str, str], Proxy] = {}
+        self._links: dict[tuple[str, str], FaultProxy] = {}
 
     def __enter__(self) -> Hour:
         directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-hour-"))
@@ -91,7 +91,7 @@ class Hour:
             if old is not None:
                 old.__exit__()
             target = self._mates[far_end].do(far.address)
-            proxy = Proxy(target, seed=self.random.randrange(1 << 30)).__enter__()
+            proxy = FaultProxy(target, seed=self.random.randrange(1 << 30)).__enter__()
             self._links[near, far_end] = proxy
             self._mates[near].do(far.redirect, far_end, proxy.address)
 

@@ -13,7 +13,7 @@ from gradwire.autograd.messages import Gradients, Start
 from gradwire.errors import UsageError
 from gradwire.rpc.messages import Call, Result
 from gradwire.testing import faults
-from gradwire.testing.faults import Proxy, Way
+from gradwire.testing.faults import FaultProxy, Way
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -187,6 +187,6 @@ def test_the_end_of_a_connection_fails_what_waits_at_once(proxy, how):
 
 def test_what_no_proxy_can_do_is_refused():
     with pytest.raises(UsageError, match="a proxy speaks tcp, not unix:///there"):
-        Proxy("unix:///there")
+        FaultProxy("unix:///there")
     with pytest.raises(UsageError, match="a proxy cannot 'melt' a frame"):
-        Proxy("tcp://127.0.0.1:1").harm("melt")
+        FaultProxy("tcp://127.0.0.1:1").harm("melt")

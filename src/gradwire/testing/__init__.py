@@ -1,6 +1,6 @@
 """How to test code that uses gradwire, and gradwire itself."""
 
-from gradwire.testing.cluster import Cluster, Member, cluster
+from gradwire.testing.cluster import Cluster, ClusterWorker, cluster
 from gradwire.testing.generators import drawing_from, generators
 
-__all__ = ["Cluster", "Member", "cluster", "drawing_from", "generators"]
+__all__ = ["Cluster", "ClusterWorker", "cluster", "drawing_from", "generators"]

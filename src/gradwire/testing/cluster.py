@@ -15,7 +15,7 @@ import torch
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.secret import fresh_secret
-from gradwire.agent.peers.state import Member as Place
+from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.clock import Clock
 from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @final
-class Member:
+class ClusterWorker:
     """One worker of a cluster."""
 
     def __init__(self, worker: Worker) -> None:
@@ -41,7 +41,7 @@ class Member:
         self.name = worker.name
 
     def __repr__(self) -> str:
-        return f"<Member {self.name}>"
+        return f"<ClusterWorker {self.name}>"
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function here, in this thread, as that worker."""
@@ -50,24 +50,24 @@ class Member:
 
 
 @final
-class Cluster(Sequence[Member]):
+class Cluster(Sequence[ClusterWorker]):
     """The workers, by number."""
 
-    def __init__(self, members: list[Member], restart: Callable[[Worker], Worker]) -> None:
+    def __init__(self, members: list[ClusterWorker], restart: Callable[[Worker], Worker]) -> None:
         self._members, self._restart = members, restart
 
-    def __getitem__(self, n: int) -> Member:  # type: ignore[override]
+    def __getitem__(self, n: int) -> ClusterWorker:  # type: ignore[override]
         return self._members[n]
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def restart(self, n: int) -> Member:
+    def restart(self, n: int) -> ClusterWorker:
         """End a worker without a word, and start it again: a new life under its name and number.
 
         The others have heard of it when this returns.
         """
-        member = self._members[n] = Member(self._restart(self._members[n].worker))
+        member = self._members[n] = ClusterWorker(self._restart(self._members[n].worker))
         return member
 
     @contextmanager
@@ -106,7 +106,7 @@ class _Nursery:
         self._secret = fresh_secret()
         self.started: list[Worker] = []
         listeners = [self._transports.listen(f"memory://w{id}") for id in range(n)]
-        self._places = [Place(id, f"w{id}", listeners[id].address) for id in range(n)]
+        self._places = [Member(id, f"w{id}", listeners[id].address) for id in range(n)]
         for id, listener in enumerate(listeners):
             self._start(id, listener)
 
@@ -115,7 +115,7 @@ class _Nursery:
         worker.close()
         id, life = worker.directory.me.id, worker.directory.myself.life + 1
         listener = self._transports.listen(f"memory://{worker.name}.{life}")
-        self._places[id] = Place(id, worker.name, listener.address, life)
+        self._places[id] = Member(id, worker.name, listener.address, life)
         born = self._start(id, listener)
         for other in born.directory.others():
             with suppress(PeerLost):  # it is not there either, and will look for us
@@ -161,7 +161,7 @@ def cluster(
     """
     nursery = _Nursery(n, expose, options, clock, behavior, generators)
     try:
-        yield Cluster([Member(worker) for worker in nursery.started], nursery.restart)
+        yield Cluster([ClusterWorker(worker) for worker in nursery.started], nursery.restart)
     finally:
         for worker in nursery.started:
             worker.close()

@@ -2,7 +2,7 @@
 
     arm, armed       at a point in the life of a message: see agent/failpoints.py for the words
     kill, frozen …   processes
-    Proxy, proxied   the bytes between two workers
+    FaultProxy, proxied   the bytes between two workers
     namespaces       the network between them, for root (testing/namespaces.py)
 
 A fault that a test has armed and that never happened is a failure of the test. Other processes arm
@@ -25,7 +25,7 @@ from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.rpc.api import rpc_sync
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
-from gradwire.testing.proxy import HARMS, Proxy, Way
+from gradwire.testing.proxy import HARMS, FaultProxy, Way
 
 __all__ = [
     "ACTIONS",
@@ -33,7 +33,7 @@ __all__ = [
     "POINTS",
     "Fault",
     "InjectedFault",
-    "Proxy",
+    "FaultProxy",
     "Way",
     "arm",
     "armed",
@@ -192,11 +192,11 @@ def redirect(worker: str, address: str) -> str:
 
 
 @contextmanager
-def proxied(worker: str, *, seed: int = 0) -> Iterator[Proxy]:
+def proxied(worker: str, *, seed: int = 0) -> Iterator[FaultProxy]:
     """A proxy between the worker whose code this is and another, which listens on tcp."""
     here = _here()
     target = here.directory.address(here.directory.number(worker))
-    with Proxy(target, seed=seed) as proxy:
+    with FaultProxy(target, seed=seed) as proxy:
         redirect(worker, proxy.address)
         try:
             yield proxy

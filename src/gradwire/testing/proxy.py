@@ -1,6 +1,7 @@
 """A proxy between two workers that does to their bytes what networks and their boxes do.
 
-Whoever connects to `Proxy.address` speaks with the worker behind it, until the test says otherwise:
+A client that connects to `FaultProxy.address` speaks with the worker behind it, until the test says
+otherwise:
 
     cut, reset      end what is connected, politely or not; who connects again gets through
     stall, heal     nothing passes, one way or both, and nobody is told
@@ -69,10 +70,10 @@ class _Ended(Exception):
 
 
 @final
-class Proxy:
+class FaultProxy:
     """See the top of this file. All chances are taken by `seed`.
 
-    >>> with Proxy("tcp://127.0.0.1:4242") as proxy:
+    >>> with FaultProxy("tcp://127.0.0.1:4242") as proxy:
     ...     proxy.harm("flip", Gradients)
     """
 
@@ -96,7 +97,7 @@ class Proxy:
         host, port = self._listener.getsockname()[:2]
         return str(Address(self._target.scheme, host, port))
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> FaultProxy:
         host = "::1" if ":" in self._target.place else "127.0.0.1"
         self._listener = socket.create_server((host, 0), family=_family(host))
         self._acceptor = threading.Thread(target=self._accept, name="proxy accept", daemon=True)
@@ -206,7 +207,7 @@ class Proxy:
 class _Pair:
     """A connection to the proxy and the one behind it, with a thread for each way."""
 
-    def __init__(self, proxy: Proxy, near: socket.socket, far: socket.socket) -> None:
+    def __init__(self, proxy: FaultProxy, near: socket.socket, far: socket.socket) -> None:
         self._proxy = proxy
         self._sockets = (near, far)
         self._ended, self._wake = socket.socketpair()

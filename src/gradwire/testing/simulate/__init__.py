@@ -17,7 +17,7 @@ blame, that everything ends in time, and that nothing is left behind.
 """
 
 from gradwire.testing.simulate.faults import Faults
-from gradwire.testing.simulate.history import Setting, Told, play, setting_of
+from gradwire.testing.simulate.history import History, Setting, play, setting_of
 from gradwire.testing.simulate.own_program import Outcome, Stuck, simulate
 
-__all__ = ["Faults", "Outcome", "Setting", "Stuck", "Told", "play", "setting_of", "simulate"]
+__all__ = ["Faults", "Outcome", "Setting", "Stuck", "History", "play", "setting_of", "simulate"]

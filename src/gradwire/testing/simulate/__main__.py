@@ -9,7 +9,7 @@ import time
 import torch
 
 from gradwire.testing.simulate.batch import Summary, run, run_on_cores
-from gradwire.testing.simulate.history import Told
+from gradwire.testing.simulate.history import History
 
 _MOST_SHOWN = 5
 _TELL_SECONDS = 5.0
@@ -21,7 +21,7 @@ def main() -> int:
     torch.set_num_threads(1)
     progress = _Progress(options.seeds)
 
-    def on_told(told: Told, summary: Summary) -> bool:
+    def on_told(told: History, summary: Summary) -> bool:
         if options.trace or options.seeds == 1 or told.violations:
             _show(told, trace=options.trace or bool(told.violations))
         return progress.goes_on(summary)
@@ -61,7 +61,7 @@ class _Progress:
         return failed < _MOST_SHOWN
 
 
-def _show(told: Told, *, trace: bool) -> None:
+def _show(told: History, *, trace: bool) -> None:
     print("\n".join(told.setting.lines()))
     if trace:
         print("\n".join(told.trace))

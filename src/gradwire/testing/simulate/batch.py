@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from gradwire.testing.simulate.history import Told, play, setting_of
+from gradwire.testing.simulate.history import History, play, setting_of
 
 SAFETY_FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat")
 LIVENESS_FAULTS = ("crash", "silent crash", "cut", "stall", "slow", "repeat")
@@ -28,7 +28,7 @@ class Summary:
 
     liveness: bool
     seeds: int = 0
-    failed: list[Told] = field(default_factory=list)
+    failed: list[History] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Summary) -> None:
@@ -54,7 +54,7 @@ def run(
     seeds: Iterable[int],
     *,
     liveness: bool = False,
-    on_told: Callable[[Told, Summary], bool] = lambda told, summary: True,
+    on_told: Callable[[History, Summary], bool] = lambda told, summary: True,
 ) -> Summary:
     """Play them all, or until `on_told` says False."""
     summary = Summary(liveness)

@@ -17,7 +17,7 @@ from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.faults import Faults, Nemesis
 from gradwire.testing.simulate.programs import Script, random_script
 from gradwire.testing.simulate.scheduler import Runaway
-from gradwire.testing.simulate.stage import Stage
+from gradwire.testing.simulate.stage import StepRun
 from gradwire.testing.simulate.world import LogToWorld, World
 
 TIMEOUTS = Timeouts(
@@ -63,7 +63,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Told:
+class History:
     """What became of a history."""
 
     setting: Setting
@@ -112,7 +112,7 @@ def _faults(chosen: random.Random, liveness: bool) -> Faults:
     )
 
 
-def play(setting: Setting) -> Told:
+def play(setting: Setting) -> History:
     """Run one history and check it."""
     with simulated() as log:
         world = World(
@@ -132,7 +132,7 @@ def play(setting: Setting) -> Told:
             log.removeHandler(handler)
     world.counts["late frames"] += world.network.traffic.late
     world.counts["lost frames"] += world.network.traffic.lost
-    return Told(setting, violations, world.lines(), world.counts, world.scheduler.switches)
+    return History(setting, violations, world.lines(), world.counts, world.scheduler.switches)
 
 
 class _Playing:
@@ -146,7 +146,7 @@ class _Playing:
         world, setting = self._world, self._setting
         world.start()
         self._nemesis = Nemesis(world, setting.faults, setting.seed)
-        self._stage = world.scheduler.stage = Stage(world, self._nemesis)
+        self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
         try:
             self._programs()
             if not self._stage.violations:

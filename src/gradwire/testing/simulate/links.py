@@ -42,7 +42,12 @@ class SimulatedChannel:
     """One end of two pipes."""
 
     def __init__(
-        self, network: Network, remote: str, incoming: Pipe, outgoing: Pipe, process: Process
+        self,
+        network: SimulatedNetwork,
+        remote: str,
+        incoming: Pipe,
+        outgoing: Pipe,
+        process: Process,
     ) -> None:
         self.remote = remote
         self.limits = Limits()
@@ -168,7 +173,7 @@ def _decoded(data: bytes, limits: Limits) -> Frame:
 class SimulatedListener:
     """A name in the network."""
 
-    def __init__(self, network: Network, address: str, process: Process) -> None:
+    def __init__(self, network: SimulatedNetwork, address: str, process: Process) -> None:
         self.address, self.process = address, process
         self._network = network
         self._arrivals: deque[SimulatedChannel] = deque()
@@ -199,7 +204,7 @@ class SimulatedListener:
 
 
 @final
-class Network:
+class SimulatedNetwork:
     """The links of one history, and the names that can be reached over them."""
 
     def __init__(self, scheduler: Scheduler, watcher: Watcher, *, capacity: int = 1 << 20) -> None:

@@ -24,10 +24,10 @@ _APART = 7
 _MODES = ("sync", "sync", "async", "remote")
 
 
-class Stage(Protocol):
+class StepContext(Protocol):
     """What a part asks of the history it is in."""
 
-    def made(self, name: str, part: Part) -> None:
+    def made(self, name: str, part: Parameter) -> None:
         """A part was made where the thread that asks runs."""
 
     def ran(self, ticket: int) -> None:
@@ -79,7 +79,7 @@ class Script:
         return f"{self.root} with parts on {', '.join(self.places)}: {ways}"
 
 
-class Expected(NamedTuple):
+class ExpectedStep(NamedTuple):
     """What a step gives in one process."""
 
     loss: torch.Tensor
@@ -88,7 +88,7 @@ class Expected(NamedTuple):
 
 
 @final
-class Part:
+class Parameter:
     """A parameter on a worker, and the function that uses it."""
 
     def __init__(self, name: str, values: list[int]) -> None:
@@ -119,7 +119,7 @@ def called(h: torch.Tensor, children: Sequence[Any]) -> list[torch.Tensor]:
     for child, ticket, factor, mode, is_used, grandchildren in children:
         given = h.detach() if factor == _APART else h
         rest = (given, ticket, factor, grandchildren)
-        if isinstance(child, Part):
+        if isinstance(child, Parameter):
             outs.append((is_used, child.forward(*rest)))
         elif mode == "async":
             outs.append((is_used, child.rpc_async().forward(*rest)))
@@ -157,15 +157,15 @@ def loss_of(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
     return (total * weights).sum()
 
 
-def alone(script: Script, step: Step) -> Expected:
+def alone(script: Script, step: Step) -> ExpectedStep:
     """The same in one process, with plain torch."""
-    parts = [Part("", list(values)) for values in script.values]
+    parts = [Parameter("", list(values)) for values in script.values]
     x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
     loss = loss_of(x, called(x * 2, plan(step.calls, parts, counted=False)))
     found = torch.autograd.grad(loss, [x, *(part.p for part in parts)], allow_unused=True)
     times = 1 if step.way == OF_INPUT else step.times
     scaled: list[torch.Tensor | None] = [None if g is None else g * times for g in found]
-    return Expected(loss.detach(), scaled[0], scaled[1:])
+    return ExpectedStep(loss.detach(), scaled[0], scaled[1:])
 
 
 def random_script(
@@ -181,7 +181,7 @@ def random_script(
 def make_parts(script: Script, tag: str) -> list[Any]:
     """References to the parts, each made where it lives."""
     return [
-        gradwire.remote(place, Part, args=(f"{tag}.{n}", list(values)))
+        gradwire.remote(place, Parameter, args=(f"{tag}.{n}", list(values)))
         for n, (place, values) in enumerate(zip(script.places, script.values, strict=True))
     ]
 

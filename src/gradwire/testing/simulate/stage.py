@@ -19,8 +19,8 @@ from gradwire.testing.simulate.programs import (
     OF_INPUT,
     TO_GRAD,
     TO_MAP,
-    Expected,
-    Part,
+    ExpectedStep,
+    Parameter,
     Script,
     Step,
     alone,
@@ -39,10 +39,10 @@ autograd/backward/coordinator.py.
 
 
 @dataclass(slots=True)
-class Made:
+class MadeParameter:
     """A part that was made, where, and what its `.grad` must be."""
 
-    part: Part
+    part: Parameter
     life: Life
     grad: torch.Tensor | None = None
     root: Life | None = None
@@ -57,7 +57,7 @@ class Made:
 
 
 @dataclass(slots=True)
-class Told:
+class StepOutcome:
     """How a step ended."""
 
     script: Script
@@ -67,30 +67,30 @@ class Told:
 
 
 @final
-class Stage:
+class StepRun:
     """See the top of this file."""
 
     def __init__(self, world: World, nemesis: Nemesis) -> None:
         self._world, self._nemesis = world, nemesis
-        self.parts: dict[str, Made] = {}
+        self.parts: dict[str, MadeParameter] = {}
         self.executed: Counter[int] = Counter()
-        self.told: list[Told] = []
+        self.told: list[StepOutcome] = []
         self.violations: list[str] = []
         self.over: set[str] = set()
 
     # -- what parts say
 
-    def made(self, name: str, part: Part) -> None:
-        """See programs.Stage."""
+    def made(self, name: str, part: Parameter) -> None:
+        """See programs.StepRun."""
         process = self._world.scheduler.me().process
         life = self._world.lives[process.name]
         assert life.process is process
         if name in self.parts:
             self.violate("I8", f"{name} was made twice")
-        self.parts[name] = Made(part, life)
+        self.parts[name] = MadeParameter(part, life)
 
     def ran(self, ticket: int) -> None:
-        """See programs.Stage."""
+        """See programs.StepRun."""
         self.executed[ticket] += 1
         if self.executed[ticket] > 1:
             self.violate("I8", f"call {ticket} was executed {self.executed[ticket]} times")
@@ -122,7 +122,7 @@ class Stage:
                 self._check_error(error)
                 parts = None
             self._world.counts["good steps" if error is None else "failed steps"] += 1
-            self.told.append(Told(script, step, error, scheduler.now - began))
+            self.told.append(StepOutcome(script, step, error, scheduler.now - began))
             self._world.note("step", script.root, f"{n} of {name}: {_first_line(error) or 'good'}")
             scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
         self.over.add(name)
@@ -165,7 +165,7 @@ class Stage:
 
     # -- checking
 
-    def _begins(self, script: Script, step: Step, names: list[str], expected: Expected) -> None:
+    def _begins(self, script: Script, step: Step, names: list[str], expected: ExpectedStep) -> None:
         for name, gradient in zip(names, expected.parts, strict=True):
             made = self.parts.get(name)
             if made is not None:
@@ -179,7 +179,7 @@ class Stage:
         step: Step,
         context: int,
         names: list[str],
-        expected: Expected,
+        expected: ExpectedStep,
         got: torch.Tensor | None,
     ) -> None:
         self._same("I1", "the gradient of the input", got, expected.x)

@@ -26,7 +26,7 @@ from gradwire.agent.requests.clock import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
-from gradwire.testing.simulate.links import Network
+from gradwire.testing.simulate.links import SimulatedNetwork
 from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
@@ -72,7 +72,7 @@ class World:
         most_switches: int = 200_000,
     ) -> None:
         self.scheduler = Scheduler(seed, most_switches=most_switches)
-        self.network = Network(self.scheduler, self, capacity=capacity)
+        self.network = SimulatedNetwork(self.scheduler, self, capacity=capacity)
         self.options, self.expose, self.is_open = options, tuple(expose), is_open
         self.names = [f"w{n}" for n in range(workers)]
         self.lives: dict[str, Life] = {}

@@ -41,7 +41,7 @@ def names_of(frame: Frame) -> set[str]:
 
 
 @final
-class Faults:
+class FaultPlan:
     """Which messages of one worker fail, how often, and which come late."""
 
     def __init__(self, fail: Sequence[str], times: int, delay: Mapping[str, float]) -> None:
@@ -75,7 +75,7 @@ class InjectedLoss(PeerLost):
 class FaultyChannel:
     """A channel that does not always do what it is told."""
 
-    def __init__(self, inner: Channel, faults: Faults) -> None:
+    def __init__(self, inner: Channel, faults: FaultPlan) -> None:
         self._inner, self._faults = inner, faults
         self.peer_names, self.binding = inner.peer_names, inner.binding
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.compat.rpc import backend_registry, constants
-from gradwire.compat.rpc._testing.faults import Faults
+from gradwire.compat.rpc._testing.faults import FaultPlan
 from gradwire.compat.rpc.agent import TensorPipeAgent, late_api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.rpc.behavior import Behavior
@@ -41,7 +41,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
     def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
         assert isinstance(opts, FaultyTensorPipeRpcBackendOptions)
-        faults = Faults(opts.messages_to_fail, opts.num_fail_sends, opts.messages_to_delay)
+        faults = FaultPlan(opts.messages_to_fail, opts.num_fail_sends, opts.messages_to_delay)
         return replace(super()._behavior(opts), channel=faults.wrap)
 
 
