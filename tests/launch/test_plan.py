@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradwire import DeadlinePassed, JoinTimeout, Options, PeerLost, UsageError
-from gradwire.launch import verdict_texts
 from gradwire.launch.plan import check, orders_for
-from gradwire.launch.supervise_state import Died, Overdue, Stage
+from gradwire.launch.supervise_state import Died, Overdue, Stage, death, overdue
 
 HOME = Path("/private")
 
@@ -73,7 +72,7 @@ def test_another_meeting_place_is_refused_not_ignored():
 )
 def test_a_death_is_told_with_its_cause_and_its_moment(died, kind, text):
     with pytest.raises(kind, match=text):
-        raise verdict_texts.death(died, ["a", "b"])
+        raise death(died, ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -86,4 +85,4 @@ def test_a_death_is_told_with_its_cause_and_its_moment(died, kind, text):
 )
 def test_a_wait_that_is_given_up_names_whom_it_was_for(due, kind, text):
     with pytest.raises(kind, match=text):
-        raise verdict_texts.overdue(Overdue((0, 2), due), ["a", "b", "c"], 2.5)
+        raise overdue(Overdue((0, 2), due), ["a", "b", "c"], 2.5)

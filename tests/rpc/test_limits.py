@@ -27,9 +27,8 @@ from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import Body, Call
 from gradwire.testing import cluster
-from gradwire.wire.elements import check_arrived, has_more_than
 from gradwire.wire.frame import Frame
-from gradwire.wire.message import Kinds, encode, kind_of
+from gradwire.wire.message import Kinds, check_arrived, encode, has_more_than, kind_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 from gradwire.wire.tensor_header import TensorHeader
 from tests.gates import GATES
@@ -364,7 +363,7 @@ def test_every_limit_is_a_positive_number(field):
 
 def test_what_is_large_is_checked_once(monkeypatch):
     seen = []
-    monkeypatch.setattr("gradwire.wire.elements.has_more_than", lambda *_: seen.append(1))
+    monkeypatch.setattr("gradwire.wire.message.has_more_than", lambda *_: seen.append(1))
     check_arrived(b"\xc0" * 10, 10)
     assert not seen
     check_arrived(b"\xc0" * 11, 10)

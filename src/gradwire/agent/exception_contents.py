@@ -22,7 +22,7 @@ import msgspec
 
 from gradwire.agent.messages import MOST_CONTENTS
 from gradwire.errors import BadMessage, GradwireError, OverLimit, RemoteError
-from gradwire.wire.elements import check_arrived
+from gradwire.wire.message import check_arrived
 
 _MOST_VALUES = 1 << 12
 _MOST_DEPTH = 16

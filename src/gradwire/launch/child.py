@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import shutil
 import sys
+import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
 from gradwire.agent.remote_errors import describe
-from gradwire.errors import DeadlinePassed
-from gradwire.launch.parent_watch import end_with_parent
-from gradwire.launch.pickled_arguments import packed, unpacked
+from gradwire.errors import DeadlinePassed, UsageError
 from gradwire.launch.plan import Orders, given_in
 from gradwire.launch.processes import ignore_interrupts
 from gradwire.launch.supervise_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
+from gradwire.rpc.codec.pickle_codec import dumps, loads
+from gradwire.rpc.expose.names import maybe_at, steps
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
@@ -119,3 +123,55 @@ def _write_returned(orders: Orders, value: object) -> None:
     draft = orders.returned.with_suffix(".draft")
     draft.write_bytes(packed(value, what, hint=hint))
     draft.replace(orders.returned)
+
+
+_ORPHANED = 1
+
+
+def end_with_parent(line: Connection, parent: int, directory: Path | None = None) -> None:
+    """From now on this process ends when its parent does, and removes the directory they share.
+
+    The parent says nothing on the line, so this may be the only reader of it.
+    """
+    threading.Thread(
+        target=_watch, args=(line, parent, directory), name="gradwire lifeline", daemon=True
+    ).start()
+
+
+def _watch(line: Connection, parent: int, directory: Path | None) -> None:
+    while os.getppid() == parent and not _has_ended(line):
+        pass
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(_ORPHANED)
+
+
+def _has_ended(line: Connection) -> bool:
+    try:
+        if line.poll(_LOOK_AGAIN_SECONDS):
+            line.recv_bytes()
+    except (EOFError, OSError):
+        return True
+    return False
+
+
+def packed(value: object, what: str, *, hint: str | None = None) -> bytes:
+    """The object as bytes; `what` names it should it not be possible."""
+    try:
+        return dumps(value)
+    except Exception as error:  # reducing runs the object's own code, which may raise anything
+        raise UsageError(f"{what} cannot be pickled: {error}", hint=hint) from error
+
+
+def unpacked(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa: ANN401
+    """The object that these bytes stand for; `what` names it should it not be possible."""
+    try:
+        return loads(data)
+    except Exception as error:
+        raise UsageError(f"{what} cannot be unpickled here: {error}", hint=hint) from error
+
+
+def maybe_exception(name: str) -> type[BaseException] | None:
+    """The exception type that a process of ours names, in whichever module of ours it is."""
+    found = maybe_at(steps(name))
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None

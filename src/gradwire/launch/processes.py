@@ -47,7 +47,7 @@ News = Word | Exit
 
 
 @final
-class Crew:
+class ProcessGroup:
     """The processes, by number, in the order they were started."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Crew:
         self._processes: dict[int, SpawnProcess] = {}
         self._lines: dict[int, Connection] = {}
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:

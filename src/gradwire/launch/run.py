@@ -21,8 +21,8 @@ from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.launch import child, verdict_texts
-from gradwire.launch.pickled_arguments import maybe_exception, packed, unpacked
+from gradwire.launch import child
+from gradwire.launch.child import maybe_exception, packed, unpacked
 from gradwire.launch.plan import (
     Orders,
     check,
@@ -31,8 +31,10 @@ from gradwire.launch.plan import (
     orders_for,
     secret_in,
 )
-from gradwire.launch.processes import Crew, Exit, News, Word
+from gradwire.launch.processes import Exit, News, ProcessGroup, Word
 from gradwire.launch.supervise_state import (
+    GUARD,
+    WHEN,
     Died,
     Failed,
     Overdue,
@@ -41,6 +43,9 @@ from gradwire.launch.supervise_state import (
     Succeeded,
     Verdict,
     Watch,
+    death,
+    ending,
+    overdue,
 )
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.arguments import positional
@@ -101,14 +106,14 @@ def run(
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
-    with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, Crew() as crew:
+    with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
         given_in(Path(directory)).write_bytes(given)
         if options.secret is None:
             write_secret(secret_in(Path(directory)))
         workers = orders_for(world_size, options, Path(directory), comes_back=restarts > 0)
         patience = _patience(options.timeouts, timeout)
         watch = Watch(world_size, patience, time.monotonic(), restarts=restarts)
-        verdict = _Supervision(crew, watch, workers).verdict()
+        verdict = _Supervision(group, watch, workers).verdict()
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpacked(workers[0].returned.read_bytes(), "what the function returned"))
@@ -117,9 +122,7 @@ def run(
 def _refuse_in_import() -> None:
     # A spawned process imports the script before it does anything else, and says so here.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError(
-            "run() was called while a worker was importing the script", hint=verdict_texts.GUARD
-        )
+        raise UsageError("run() was called while a worker was importing the script", hint=GUARD)
 
 
 def _patience(timeouts: Timeouts, timeout: float | None) -> Patience:
@@ -134,8 +137,8 @@ def _patience(timeouts: Timeouts, timeout: float | None) -> Patience:
 class _Supervision:
     """Starts the workers, hears them, and starts again those that the state says."""
 
-    def __init__(self, crew: Crew, watch: Watch, workers: list[Orders]) -> None:
-        self._crew, self._watch = crew, watch
+    def __init__(self, group: ProcessGroup, watch: Watch, workers: list[Orders]) -> None:
+        self._group, self._watch = group, watch
         self._workers = workers
         self._worker_of: dict[int, int] = {}
         for worker in range(len(workers)):
@@ -144,7 +147,7 @@ class _Supervision:
     def verdict(self) -> Verdict:
         """Of the whole run."""
         while (verdict := self._watch.verdict(time.monotonic())) is None:
-            for news in self._crew.news(self._watch.next_deadline() - time.monotonic()):
+            for news in self._group.news(self._watch.next_deadline() - time.monotonic()):
                 self._tell(news)
             for restart in self._watch.to_restart():
                 self._start_again(restart)
@@ -152,11 +155,11 @@ class _Supervision:
 
     def _start(self, worker: int) -> None:
         orders = self._workers[worker]
-        self._worker_of[self._crew.start(orders.name, child.main, orders)] = worker
+        self._worker_of[self._group.start(orders.name, child.main, orders)] = worker
 
     def _start_again(self, restart: Restart) -> None:
         orders = self._workers[restart.worker] = orders_again(self._workers[restart.worker])
-        how, when = verdict_texts.ending(restart.status), verdict_texts.WHEN[restart.stage]
+        how, when = ending(restart.status), WHEN[restart.stage]
         life = orders.options.life
         _log.warning("%s died (%s) %s; it is started again, life %d", orders.name, how, when, life)
         self._start(restart.worker)
@@ -204,11 +207,11 @@ def _raise(
             error = _revived(workers[worker])
             raise error from error.__cause__
         case Died(felt_by=int(worker)):
-            raise verdict_texts.death(verdict, names) from _revived(workers[worker])
+            raise death(verdict, names) from _revived(workers[worker])
         case Died():
-            raise verdict_texts.death(verdict, names)
+            raise death(verdict, names)
         case Overdue():
-            raise verdict_texts.overdue(verdict, names, timeout)
+            raise overdue(verdict, names, timeout)
         case _:
             assert_never(verdict)
 

@@ -1,34 +1,51 @@
-"""Workers on real processes, for tests: new ones for each test, on processes that are not.
+"""Workers on real processes, for tests: each test joins new workers on processes that are reused.
 
-To start a process takes seconds, to join milliseconds. So hosts are started once for a whole
-session, and each test has its own workers on them, over real sockets. Worker w0 is the test's own
-process, so that a test is plain code.
+A new process takes seconds to import torch; joining takes milliseconds. So hosts are started once
+per session, and each test has its own workers on them, over real sockets. Worker w0 runs in the
+process of the test itself. A host ends with the process that started it, and can be restarted.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import ParamSpec, TypeVar, cast, final
 
+from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
-from gradwire.errors import GradwireError
-from gradwire.launch.child import AS_LONG_AS_IT_TAKES
+from gradwire.agent.remote_errors import describe, revive
+from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
+from gradwire.launch.child import (
+    AS_LONG_AS_IT_TAKES,
+    flush_output,
+    maybe_exception,
+    packed,
+    prepare,
+    unpacked,
+)
 from gradwire.launch.plan import Orders, orders_for, secret_in
-from gradwire.launch.process_pool import Host, Hosts
+from gradwire.launch.processes import ProcessGroup
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
+from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed
 
 __all__ = ["Host", "Hosts", "process_cluster"]
 
 _LEAVE_SECONDS = 5.0
+_TASK_SECONDS = 60.0
 
 Warned = list[tuple[type[Warning], str]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -68,7 +85,7 @@ def process_cluster(
 
 
 def _serve(orders: Orders, expose: Exposed) -> Warned:
-    """An inbound request: be a worker until the others are over. What was warned of meanwhile."""
+    """The task of a host: be a worker until the others leave; returns the warnings it gave."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
@@ -96,3 +113,128 @@ def _finish(host: Host, seconds: float) -> None:
     warned = host.finish(seconds) if host.is_running else []
     for category, text in cast(Warned, warned):
         warnings.warn(f"{host.name}: {text}", category, stacklevel=2)
+
+
+@final
+class Host:
+    """A process that runs the functions it is given, one by one; it can be restarted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._group = ProcessGroup()
+        self._tasks: Connection | None = None
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name}>"
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self._group.pid(0)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not stopped since; it may have died."""
+        return self._tasks is not None
+
+    def start(self) -> None:
+        """Start the process without waiting for its imports; does nothing if it runs already."""
+        if self._tasks is None:
+            context = multiprocessing.get_context("spawn")
+            self._tasks, theirs = context.Pipe(duplex=True)
+            with theirs:
+                self._group.start(f"host {self.name}", _run_tasks, self.name, theirs)
+
+    def stop(self) -> None:
+        """Stop the process, whatever it is doing; idempotent."""
+        self._group.stop()
+        if self._tasks is not None:
+            self._tasks.close()
+            self._tasks = None
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, as the kernel does when memory runs out."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def begin(self, fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run a function there, without waiting for it."""
+        self.start()
+        assert self._tasks is not None
+        with self._naming_losses():
+            self._tasks.send_bytes(packed((fn, args, kwargs), f"a task of {self.name}"))
+
+    def finish(self, timeout: float = _TASK_SECONDS) -> object:
+        """Return what the function started by `begin` returned, or raise what it raised.
+
+        A host that does not finish in time is stopped.
+        """
+        assert self._tasks is not None, f"{self.name} has not begun anything"
+        with self._naming_losses():
+            if not self._tasks.poll(timeout):
+                self.stop()
+                raise DeadlinePassed(f"{self.name} did not finish its task in {timeout:g} s")
+            data = self._tasks.recv_bytes()
+        outcome = unpacked(data, f"what {self.name} returned")
+        if isinstance(outcome, Failure):
+            raise revive(outcome, maybe_exception)
+        return outcome[0]
+
+    def do(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function there; return what it returned or raise what it raised."""
+        self.begin(fn, *args, **kwargs)
+        return cast(T, self.finish())
+
+    @contextmanager
+    def _naming_losses(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            self.stop()
+            raise PeerLost(f"the process of {self.name} died") from error
+
+
+@final
+class Hosts:
+    """A pool of processes for workers w1, w2, …"""
+
+    def __init__(self, count: int) -> None:
+        self._hosts = [Host(f"w{n}") for n in range(1, count + 1)]
+
+    def __enter__(self) -> Hosts:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self._hosts:
+            host.stop()
+
+    def start(self) -> None:
+        """Start those that do not run, without waiting for their imports."""
+        for host in self._hosts:
+            host.start()
+
+    def take(self, count: int) -> list[Host]:
+        """The first `count` hosts; missing ones are added."""
+        known = len(self._hosts)
+        self._hosts += [Host(f"w{n}") for n in range(known + 1, count + 1)]
+        return self._hosts[:count]
+
+
+def _run_tasks(line: Connection, parent: int, name: str, tasks: Connection) -> None:
+    prepare(line, parent)
+    while True:
+        try:
+            data = tasks.recv_bytes()
+        except EOFError:
+            return
+        tasks.send_bytes(_outcome(name, data))
+        flush_output()
+
+
+def _outcome(name: str, data: bytes) -> bytes:
+    try:
+        fn, args, kwargs = unpacked(data, f"a task of {name}")
+        return packed((fn(*args, **kwargs),), f"the result of a task of {name}")
+    except BaseException as error:  # reported to the test, whatever it is
+        return packed(describe(error, name, exception_name), "a failure")

@@ -18,10 +18,9 @@ from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.guard import reason_of
+from gradwire.transport.sockets.channel import SocketChannel, Wrapping
 from gradwire.transport.sockets.listener import SocketListener
-from gradwire.transport.sockets.wrapping import Wrapping
+from gradwire.transport.sockets.stream import reason_of
 
 _DEFAULT_HOST = "127.0.0.1"
 _BACKLOG = 1024

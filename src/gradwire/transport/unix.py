@@ -27,10 +27,9 @@ from gradwire.transport.address import parse_address
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memfd import can_share
 from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory
-from gradwire.transport.sockets.channel import SocketChannel, as_timeval
-from gradwire.transport.sockets.guard import reason_of
+from gradwire.transport.sockets.channel import SocketChannel, Wrapping, as_timeval
 from gradwire.transport.sockets.listener import SocketListener
-from gradwire.transport.sockets.wrapping import Wrapping
+from gradwire.transport.sockets.stream import reason_of
 
 _BACKLOG = 1024
 _LONGEST_PATH = 107

@@ -24,7 +24,6 @@ from torch.nn import Parameter
 from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
 from gradwire.wire.frame import ALIGNMENT, Buffer
-from gradwire.wire.sparse import PARTS, put_together, take_apart
 from gradwire.wire.tensor_header import (
     ALL_FLAGS,
     COALESCED,
@@ -51,6 +50,17 @@ _INDEX_TYPES = (torch.int64, torch.int32)
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 _NAMES_WITHOUT_NUMPY = ("torch.bfloat16", "torch.complex32", "torch.float8", "torch.float4")
 _WITHOUT_NUMPY = {dtype for dtype in DTYPE_CODES if str(dtype).startswith(_NAMES_WITHOUT_NUMPY)}
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+
+PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
 
 
 def encode_tensors(
@@ -316,3 +326,24 @@ def _placed(tensor: Tensor, name: str) -> Tensor:
         return tensor.to(name)
     except RuntimeError as error:
         raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error
+
+
+def take_apart(tensor: Tensor) -> list[Tensor]:
+    """The dense parts of a detached sparse tensor, the values last; no copy."""
+    return [getattr(tensor, name)() for name in PARTS[tensor.layout]]
+
+
+def put_together(
+    parts: list[Tensor], shape: tuple[int, ...], layout: torch.layout, coalesced: bool
+) -> Tensor:
+    """The tensor made of these parts; raises what torch raises when they do not fit."""
+    # Devices are named, since torch.set_default_device reaches into every factory.
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(
+            indices, values, shape, device="cpu", is_coalesced=coalesced, check_invariants=True
+        )
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, device="cpu", check_invariants=True
+    )

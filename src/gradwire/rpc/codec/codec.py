@@ -38,7 +38,7 @@ from gradwire.rpc.codec.walk import (
     exactly,
     spoken,
 )
-from gradwire.wire.elements import check_arrived, check_leaving
+from gradwire.wire.message import check_arrived, check_leaving
 
 __all__ = ["Codec", "Names", "Packed", "Undecoded"]
 

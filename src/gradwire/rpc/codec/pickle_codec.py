@@ -134,7 +134,7 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes) -> Any:  # noqa: ANN401
     """What `dumps` made a pickle of.
 
-    Never for what came from a peer: see launch/pickled_arguments.py.
+    Never for what came from a peer: see launch/child.py.
     """
     return pickle.loads(data)
 

@@ -11,7 +11,7 @@ from typing import final
 from gradwire.errors import PeerLost
 from gradwire.transport.base import closed_here
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.guard import Guard
+from gradwire.transport.sockets.stream import Guard
 
 _OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 

@@ -47,9 +47,8 @@ from gradwire.transport.shared_memory import (
     SharedMemory,
     descriptors_in,
 )
-from gradwire.transport.sockets.guard import INTERRUPTED, Guard, stalled, story_of
 from gradwire.transport.sockets.spinning import Spin
-from gradwire.transport.sockets.stream import Stream
+from gradwire.transport.sockets.stream import INTERRUPTED, Guard, Stream, stalled, story_of
 from gradwire.wire.frame import (
     IN_BLOCK,
     IS_ANSWER,

@@ -26,8 +26,7 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.threads import taking
 from gradwire.transport.base import unread_by_deadline
 from gradwire.transport.shared_memory import Ancillary, SharedMemory
-from gradwire.transport.sockets.guard import INTERRUPTED, Guard, stalled, story_of
-from gradwire.transport.sockets.stream import Stream
+from gradwire.transport.sockets.stream import INTERRUPTED, Guard, Stream, stalled, story_of
 from gradwire.wire.frame import (
     IN_BLOCK,
     NOT_BYTES,

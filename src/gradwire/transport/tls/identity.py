@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, final
 
 from gradwire.errors import UsageError
 from gradwire.options import Tls
-from gradwire.transport.sockets.guard import reason_of
+from gradwire.transport.sockets.stream import reason_of
 from gradwire.transport.tls.stream import Session, words_of
 
 URI_PREFIX: Final = "gradwire:"

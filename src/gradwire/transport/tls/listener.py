@@ -24,7 +24,7 @@ from gradwire.errors import PeerLost
 from gradwire.transport.base import closed_here
 from gradwire.transport.forking import let_go_in_forks
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.guard import reason_of
+from gradwire.transport.sockets.stream import reason_of
 from gradwire.transport.tls.identity import names_of
 from gradwire.transport.tls.stream import Session, words_of
 

@@ -18,8 +18,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, final
 
-from gradwire.transport.sockets.guard import INTERRUPTED, stalled
-from gradwire.transport.sockets.stream import Beside
+from gradwire.transport.sockets.stream import INTERRUPTED, Beside, stalled
 from gradwire.wire.frame import Buffer
 
 _READ: Final = 1 << 17

@@ -19,9 +19,8 @@ from typing import final
 from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost
 from gradwire.options import Limits, Tls
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.guard import reason_of
-from gradwire.transport.sockets.wrapping import Wrapping
+from gradwire.transport.sockets.channel import SocketChannel, Wrapping
+from gradwire.transport.sockets.stream import reason_of
 from gradwire.transport.tcp import connected, listening, tuned
 from gradwire.transport.tls.identity import URI_PREFIX, Identity, names_of
 from gradwire.transport.tls.listener import (
