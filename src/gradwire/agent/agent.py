@@ -19,8 +19,7 @@ from gradwire.agent.held_locks import Sections, check_outside
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.noting import Noting
-from gradwire.agent.peers.refusals import Refusals
+from gradwire.agent.peers.refusals import Noting, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests import errors as request_errors
 from gradwire.agent.requests.clock import Clock

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.membership.register import Register
+from gradwire.agent.membership.open_world import Register
 from gradwire.agent.membership.rendezvous import meet, meet_again, open_store
 from gradwire.agent.peers.directory import Directory, check_name
 from gradwire.agent.peers.refusals import Refusals

@@ -21,8 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.membership.heartbeat import Pulses
-from gradwire.agent.membership.open_world import Membership
-from gradwire.agent.membership.register import Register
+from gradwire.agent.membership.open_world import Membership, Register
 from gradwire.agent.membership.shutdown import GracefulShutdown, Parted
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals

@@ -9,9 +9,9 @@ from torch.distributed import HashStore
 
 from gradwire.agent.membership.rendezvous import meet, put_roster, roster_in
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.roster_state import Roster
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.signed_store import SignedStore, opened, signed
+from gradwire.agent.peers.state import Roster
 from gradwire.agent.requests.clock import MonotonicClock
 from gradwire.errors import NotTrusted
 from gradwire.options import Options, Timeouts

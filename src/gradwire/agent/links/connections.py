@@ -16,11 +16,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, NoReturn, final
 
-from gradwire.agent.links import handshake, introduction
+from gradwire.agent.links import handshake
 from gradwire.agent.links.acceptor import Acceptor
-from gradwire.agent.links.channel_ends import Ends
 from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame
 from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory
@@ -51,6 +51,8 @@ OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 """Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
 
 _JOIN_SECONDS = 5.0
+_NOTICE_SECONDS = 1.0
+"""How long a reader may take to find the end of its channel."""
 IN_A_FORK = "start processes by spawn, or wait in the worker and hand over the value"
 _HELLO = Kinds([Hello])
 
@@ -69,6 +71,39 @@ class _Greeted(NamedTuple):
 def _refuse_to_wait(*_: object) -> NoReturn:
     """What would be waited for comes by a thread that a forked process does not have."""
     raise UsageError(FORKED, hint=IN_A_FORK)
+
+
+@final
+class Ends:
+    """Those of one worker's channels."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._noted = threading.Condition()  # not the worker's lock, which a wait would release
+        self._clock = clock
+
+    def noted(self) -> None:
+        """A channel is not used any more."""
+        with self._noted:
+            self._noted.notify_all()
+
+    def wait(
+        self,
+        lines: ChannelReaders,
+        channel: Channel,
+        has_ended: Callable[[], bool],
+        telling: threading.RLock,
+        deadline: float,
+    ) -> None:
+        """Until that is known, and was told: who tells it holds `telling` meanwhile."""
+        until = min(deadline, self._clock.now() + _NOTICE_SECONDS)
+        lines.wait(channel, has_ended, partial(self._sleep, has_ended, until))
+        if telling.acquire(timeout=max(0.0, until - self._clock.now())):
+            telling.release()
+
+    def _sleep(self, has_ended: Callable[[], bool], until: float) -> None:
+        with self._noted:
+            while not has_ended() and (left := until - self._clock.now()) > 0:
+                self._noted.wait(left)
 
 
 @final
@@ -194,7 +229,7 @@ class Connections:
             handshake.prove(channel, self._secret, self._job, me, name, until)
             here = self._greet(channel, worker, until)
             theirs = self._heard(channel, until)
-            self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
+            self._admit(handshake.check_hello(theirs, name, self._directory, dialled=worker))
             self._greeted(worker, theirs)
         except BaseException as error:
             channel.close("the handshake failed")
@@ -221,7 +256,7 @@ class Connections:
         name = handshake.examine(channel, self._secret, self._job, directory.me.name, until)
         self._acceptor.proven(channel)
         theirs = self._heard(channel, until)
-        member = introduction.check(theirs, name, directory, dialled=None)
+        member = handshake.check_hello(theirs, name, directory, dialled=None)
         self._admit(member)
         self._greeted(member.id, theirs)
         here = self._greet(channel, member.id, until)
@@ -231,7 +266,7 @@ class Connections:
         """Say who we are; how often we have lost the peer, as it now knows."""
         with self._turn(peer):
             losses = self._losses[peer]
-        said = encode(introduction.hello(self._directory, peer, losses))
+        said = encode(handshake.hello(self._directory, peer, losses))
         channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
         return losses
 

@@ -27,9 +27,8 @@ from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defin
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.roster_state import Roster
 from gradwire.agent.peers.signed_store import SignedStore
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.clock import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server

@@ -12,7 +12,7 @@ one admits whoever knows its job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -122,3 +122,52 @@ def not_unique(name: str, one: WorkerId, other: WorkerId) -> UsageError:
         f"RPC worker name {name} is not unique. Workers {one} and {other} share the same name.",
         hint="give each worker of a job a name of its own",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One member, and whether the others have heard of it."""
+
+    member: Member
+    is_settled: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """See the top of this file."""
+
+    job: str
+    lives: int = 0
+    seats: tuple[Seat, ...] = ()
+
+    def claimed(self, name: str, id: WorkerId) -> list[Member]:
+        """Who has this name or this number already."""
+        members = [seat.member for seat in self.seats]
+        return [member for member in members if member.name == name or member.id == id]
+
+    def taken(self, name: str, id: WorkerId, address: str, note: str = "") -> tuple[Roster, Member]:
+        """One more seat, for a new life."""
+        member = Member(id, name, address, self.lives + 1, note)
+        return replace(self, lives=member.life, seats=(*self.seats, Seat(member))), member
+
+    def settled(self, life: int) -> Roster:
+        """Everyone knows this member."""
+        seats = [replace(s, is_settled=True) if s.member.life == life else s for s in self.seats]
+        return replace(self, seats=tuple(seats))
+
+    def without(self, lives: Collection[int]) -> Roster:
+        """These have left, or are dead."""
+        return replace(self, seats=tuple(s for s in self.seats if s.member.life not in lives))
+
+    def has(self, life: int) -> bool:
+        """Whether this member still has its seat."""
+        return any(seat.member.life == life for seat in self.seats)
+
+    def before(self, life: int) -> list[Member]:
+        """Those in earlier seats."""
+        return [seat.member for seat in self.seats if seat.member.life < life]
+
+    def unsettled_before(self, life: int) -> list[Member]:
+        """Those in earlier seats who have not told everyone yet."""
+        return [s.member for s in self.seats if s.member.life < life and not s.is_settled]

@@ -16,7 +16,7 @@ from typing import final
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from gradwire.agent.membership.register import Register
+from gradwire.agent.membership.open_world import Register
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
