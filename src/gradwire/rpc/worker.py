@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
-from gradwire.agent.membership.heartbeat import Pulses
+from gradwire.agent.membership.heartbeat import Heartbeat
 from gradwire.agent.membership.open_world import Membership, Register
 from gradwire.agent.membership.shutdown import GracefulShutdown, Parted
 from gradwire.agent.peers.directory import Directory
@@ -112,7 +112,7 @@ class Worker:
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
         self.agent = self._agent(connections, clock, registry)
-        Pulses(self.agent, connections, options.timeouts)
+        Heartbeat(self.agent, connections, options.timeouts)
         self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports, secret)
