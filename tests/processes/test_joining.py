@@ -103,7 +103,7 @@ def test_two_workers_of_one_name_are_refused_by_both(hosts, tmp_path):
 def test_who_does_not_come_is_named(tmp_path, rank, missing):
     options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=SOON)
 
-    with pytest.raises(JoinTimeout, match=f"early waited in vain for rank {missing} to join"):
+    with pytest.raises(JoinTimeout, match=f"early timed out waiting for rank {missing} to join"):
         gradwire.init_rpc("early", rank, 3, options)
     with pytest.raises(UsageError, match="RPC has not been initialized"):
         gradwire.shutdown()

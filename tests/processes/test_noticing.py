@@ -247,7 +247,7 @@ def test_idle_workers_hear_of_each_other_and_busy_ones_say_nothing_more(hasty):
     gradwire.rpc_sync("w1", far.here)
     connections = home_door.find().agent._connections
     used = connections.to(1, 0.0)
-    (line,) = [line for line in connections.lines.all() if line.channel is used]
+    (line,) = [line for line in connections.readers.all() if line.channel is used]
     idle = line.reads
     assert eventually(lambda: line.reads >= idle + 10, 30)  # far more than `dead` seconds
 

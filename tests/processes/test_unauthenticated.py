@@ -100,7 +100,7 @@ def test_two_processes_with_two_secrets_do_not_meet(hosts, tmp_path):
 
     with pytest.raises(NotTrusted, match="was not written with this worker's secret"):
         _join_and_leave(1, Options(init_method=place, secret=other, timeouts=TIMEOUTS))
-    with pytest.raises(JoinTimeout, match="w0 waited in vain for rank 1 to join"):
+    with pytest.raises(JoinTimeout, match="w0 timed out waiting for rank 1 to join"):
         host.finish()
 
 

@@ -194,7 +194,7 @@ def test_many_that_join_at_once_all_know_each_other(world):
 def test_a_joiner_that_died_halfway_is_passed_over(world):
     a = world("a", 0)
     roster, text = roster_in(world.signed)
-    half, _ = roster.taken("dead", 1, "unix:///nowhere/at/all")
+    half, _ = roster.with_member("dead", 1, "unix:///nowhere/at/all")
     assert put_roster(world.signed, half, text)
 
     b = world("b", 2)
@@ -207,7 +207,7 @@ def test_a_joiner_that_died_halfway_is_passed_over(world):
 def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
     a = world("a", 0)
     roster, text = roster_in(world.signed)
-    half, slow = roster.taken("slow", 1, a.directory.myself.address)  # somebody listens there
+    half, slow = roster.with_member("slow", 1, a.directory.myself.address)  # somebody listens there
     assert put_roster(world.signed, half, text)
 
     world("b", 2, options=Options(listen="unix", timeouts=Timeouts(join=2)))
@@ -218,7 +218,7 @@ def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
 
 def test_one_that_lost_its_seat_does_not_believe_it_has_joined(world):
     a = world("a", 0)
-    a._leaver.give_back_seat(a.agent.clock.now() + 5)
+    a._leaver.unregister(a.agent.clock.now() + 5)
 
     with pytest.raises(JoinTimeout, match="a took so long to join that it was given up"):
         a.announce(a.agent.clock.now() + 5)
@@ -229,7 +229,7 @@ def test_worlds_with_and_without_a_size_do_not_mix(world):
     alone = world("alone", 0, 1)
     with pytest.raises(UsageError, match=text):
         world("late", 1)
-    assert roster_in(world.signed)[0].seats == ()
+    assert roster_in(world.signed)[0].entries == ()
     alone.close()
 
 
@@ -251,7 +251,7 @@ def test_a_rank_that_no_context_could_name_is_refused(world):
 def test_an_earlier_life_that_goes_on_is_not_heard_any_more(world):
     a, b = world("a", 0), world("b", 1)
     assert ask(a, "b", far.here) == ask(b, "b", far.here) == "b"
-    b._leaver.give_back_seat(b.agent.clock.now() + 5)  # as if all thought that it was dead
+    b._leaver.unregister(b.agent.clock.now() + 5)  # as if all thought that it was dead
     with b.scope():
         kept = gradwire.remote("a", far.here)
         assert kept.to_here() == "a"

@@ -19,8 +19,7 @@ from gradwire.agent.held_locks import Sections, check_outside
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.noting import Noting
-from gradwire.agent.peers.refusals import Refusals
+from gradwire.agent.peers.refusals import Noting, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests import errors as request_errors
 from gradwire.agent.requests.clock import Clock
@@ -95,8 +94,7 @@ class Agent:
 
     def start(self) -> None:
         """Begin to accept and serve; every handler is registered by now."""
-        self._connections.on_reborn = self._lost
-        self._connections.start(self._frame_came, self._channel_ended)
+        self._connections.start(self._frame_came, self._channel_ended, self._lost)
 
     def handle(
         self,
@@ -118,7 +116,7 @@ class Agent:
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
         """Be told when a worker is connected, for the first time or again. Must not block."""
-        self._connections.on_joined.append(listener)
+        self._connections.on_peer_joined(listener)
 
     def on_late(
         self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
@@ -318,13 +316,13 @@ class Agent:
         if done():
             return
         known = None if peer is None else self._connections.channels.get(peer)
-        channel, lines = known[0] if known else None, self._connections.lines
+        channel, readers = known[0] if known else None, self._connections.readers
         pool = mine.pool
         if pool is None or pool.limit is None:
-            lines.wait(channel, done, block)
+            readers.wait(channel, done, block)
             return
         with pool.waiting():  # of another worker, if a finalizer of ours has interrupted it
-            lines.wait(channel, done, block)
+            readers.wait(channel, done, block)
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)

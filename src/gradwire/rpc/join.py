@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.membership.register import Register
+from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.membership.rendezvous import meet, meet_again, open_store
 from gradwire.agent.peers.directory import Directory, check_name
 from gradwire.agent.peers.refusals import Refusals
@@ -159,18 +159,18 @@ class _Joining:
         """If this fails, nobody looks for us, and who has heard of us hears that we left."""
         patience = self._options.timeouts.join
         limit = self._clock.now() + patience
-        register = Register(self._signed, self._transports, self._clock)
+        roster = RosterStore(self._signed, self._transports, self._clock)
         address = self._listener.address
-        me = register.take_seat(self._name, self._rank, address, limit, self._note)
+        me = roster.register(self._name, self._rank, address, limit, self._note)
         worker = None
         try:
-            job, others = register.before(me, limit - patience / 2)
+            job, others = roster.before(me, limit - patience / 2)
             directory = Directory(self._rank, [*others, me], is_open=True)
             worker = self._worker(directory, job)
             worker.announce(limit)
         except BaseException:
             with suppress(RuntimeError):  # the store is gone, with all that is in it
-                register.give_back({me.life}, limit)
+                roster.unregister({me.life}, limit)
             if worker is not None:
                 worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
             raise

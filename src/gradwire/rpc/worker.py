@@ -20,10 +20,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
-from gradwire.agent.membership.heartbeat import Pulses
-from gradwire.agent.membership.open_world import Membership
-from gradwire.agent.membership.register import Register
-from gradwire.agent.membership.shutdown import GracefulShutdown, Parted
+from gradwire.agent.membership.heartbeat import Heartbeat
+from gradwire.agent.membership.open_world import Membership, RosterStore
+from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
@@ -113,7 +112,7 @@ class Worker:
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
         self.agent = self._agent(connections, clock, registry)
-        Pulses(self.agent, connections, options.timeouts)
+        Heartbeat(self.agent, connections, options.timeouts)
         self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
         self._leaver = self._way_out(transports, secret)
@@ -162,7 +161,7 @@ class Worker:
     def announce(self, deadline: float) -> None:
         """In an open world: let the others know that this worker is there."""
         if isinstance(self._leaver, Membership):
-            self._leaver.come(deadline)
+            self._leaver.announce(deadline)
 
     def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
         """The moment a backward pass that begins now is given up."""
@@ -213,7 +212,7 @@ class Worker:
         seconds = self._options.timeouts.shutdown if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
-        parted = Parted([], [], [])
+        parted = ShutdownResult([], [], [])
         try:
             if graceful:
                 parted = self.leave(seconds, self.refs.abandon)
@@ -244,10 +243,10 @@ class Worker:
         assert isinstance(self._leaver, GracefulShutdown), "an open world has nobody to wait for"
         return self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
 
-    def leave(self, seconds: float, let_go: Callable[[], None]) -> Parted:
+    def leave(self, seconds: float, let_go: Callable[[], None]) -> ShutdownResult:
         """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
         if self.is_forked:
-            return Parted([], [], [])
+            return ShutdownResult([], [], [])
         return self._leaver.leave(seconds, let_go, self._is_busy, self._look)
 
     def close(self, seconds: float = 5.0) -> None:
@@ -280,7 +279,7 @@ class Worker:
             return GracefulShutdown(self.agent)
         assert self.store is not None, "an open world has a roster, which is kept in a store"
         store = SignedStore(self.store, secret, self.refusals)
-        return Membership(self.agent, Register(store, transports, self.agent.clock))
+        return Membership(self.agent, RosterStore(store, transports, self.agent.clock))
 
     def _reach(self, name: str) -> None:
         limit = self.agent.clock.now() + self._options.timeouts.connect

@@ -1,4 +1,4 @@
-"""Who reads a channel: nobody is woken who need not be, and nothing that comes is left lying."""
+"""Which thread reads a channel: few wake-ups, and no frame is left unread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from gradwire import threads
-from gradwire.agent.links import readers as lines_module
+from gradwire.agent.links import readers as readers_module
 from gradwire.agent.links.readers import ChannelReader, ChannelReaders
 from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
@@ -20,7 +20,7 @@ from tests.leftovers import eventually
 
 
 class Desk:
-    """One end with its lines; the test is the other end."""
+    """One end with its readers; the test is the other end."""
 
     def __init__(self) -> None:
         self.here, self.there = MemoryNetwork().pair()
@@ -28,10 +28,10 @@ class Desk:
         self.ended: list[str] = []
         self.jobs: dict[int, object] = {}
         self.threads: list[threading.Thread] = []
-        self.lines = ChannelReaders(self._spawn, self._take, self._end)
+        self.readers = ChannelReaders(self._spawn, self._take, self._end)
 
     def open(self) -> None:
-        self.lines.open(1, self.here, "peer")
+        self.readers.open(1, self.here, "peer")
 
     def _spawn(self, what, target, duty=None) -> None:
         thread = threads.thread(what, target, duty)
@@ -44,7 +44,7 @@ class Desk:
             return self.jobs[frame.request]
         return None
 
-    def _end(self, line, error) -> None:
+    def _end(self, reader, error) -> None:
         self.ended.append(str(error))
 
     def send(self, n: int, flags: int = 0) -> None:
@@ -57,7 +57,7 @@ class Desk:
         return next(thread for request, thread in self.came if request == n)
 
     def wait(self, n: int) -> None:
-        self.lines.wait(self.here, lambda: self.has(n), lambda: eventually(lambda: self.has(n)))
+        self.readers.wait(self.here, lambda: self.has(n), lambda: eventually(lambda: self.has(n)))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def desk():
     made.open()
     yield made
     made.here.close()
-    made.lines.close()
+    made.readers.close()
     for thread in made.threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in made.threads)
@@ -81,10 +81,10 @@ def test_what_comes_is_read_by_its_reader(desk):
 def after_an_answer(desk):
     """The reader has read an answer that nobody waits for any more, and lets others read."""
     desk.send(0, IS_ANSWER)
-    assert eventually(lambda: any(line.parked for line in desk.lines._lines.values()))
+    assert eventually(lambda: any(reader.idle for reader in desk.readers._by_channel.values()))
 
 
-def test_after_an_answer_whoever_waits_reads(desk):
+def test_after_an_answer_the_thread_that_waits_reads(desk):
     me = threading.current_thread().name
     for n in range(1, 50):
         after_an_answer(desk)
@@ -94,7 +94,7 @@ def test_after_an_answer_whoever_waits_reads(desk):
     assert readers.count(me) > 25  # the watchdog may have been first now and then
 
 
-def test_what_nobody_waits_for_is_found_by_the_keeper(desk):
+def test_what_nobody_waits_for_is_found_by_the_watchdog(desk):
     after_an_answer(desk)
     desk.send(1)
     assert eventually(lambda: desk.has(1))
@@ -116,14 +116,14 @@ def test_the_channel_goes_on_being_read_while_a_job_runs_on_its_reader(desk):
     goes_on.set()
 
 
-def test_a_job_that_waits_does_not_leave_its_own_line_unread(desk):
+def test_a_job_that_waits_does_not_leave_its_own_channel_unread(desk):
     other = Desk()
-    other.lines = desk.lines
-    desk.lines.open(2, other.here, "other")
+    other.readers = desk.readers
+    desk.readers.open(2, other.here, "other")
     after_an_answer(desk)
 
     def job():
-        desk.lines.wait(other.here, lambda: desk.has(7), lambda: eventually(lambda: desk.has(7)))
+        desk.readers.wait(other.here, lambda: desk.has(7), lambda: eventually(lambda: desk.has(7)))
 
     desk.jobs[1] = job
     desk.send(1)
@@ -157,55 +157,58 @@ def test_the_end_of_a_channel_is_told_once(desk, parked):
     assert len(desk.ended) == 1
 
 
-def test_a_frame_that_cannot_be_taken_ends_the_channel_whoever_read_it(desk):
+def test_a_frame_that_cannot_be_handled_ends_the_channel_and_is_logged(desk, caplog):
     after_an_answer(desk)
 
     def refuse(*_):
         raise ValueError("what is this?")
 
-    desk.lines._on_frame = refuse
+    desk.readers._on_frame = refuse
     desk.send(1)
     assert eventually(lambda: desk.ended)
+    assert any(record.exc_info and record.exc_info[0] is ValueError for record in caplog.records)
 
 
-def test_a_line_is_looked_after_until_a_reader_of_its_own_has_it():
+def test_a_channel_is_watched_until_a_thread_of_its_own_reads_it():
     here, _ = MemoryNetwork().pair()
     spawned = []
-    lines = ChannelReaders(lambda what, *_: spawned.append(what), lambda *_: None, lambda *_: None)
-    lines.open(1, here, "peer")  # its reader is about to read, but does not get there yet
-    (line,) = lines._lines.values()
-    lines._keep(line)
+    readers = ChannelReaders(
+        lambda what, *_: spawned.append(what), lambda *_: None, lambda *_: None
+    )
+    readers.open(1, here, "peer")  # its reader is about to read, but does not get there yet
+    (reader,) = readers._by_channel.values()
+    readers._watch(reader)
 
     for _ in range(20):
-        lines._look_at(line)
-    assert line in lines._in_use
-    assert spawned == ["keep", "read peer"]
+        readers._check(reader)
+    assert reader in readers._watched
+    assert spawned == ["watchdog", "read peer"]
 
-    line.is_attended = True
-    lines._look_at(line)
-    assert line not in lines._in_use
+    reader.own_thread_reads = True
+    readers._check(reader)
+    assert reader not in readers._watched
 
 
-def test_a_line_whose_reader_goes_on_while_it_is_looked_at_is_not_forgotten():
+def test_a_channel_whose_thread_stops_reading_during_a_look_stays_watched():
     class GoesOn(ChannelReader):
-        """Its reader has the role at the first look, and at the second no more."""
+        """A reader thread holds the lock at the first look, and not at the second."""
 
         looks = 0
 
         @property
-        def is_attended(self):
+        def own_thread_reads(self):
             self.looks += 1
             return self.looks == 1
 
-        @is_attended.setter
-        def is_attended(self, value):
+        @own_thread_reads.setter
+        def own_thread_reads(self, value):
             pass
 
-    lines = ChannelReaders(lambda *_: None, lambda *_: None, lambda *_: None)
-    line = GoesOn(1, MemoryNetwork().pair()[0], lines)
-    lines._in_use[line] = None
-    lines._look_at(line)
-    assert line in lines._in_use
+    readers = ChannelReaders(lambda *_: None, lambda *_: None, lambda *_: None)
+    reader = GoesOn(1, MemoryNetwork().pair()[0], readers)
+    readers._watched[reader] = None
+    readers._check(reader)
+    assert reader in readers._watched
 
 
 def test_a_reader_more_is_made_only_if_all_are_busy(desk):
@@ -215,23 +218,23 @@ def test_a_reader_more_is_made_only_if_all_are_busy(desk):
         began.set()
         assert goes_on.wait(20)
 
-    (line,) = desk.lines._lines.values()
+    (reader,) = desk.readers._by_channel.values()
     desk.jobs[1] = job
     desk.send(1)
     assert began.wait(20)
-    assert eventually(lambda: line.is_attended)
+    assert eventually(lambda: reader.own_thread_reads)
     for _ in range(5):
-        desk.lines.attend(line)
-    assert (len(line.readers), len(line.running)) == (2, 1)
+        desk.readers.ensure_reader(reader)
+    assert (len(reader.threads), len(reader.running)) == (2, 1)
     goes_on.set()
-    assert eventually(lambda: not line.running)
+    assert eventually(lambda: not reader.running)
 
 
-def test_an_idle_line_has_its_reader_back_and_the_keeper_sleeps(desk):
+def test_an_idle_channel_has_its_reader_back_and_the_watchdog_sleeps(desk):
     after_an_answer(desk)
-    assert eventually(lambda: not desk.lines._in_use and not desk.lines._is_looking)
-    (line,) = desk.lines._lines.values()
-    assert eventually(lambda: line.role.locked())
+    assert eventually(lambda: not desk.readers._watched and not desk.readers._is_watching)
+    (reader,) = desk.readers._by_channel.values()
+    assert eventually(lambda: reader.read_lock.locked())
 
 
 # -- interrupts
@@ -275,29 +278,29 @@ def memory_ends():
 
 
 def read_by_this_thread(desk):
-    """The line, whose role is ours."""
-    (line,) = desk.lines._lines.values()
+    """The reader, with its read lock held by this thread."""
+    (reader,) = desk.readers._by_channel.values()
     after_an_answer(desk)
-    while not line.role.acquire(blocking=False):
+    while not reader.read_lock.acquire(blocking=False):
         after_an_answer(desk)
-    return line
+    return reader
 
 
-def read_for(desk, line, done):
-    """Read with its role, and give that back as `wait` does."""
+def read_for(desk, reader, done):
+    """Read with its read lock, and release that as `wait` does."""
     try:
-        desk.lines._read_for(line, done)
+        desk.readers._read_for(reader, done)
     finally:
-        line.role.release()
-        desk.lines.attend(line)
+        reader.read_lock.release()
+        desk.readers.ensure_reader(reader)
 
 
 def test_an_interrupt_while_a_frame_is_handled_ends_the_channel_rather_than_lose_it(desk):
-    line = read_by_this_thread(desk)
-    desk.lines._on_frame = interrupt
+    reader = read_by_this_thread(desk)
+    desk.readers._on_frame = interrupt
     desk.send(1)
     with pytest.raises(KeyboardInterrupt):
-        read_for(desk, line, lambda: False)
+        read_for(desk, reader, lambda: False)
     assert eventually(lambda: desk.ended)
 
 
@@ -305,21 +308,21 @@ def test_an_interrupt_while_a_frame_is_handled_ends_the_channel_rather_than_lose
 @pytest.mark.parametrize("ends", [socket_ends, memory_ends])
 def test_an_interrupt_before_a_taken_frame_has_a_name_ends_the_channel(ends, size):
     here, there, (holder, lock) = ends()
-    lines = ChannelReaders(lambda *_: None, lambda *_: None, lambda *_: None)
-    lines.open(1, here, "peer")  # its reader does not get to read
+    readers = ChannelReaders(lambda *_: None, lambda *_: None, lambda *_: None)
+    readers.open(1, here, "peer")  # its reader does not get to read
     there.send(Frame(1, 0, 1, bytes(size), ()), time.monotonic() + 10)
     setattr(holder, lock, InterruptedOnce(getattr(holder, lock)))
     with pytest.raises(KeyboardInterrupt):
-        lines.wait(here, lambda: False, lambda: None)
+        readers.wait(here, lambda: False, lambda: None)
     with pytest.raises(PeerLost, match="interrupted while a message was taken"):
         here.maybe_recv(0.0)
     there.close()
 
 
 def test_an_interrupt_while_nothing_comes_leaves_the_channel_in_order(desk):
-    line = read_by_this_thread(desk)
+    reader = read_by_this_thread(desk)
     with pytest.raises(KeyboardInterrupt):
-        read_for(desk, line, interrupt)
+        read_for(desk, reader, interrupt)
     desk.send(1)
     assert eventually(lambda: desk.has(1))
     assert not desk.ended
@@ -327,11 +330,11 @@ def test_an_interrupt_while_nothing_comes_leaves_the_channel_in_order(desk):
 
 def interrupted_reader(desk, monkeypatch, where):
     """A finalizer runs on the reader where it is about to sleep or has just been woken, and waits
-    for what comes by the same line."""
-    (line,) = desk.lines._lines.values()
+    for what comes on the same channel."""
+    (reader,) = desk.readers._by_channel.values()
     waited = threading.Event()
 
-    class Bed(SimpleQueue):
+    class WakeQueue(SimpleQueue):
         """Interrupted once."""
 
         def get(self):
@@ -344,19 +347,21 @@ def interrupted_reader(desk, monkeypatch, where):
         def _interrupt(self):
             waited.set()
             desk.send(7)
-            desk.lines.wait(desk.here, lambda: desk.has(8), lambda: eventually(lambda: desk.has(8)))
+            desk.readers.wait(
+                desk.here, lambda: desk.has(8), lambda: eventually(lambda: desk.has(8))
+            )
 
-    monkeypatch.setattr(lines_module, "SimpleQueue", Bed)
-    return line, waited
+    monkeypatch.setattr(readers_module, "SimpleQueue", WakeQueue)
+    return reader, waited
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_reader_that_is_interrupted_as_it_sleeps_is_replaced(desk, monkeypatch, where):
-    line, waited = interrupted_reader(desk, monkeypatch, where)
+    reader, waited = interrupted_reader(desk, monkeypatch, where)
     desk.send(0, IS_ANSWER)  # then its reader sleeps
 
     def is_interrupted():
-        desk.lines.attend(line)
+        desk.readers.ensure_reader(reader)
         return waited.is_set()
 
     assert eventually(is_interrupted)
@@ -366,21 +371,21 @@ def test_a_reader_that_is_interrupted_as_it_sleeps_is_replaced(desk, monkeypatch
     assert eventually(lambda: desk.has(9))
 
 
-def test_a_keeper_that_is_interrupted_is_replaced(desk, monkeypatch):
-    lines, first = desk.lines, desk.lines._keeper
-    look_at = lines._look_at
+def test_a_watchdog_that_is_interrupted_is_replaced(desk, monkeypatch):
+    readers, first = desk.readers, desk.readers._watchdog
+    check = readers._check
     waited = threading.Event()
 
-    def interrupted(line):
+    def interrupted(reader):
         if not waited.is_set():
             waited.set()
-            lines.wait(desk.here, lambda: desk.has(8), lambda: eventually(lambda: desk.has(8)))
-        return look_at(line)
+            readers.wait(desk.here, lambda: desk.has(8), lambda: eventually(lambda: desk.has(8)))
+        return check(reader)
 
-    monkeypatch.setattr(lines, "_look_at", interrupted)
+    monkeypatch.setattr(readers, "_check", interrupted)
     after_an_answer(desk)
     assert waited.wait(10)
-    assert eventually(lambda: lines._keeper is not first)
+    assert eventually(lambda: readers._watchdog is not first)
     desk.send(8)
     assert eventually(lambda: desk.has(8))
-    assert eventually(lambda: sum(t.is_alive() and t.name == "keep" for t in desk.threads) == 1)
+    assert eventually(lambda: sum(t.is_alive() and t.name == "watchdog" for t in desk.threads) == 1)

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import Timeouts, UsageError
-from gradwire.agent.membership.heartbeat_state import FailureDetector, Patience
+from gradwire.agent.membership.heartbeat_state import FailureDetector, SilenceLimits
 
-PATIENCE = Patience(suspect=5.0, dead=15.0)
+LIMITS = SilenceLimits(suspect=5.0, dead=15.0)
 
 
 class Watch:
-    """A pulse and the links it looks at, each with its sign."""
+    """A failure detector and the links it looks at, each with its sign."""
 
     def __init__(self, *links: str) -> None:
-        self.pulse: FailureDetector[str] = FailureDetector(PATIENCE)
+        self.detector: FailureDetector[str] = FailureDetector(LIMITS)
         self.signs: dict[str, int | None] = dict.fromkeys(links, 0)
         self.now = 100.0
         self.asked: list[tuple[float, str]] = []
@@ -24,8 +24,8 @@ class Watch:
         self.look()
 
     def look(self) -> None:
-        found = self.pulse.look(self.now, self.signs)
-        self.asked += [(self.now, link) for link in found.ask]
+        found = self.detector.look(self.now, self.signs)
+        self.asked += [(self.now, link) for link in found.ping]
         for what in ("suspect", "back", "dead"):
             self.story += [(self.now, what, link) for link in getattr(found, what)]
         for link in found.dead:
@@ -34,7 +34,7 @@ class Watch:
     def wait(self, seconds: float) -> None:
         """Look whenever a look is due, for so long."""
         until = self.now + seconds
-        while (due := self.pulse.next_look()) is not None and due <= until:
+        while (due := self.detector.next_look()) is not None and due <= until:
             self.now = due
             self.look()
         self.now = until
@@ -50,7 +50,7 @@ def test_a_silent_link_is_asked_then_suspect_then_dead():
 
     assert watch.asked[0] == (103.0, "a")
     assert watch.story == [(105.0, "suspect", "a"), (115.0, "dead", "a")]
-    assert watch.pulse.next_look() is None
+    assert watch.detector.next_look() is None
 
 
 def test_traffic_is_not_added_to():
@@ -80,15 +80,15 @@ def test_whoever_answers_when_asked_lives_for_ever():
 def test_a_suspect_that_is_heard_is_back():
     watch = Watch("a", "b")
     watch.wait(7)
-    assert watch.pulse.silence("a", watch.now) == 7.0
+    assert watch.detector.silence("a", watch.now) == 7.0
 
     watch.hear("a")
     watch.wait(3)
 
     assert (108.0, "back", "a") in watch.story
-    assert watch.pulse.silence("a", watch.now) == 0.0
-    assert watch.pulse.silence("b", watch.now) == 10.0
-    assert watch.pulse.silence("nobody", watch.now) == 0.0
+    assert watch.detector.silence("a", watch.now) == 0.0
+    assert watch.detector.silence("b", watch.now) == 10.0
+    assert watch.detector.silence("nobody", watch.now) == 0.0
 
 
 def test_silence_that_the_transport_watches_itself_does_not_count():
@@ -112,7 +112,7 @@ def test_a_link_that_ended_is_forgotten():
     watch.wait(60)
 
     assert watch.story == [(105.0, "suspect", "a")]
-    assert watch.pulse.next_look() is None
+    assert watch.detector.next_look() is None
 
 
 @pytest.mark.parametrize("silence", [0, 2, 4, 8, 14])
@@ -139,7 +139,7 @@ def test_silence_is_told_as_it_is():
     watch.wait(14.5)
 
     watch.now = 115.0
-    assert watch.pulse.look(watch.now, watch.signs).dead == {"a": 15.0}
+    assert watch.detector.look(watch.now, watch.signs).dead == {"a": 15.0}
 
 
 @given(
@@ -147,21 +147,21 @@ def test_silence_is_told_as_it_is():
     st.lists(st.booleans(), max_size=60),
 )
 def test_nobody_is_given_up_that_was_heard_within_the_time(pauses, heard):
-    pulse: FailureDetector[str] = FailureDetector(PATIENCE)
+    detector: FailureDetector[str] = FailureDetector(LIMITS)
     now, sign, last = 0.0, 0, 0.0
     asked_at: float | None = None
-    pulse.look(now, {"a": sign})
+    detector.look(now, {"a": sign})
     for pause, is_heard in zip(pauses, heard, strict=False):
         now += pause
         if is_heard:
             sign, last, asked_at = sign + 1, now, None
-        found = pulse.look(now, {"a": sign})
+        found = detector.look(now, {"a": sign})
         if found.dead:
-            assert now - last >= PATIENCE.dead
+            assert now - last >= LIMITS.dead
             assert asked_at is not None
             assert asked_at < now
             return
-        if found.ask:
+        if found.ping:
             asked_at = now
 
 

@@ -61,7 +61,7 @@ def test_the_same_place_serves_again_under_another_job(options):
 
 def test_a_round_in_which_nobody_else_came_is_not_joined_by_a_latecomer(options, tmp_path):
     soon = Options(init_method=options.init_method, timeouts=Timeouts(join=0.05))
-    with pytest.raises(JoinTimeout, match="w0 waited in vain for rank 1 to join"):
+    with pytest.raises(JoinTimeout, match="w0 timed out waiting for rank 1 to join"):
         join(soon, 0, "a life that is over")
 
     one, other = both(options, "here", "there")
@@ -82,7 +82,7 @@ def test_a_worker_that_was_in_the_last_round_waits_for_the_next(options):
 def test_a_rank_0_that_never_comes_is_named(options):
     soon = Options(init_method=options.init_method, timeouts=Timeouts(join=0.05))
 
-    with pytest.raises(JoinTimeout, match="w1 waited in vain for rank 0 to join"):
+    with pytest.raises(JoinTimeout, match="w1 timed out waiting for rank 0 to join"):
         join(soon, 1, "there")
 
 
@@ -109,8 +109,8 @@ def test_world_sizes_that_differ_are_named_with_who_was_told_which(options):
     first, second = told(options, ("w0", 0, 2), ("w1", 1, 3))
 
     assert isinstance(first, UsageError)
-    assert first.message == "w0 was told 2 workers, w1 was told 3"
-    assert second.message == "w1 was told 3 workers, w0 was told 2"
+    assert first.message == "w0 was given world_size=2, w1 was given world_size=3"
+    assert second.message == "w1 was given world_size=3, w0 was given world_size=2"
     assert second.hint == "give every worker the same world_size, or the same WORLD_SIZE"
 
 
@@ -118,8 +118,8 @@ def test_a_worker_that_was_told_less_does_not_begin_alone(options):
     first, second = told(options, ("w0", 0, 3), ("w1", 1, 2))  # at once: it would take 20 s
 
     assert isinstance(first, UsageError)
-    assert first.message == "w0 was told 3 workers, w1 was told 2"
-    assert second.message == "w1 was told 2 workers, w0 was told 3"
+    assert first.message == "w0 was given world_size=3, w1 was given world_size=2"
+    assert second.message == "w1 was given world_size=2, w0 was given world_size=3"
 
 
 def test_two_processes_of_one_rank_are_told_so(tmp_path):
@@ -131,8 +131,8 @@ def test_two_processes_of_one_rank_are_told_so(tmp_path):
     assert errors[0] is None
     (error,) = [error for error in errors if error is not None]
     assert error.message == (
-        f"{late} waited in vain: {joined} has joined as rank 1 before it, and rank 0 begins no "
-        "other meeting"
+        f"{late} timed out: {joined} has joined as rank 1 before it, and rank 0 opens no "
+        "other round"
     )
     assert error.hint == "give every process a rank of its own"
 
@@ -143,8 +143,7 @@ def test_two_processes_of_rank_0_are_told_so(tmp_path):
     texts = [error.message for error in told(options, ("a", 0, 2), ("b", 0, 2))]
 
     assert any(
-        "waited in vain: another process has begun a meeting here as rank 0" in text
-        for text in texts
+        "timed out: another process has opened a round here as rank 0" in text for text in texts
     )
 
 
@@ -155,7 +154,7 @@ def test_the_loss_of_the_meeting_place_is_an_error_of_ours(options):
 
     store = SignedStore(Gone(), SECRET, Refusals())
     with pytest.raises(
-        PeerLost, match="the meeting place was lost before everyone had met"
+        PeerLost, match="the rendezvous store was lost before every worker had joined"
     ) as lost:
         meet(store, "w1", "there", 1, 2, options, MonotonicClock())
     assert "what it printed says why" in lost.value.hint

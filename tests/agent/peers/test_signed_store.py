@@ -9,9 +9,9 @@ from torch.distributed import HashStore
 
 from gradwire.agent.membership.rendezvous import meet, put_roster, roster_in
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.roster_state import Roster
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.signed_store import SignedStore, opened, signed
+from gradwire.agent.peers.state import Roster
 from gradwire.agent.requests.clock import MonotonicClock
 from gradwire.errors import NotTrusted
 from gradwire.options import Options, Timeouts
@@ -145,9 +145,9 @@ def test_a_roster_is_replaced_only_if_it_is_still_the_one_that_was_read(place):
     first, nothing = Roster("job"), None
     assert put_roster(place, first, nothing)
     _, text = roster_in(place)
-    second, _ = first.taken("a", 0, "here")
+    second, _ = first.with_member("a", 0, "here")
     assert put_roster(place, second, text)
 
-    assert not put_roster(place, first.taken("b", 1, "there")[0], text)
+    assert not put_roster(place, first.with_member("b", 1, "there")[0], text)
     assert not put_roster(place, first, nothing)
     assert roster_in(place)[0] == second

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from gradwire.agent.links.acceptor_state import PendingHandshakes
-from gradwire.agent.links.handshake_state import Refusal
+from gradwire.agent.links.handshake_state import PendingHandshakes, Refusal
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.requests.clock import Clock
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost

@@ -1,13 +1,13 @@
-"""Channels to peers: made when first needed, until they end. Who reads them is in readers.py.
+"""The channels of one worker to its peers: dialled when first needed, kept until they end.
 
-Between two workers there may be two channels, when both dialled at once; either carries anything.
-What a frame means is not known here: it is handed to `on_frame` together with whence it came.
+Two workers that dial each other at once have two channels; either carries anything. A frame is
+passed to `on_frame` unread, with its worker and its channel. readers.py decides which thread reads.
 
-Note [What was before a loss]: with one channel to a worker all of them end, and the layers above
-forget what they had with it. Nothing of before may meet anything of after. So a loss is told before
-the next channel is used, and whoever greets says how often it has lost the other: then the other,
-which may not have noticed, has lost it too. A channel that was greeted before a loss, at
-either end, is not used after it.
+Note [What was before a loss]: when one channel to a worker ends, all of them end, the worker counts
+as lost, and the layers above drop their state about it. No message from before a loss may meet
+state from after it. So the loss is reported before the next channel is used. Each Hello says how
+often its sender has lost the other worker: a worker that did not notice a loss, as it was frozen,
+learns of it there. A channel whose Hellos were exchanged before a loss is not used after it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, NoReturn, final
 
-from gradwire.agent.links import handshake, introduction
+from gradwire.agent.links import handshake
 from gradwire.agent.links.acceptor import Acceptor
-from gradwire.agent.links.channel_ends import Ends
 from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame
 from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory
@@ -48,27 +48,69 @@ from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
 
 OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
-"""Told that a channel to a worker ended, why, and whether it was the last one to that worker."""
+"""Called when a channel to a worker has ended: why, and whether it was the last to that worker."""
+
+OnReborn = Callable[[WorkerId, PeerLost], None]
+"""Called when a worker's earlier life is over, as a later one has connected."""
 
 _JOIN_SECONDS = 5.0
+_NOTICE_SECONDS = 1.0
+"""How long a reader may take to find the end of its channel."""
 IN_A_FORK = "start processes by spawn, or wait in the worker and hand over the value"
 _HELLO = Kinds([Hello])
 
 
-class _Overtaken(PeerLost):
-    """A worker was lost while a channel to it was made: another may be made at once."""
+class _LostMeanwhile(PeerLost):
+    """A worker was lost while a channel to it was made; dialling again may succeed at once."""
 
 
-class _Greeted(NamedTuple):
-    """How often each of two workers had lost the other, as both said by one channel."""
+class _LossCounts(NamedTuple):
+    """How often each of two workers had lost the other, as their Hellos on one channel said."""
 
     here: int
     there: int
 
 
 def _refuse_to_wait(*_: object) -> NoReturn:
-    """What would be waited for comes by a thread that a forked process does not have."""
+    """The answer would be read by a thread that a forked process does not have."""
     raise UsageError(FORKED, hint=IN_A_FORK)
+
+
+@final
+class _ChannelEnds:
+    """Lets a sender whose channel has failed wait until its end is reported.
+
+    A reader finds the end a moment after the sender, behind what the peer sent before. Until then
+    the worker counts as connected by this channel, and a sender that tried again would fail again.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._noted = threading.Condition()  # not the worker's lock, which wait() would release
+        self._clock = clock
+
+    def noted(self) -> None:
+        """A channel was removed from the table."""
+        with self._noted:
+            self._noted.notify_all()
+
+    def wait(
+        self,
+        readers: ChannelReaders,
+        channel: Channel,
+        has_ended: Callable[[], bool],
+        reporting: threading.RLock,
+        deadline: float,
+    ) -> None:
+        """Wait until the channel has ended and the thread that reports it released `reporting`."""
+        until = min(deadline, self._clock.now() + _NOTICE_SECONDS)
+        readers.wait(channel, has_ended, partial(self._sleep, has_ended, until))
+        if reporting.acquire(timeout=max(0.0, until - self._clock.now())):
+            reporting.release()
+
+    def _sleep(self, has_ended: Callable[[], bool], until: float) -> None:
+        with self._noted:
+            while not has_ended() and (left := until - self._clock.now()) > 0:
+                self._noted.wait(left)
 
 
 @final
@@ -87,7 +129,7 @@ class Connections:
         refusals: Refusals,
         wrap: Callable[[Channel], Channel] = lambda channel: channel,
     ) -> None:
-        self._most_of_a_peer = options.limits.connections
+        self._most_per_peer = options.limits.connections
         self._directory = directory
         self._wrap = wrap
         self._job, self._secret = job, secret
@@ -97,27 +139,33 @@ class Connections:
         self._refusals = refusals
         self._acceptor = Acceptor(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
-        self._ends = Ends(clock)
-        self._dialling: dict[WorkerId, threading.RLock] = {}
-        self._turns: dict[WorkerId, threading.RLock] = {}
-        """held while a worker's first channel, or its loss, is told: one after the other"""
+        self._ends = _ChannelEnds(clock)
+        self._dial_locks: dict[WorkerId, threading.RLock] = {}
+        self._peer_locks: dict[WorkerId, threading.RLock] = {}
+        """each is held while its worker's first channel, or its loss, is reported: in this order"""
         self.channels: dict[WorkerId, list[Channel]] = {}
-        """those to each worker; a list is replaced, never changed"""
+        """by worker; a list is replaced, never changed, so reading needs no lock"""
         self._losses: Counter[WorkerId] = Counter()
-        self._lost_us: Counter[WorkerId] = Counter()
-        """how often each peer was lost in its life, and how often it has lost us, as it says"""
+        self._their_losses: Counter[WorkerId] = Counter()
+        """how often we lost each peer, and how often its present life has lost us, as it says"""
         self._threads = Threads(f"gradwire {directory.me.name}", directory.lock)
         self._closed = False
-        self.on_joined: list[Callable[[WorkerId], None]] = []
-        self.on_opened: Callable[[], None] = lambda: None
-        self.on_reborn: Callable[[WorkerId, PeerLost], None] = lambda worker, error: None
-        """told that a worker's earlier life is over, as a later one is there"""
+        self._joined_listeners: list[Callable[[WorkerId], None]] = []
+        self._opened_listeners: list[Callable[[], None]] = []
         let_go_in_forks(self)
 
-    def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
+    def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
+        """Call it with each worker that gets its first channel. It must not block."""
+        self._joined_listeners.append(listener)
+
+    def on_channel_opened(self, listener: Callable[[], None]) -> None:
+        """Call it after each new channel. It must not block."""
+        self._opened_listeners.append(listener)
+
+    def start(self, on_frame: OnFrame, on_end: OnEnd, on_reborn: OnReborn) -> None:
         """Begin to accept."""
-        self._on_frame, self._on_end = on_frame, on_end
-        self.lines = ChannelReaders(self._threads.spawn, self._take, self._ended)
+        self._on_frame, self._on_end, self._on_reborn = on_frame, on_end, on_reborn
+        self.readers = ChannelReaders(self._threads.spawn, self._frame_came, self._ended)
         self._acceptor.open(self._threads.spawn, self._welcome)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
@@ -126,9 +174,9 @@ class Connections:
         if channels:
             return channels[0]
         with self._lock:
-            dialling = self._dialling.setdefault(worker, threading.RLock())
+            dial_lock = self._dial_locks.setdefault(worker, threading.RLock())
         left = min(max(0.0, deadline - self._clock.now()), threading.TIMEOUT_MAX)
-        if not dialling.acquire(timeout=left):
+        if not dial_lock.acquire(timeout=left):
             name = self._directory.name(worker)
             raise DeadlinePassed(f"{self._directory.me.name} gave up waiting to dial {name}")
         try:
@@ -138,24 +186,24 @@ class Connections:
                     return channels[0]
                 try:
                     return self._dial(worker, deadline)
-                except _Overtaken:
+                except _LostMeanwhile:
                     if self._clock.now() >= deadline:
                         raise
         finally:
-            dialling.release()
+            dial_lock.release()
 
     def has(self, worker: WorkerId, channel: Channel | None = None) -> bool:
-        """Whether the channel, or any, has not ended; that is known here before it is told."""
+        """Whether the channel, or any, has not ended. False before the end is reported."""
         known = self.channels.get(worker, ())
         return bool(known) if channel is None else channel in known
 
     def await_end(
         self, worker: WorkerId, channel: Channel | None, error: BaseException, deadline: float
     ) -> None:
-        """Nothing can be sent by this channel, if this error says so: until its end is told."""
-        if channel is not None and type(error) is PeerLost:  # others say it of a message only
-            turn, ended = self._turn(worker), lambda: not self.has(worker, channel)
-            self._ends.wait(self.lines, channel, ended, turn, deadline)
+        """Sending on a channel failed: if the error says that it has ended, wait for the report."""
+        if channel is not None and type(error) is PeerLost:  # a subclass is about one message
+            lock, ended = self._peer_lock(worker), lambda: not self.has(worker, channel)
+            self._ends.wait(self.readers, channel, ended, lock, deadline)
 
     def close(self, reason: str) -> None:
         """End every channel and join their threads; idempotent."""
@@ -165,22 +213,22 @@ class Connections:
         self._acceptor.close(reason)
         for channel in channels:
             channel.close(reason)
-        self.lines.close()
+        self.readers.close()
         self._threads.join(_JOIN_SECONDS)
 
     def forked(self) -> None:
-        """In a process forked from this one: use no channel, dial none, let nobody wait."""
+        """In a process forked from this one: use no channel, dial none, refuse to wait."""
         self._closed = True
-        self.channels, self._turns, self._dialling = {}, {}, {}
-        self.lines.forked()
-        self.lines.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
+        self.channels, self._peer_locks, self._dial_locks = {}, {}, {}
+        self.readers.forked()
+        self.readers.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
         self.to = _refuse_to_wait  # type: ignore[method-assign,assignment]
 
     def _dial(self, worker: WorkerId, deadline: float) -> Channel:
         if worker == self._directory.me.id:
             near, far = MemoryNetwork().pair()
-            self._adopt(worker, far)
-            return self._adopt(worker, near)
+            self._use(worker, far)
+            return self._use(worker, near)
         limit = min(deadline, self._clock.now() + self._timeouts.connect)
         me, name = self._directory.me.name, self._directory.name(worker)
         address = self._directory.address(worker)
@@ -189,53 +237,53 @@ class Connections:
         except GradwireError as error:
             error.about(name, link=address, phase="connect")
             raise
-        until = time.monotonic() + limit - self._clock.now()  # a channel knows no other clock
+        until = time.monotonic() + limit - self._clock.now()  # channels use this clock
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)
-            here = self._greet(channel, worker, until)
-            theirs = self._heard(channel, until)
-            self._admit(introduction.check(theirs, name, self._directory, dialled=worker))
-            self._greeted(worker, theirs)
+            here = self._send_hello(channel, worker, until)
+            theirs = self._receive_hello(channel, until)
+            self._admit(handshake.check_hello(theirs, name, self._directory, dialled=worker))
+            self._note_hello(worker, theirs)
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
                 raise
             raise self._no_handshake(name, channel, error, deadline) from error
-        return self._adopt(worker, channel, _Greeted(here, theirs.losses))
+        return self._use(worker, channel, _LossCounts(here, theirs.losses))
 
     def _no_handshake(
         self, name: str, channel: Channel, error: GradwireError, deadline: float
     ) -> GradwireError:
-        story = f"no handshake with {name} at {channel.remote}: {error.message}"
+        message = f"no handshake with {name} at {channel.remote}: {error.message}"
         if isinstance(error, NotTrusted):
             self._refusals.count("listener not trusted", channel.remote)
             kind: type[GradwireError] = NotTrusted
         else:
             kind = DeadlinePassed if self._clock.now() >= deadline else PeerLost
-        found = kind(story, hint=error.hint)
+        found = kind(message, hint=error.hint)
         return found.about(name, link=channel.remote, phase="connect")
 
     def _welcome(self, channel: Channel, until: float) -> None:
-        """Let in who connected, once it has shown who it is; or raise why not."""
+        """Use a channel that a peer dialled, if the handshake succeeds; else raise why."""
         directory = self._directory
         name = handshake.examine(channel, self._secret, self._job, directory.me.name, until)
         self._acceptor.proven(channel)
-        theirs = self._heard(channel, until)
-        member = introduction.check(theirs, name, directory, dialled=None)
+        theirs = self._receive_hello(channel, until)
+        member = handshake.check_hello(theirs, name, directory, dialled=None)
         self._admit(member)
-        self._greeted(member.id, theirs)
-        here = self._greet(channel, member.id, until)
-        self._adopt(member.id, channel, _Greeted(here, theirs.losses))
+        self._note_hello(member.id, theirs)
+        here = self._send_hello(channel, member.id, until)
+        self._use(member.id, channel, _LossCounts(here, theirs.losses))
 
-    def _greet(self, channel: Channel, peer: WorkerId, deadline: float) -> int:
-        """Say who we are; how often we have lost the peer, as it now knows."""
-        with self._turn(peer):
+    def _send_hello(self, channel: Channel, peer: WorkerId, deadline: float) -> int:
+        """Send our Hello; returns how often we have lost the peer, as the Hello says."""
+        with self._peer_lock(peer):
             losses = self._losses[peer]
-        said = encode(introduction.hello(self._directory, peer, losses))
+        said = encode(handshake.hello(self._directory, peer, losses))
         channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
         return losses
 
-    def _heard(self, channel: Channel, deadline: float) -> Hello:
+    def _receive_hello(self, channel: Channel, deadline: float) -> Hello:
         frame = channel.maybe_recv(deadline)
         if frame is None:
             raise DeadlinePassed(f"{channel.remote} did not introduce itself before the deadline")
@@ -243,38 +291,38 @@ class Connections:
         assert isinstance(said, Hello)
         return said
 
-    def _turn(self, worker: WorkerId) -> threading.RLock:
+    def _peer_lock(self, worker: WorkerId) -> threading.RLock:
         with self._lock:
-            return self._turns.setdefault(worker, threading.RLock())
+            return self._peer_locks.setdefault(worker, threading.RLock())
 
     def _admit(self, member: Member) -> None:
-        """A peer whose earlier life we still speak with takes its place; that one is lost."""
+        """Enter a peer into the directory; an earlier life that it replaces is lost."""
         for worker in self._directory.admit(member):
             error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
-            with self._turn(worker):
-                for channel in self._dropped(worker, error):
+            with self._peer_lock(worker):
+                for channel in self._drop(worker, error):
                     self._on_end(worker, channel, error, False)
-                self._lost_us[worker] = 0
-                self.on_reborn(worker, error)
+                self._their_losses[worker] = 0
+                self._on_reborn(worker, error)
 
-    def _greeted(self, worker: WorkerId, theirs: Hello) -> None:
-        """See Note [What was before a loss]: one that was frozen has not seen that it was lost."""
+    def _note_hello(self, worker: WorkerId, theirs: Hello) -> None:
+        """Count the losses that a peer's Hello reports; see Note [What was before a loss]."""
         self._directory.greeted(worker, theirs.life, theirs.since)
-        with self._turn(worker):
-            if theirs.losses > self._lost_us[worker]:
-                self._lost_us[worker] = theirs.losses
+        with self._peer_lock(worker):
+            if theirs.losses > self._their_losses[worker]:
+                self._their_losses[worker] = theirs.losses
                 name = self._directory.name(worker)
                 self.hang_up(worker, PeerLost(f"{name} has ended its connections with us"))
 
     def hang_up(self, worker: WorkerId, error: PeerLost) -> None:
-        """End every channel to this worker; the next that is needed is dialled anew."""
-        with self._turn(worker):
-            channels = self._dropped(worker, error)
+        """End every channel to this worker; the next message dials again."""
+        with self._peer_lock(worker):
+            channels = self._drop(worker, error)
             for channel in channels:
                 self._on_end(worker, channel, error, channel is channels[-1])
 
-    def _dropped(self, worker: WorkerId, error: PeerLost) -> list[Channel]:
-        """The channels to this worker, which are closed now."""
+    def _drop(self, worker: WorkerId, error: PeerLost) -> list[Channel]:
+        """Remove and close the channels to this worker; returns them."""
         with self._lock:
             channels = self.channels.pop(worker, [])
             self._losses[worker] += bool(channels)
@@ -284,8 +332,8 @@ class Connections:
         return channels
 
     def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
-        """A worker could not be reached: `tell` counts it as lost. False if it is connected."""
-        with self._turn(worker):
+        """Count a worker as lost that could not be reached, by `tell`. False if it is connected."""
+        with self._peer_lock(worker):
             with self._lock:
                 if self.channels.get(worker):
                     return False
@@ -293,69 +341,75 @@ class Connections:
             tell()
         return True
 
-    def _adopt(
-        self, worker: WorkerId, channel: Channel, greeted: _Greeted | None = None
+    def _use(
+        self, worker: WorkerId, channel: Channel, losses: _LossCounts | None = None
     ) -> Channel:
         channel = self._wrap(channel)
-        with self._turn(worker):
+        # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
+        # could overtake the join that came before it, or a frame of the new channel the report of
+        # the last loss. So listeners must not block, nor wait for anything that takes this lock.
+        with self._peer_lock(worker):
             with self._lock:
                 known = self.channels.get(worker, [])
-                refusal = self._maybe_refused(worker, len(known), greeted)
+                refusal = self._maybe_refused(worker, len(known), losses)
                 if refusal is None:
                     self.channels[worker] = [*known, channel]
             if refusal is None:
-                for tell in self.on_joined if not known else ():
-                    tell(worker)
-                self.lines.open(worker, channel, self._directory.name(worker))
+                for listener in self._joined_listeners if not known else ():
+                    listener(worker)
+                self.readers.open(worker, channel, self._directory.name(worker))
         if refusal is not None:
             channel.close(refusal.message)
             raise refusal
-        self.on_opened()
+        for opened in self._opened_listeners:
+            opened()
         return channel
 
     def _maybe_refused(
-        self, worker: WorkerId, known: int, greeted: _Greeted | None
+        self, worker: WorkerId, known: int, losses: _LossCounts | None
     ) -> GradwireError | None:
-        """Why a channel is not used, if so."""
+        """Why a new channel must not be used, if there is a reason."""
         name = self._directory.name(worker)
         if self._closed:
             return PeerLost(f"{self._directory.me.name} has left")
-        if known >= self._most_of_a_peer:
+        if known >= self._most_per_peer:
             return OverLimit(
                 f"{name} has {known} connections with this worker",
                 hint="close some, or raise Limits(connections=…)",
             )
-        if greeted not in (None, (self._losses[worker], self._lost_us[worker])):
-            return _Overtaken(f"{name} was lost while a connection to it was made")
+        if losses not in (None, (self._losses[worker], self._their_losses[worker])):
+            return _LostMeanwhile(f"{name} was lost while a connection to it was made")
         return None
 
-    def give_up(self, line: ChannelReader, error: GradwireError) -> None:
-        """Its peer is taken for gone: end the channel, whatever is still on its way."""
-        self._ended(line, error)
+    def give_up(self, reader: ChannelReader, error: GradwireError) -> None:
+        """End a channel whose peer is considered dead, whatever is still in flight."""
+        self._ended(reader, error)
 
-    def _take(self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool) -> Job | None:
+    def _frame_came(
+        self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
+    ) -> Job | None:
         if channel not in self.channels.get(worker, ()):
             self._refusals.count("earlier life", self._directory.name(worker))
-            raise PeerLost("what is late of an earlier life is not read")
+            raise PeerLost("a message of an earlier connection is not read")
         return self._on_frame(worker, channel, frame, may_run)
 
-    def _ended(self, line: ChannelReader, error: GradwireError) -> None:
-        """With one channel to a worker all of them end, and the worker is lost.
+    def _ended(self, reader: ChannelReader, error: GradwireError) -> None:
+        """End all channels to a worker when one has ended, and report the worker as lost.
 
-        What was on its way is lost with a channel. Layers above are told of that by the loss of the
-        worker, which therefore may not live on in another channel.
+        Frames in flight are lost with a channel. The layers above learn of that only by the loss of
+        the worker, so it must not stay connected by another channel.
         """
-        worker, channel = line.worker, line.channel
-        with self._turn(worker):
+        worker, channel = reader.worker, reader.channel
+        with self._peer_lock(worker):
             with self._lock:
                 known = self.channels.get(worker, [])
-                was_given_up = channel not in known
-                if not was_given_up:
+                was_removed = channel not in known
+                if not was_removed:
                     self.channels[worker] = []
                     self._losses[worker] += 1
                     self._ends.noted()
             channel.close(str(error))
-            if was_given_up:
+            if was_removed:
                 return
             for other in known:
                 if other is not channel:

@@ -19,8 +19,12 @@ from gradwire.agent.links.handshake_state import (
     body_length,
     refused,
 )
+from gradwire.agent.messages import Hello
+from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.secret import Secret
-from gradwire.errors import GradwireError
+from gradwire.agent.peers.state import Member
+from gradwire.errors import BadMessage, GradwireError
+from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel
 
 _PURPOSE = "handshake"
@@ -63,3 +67,21 @@ def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float
 def _heard(channel: Channel, deadline: float) -> bytes:
     head = channel.hear(HEAD_BYTES, deadline)
     return head + channel.hear(body_length(head), deadline)
+
+
+def hello(directory: Directory, peer: WorkerId | None = None, losses: int = 0) -> Hello:
+    """What this worker says, to a peer if it knows who that is, which it lost so often before."""
+    me = directory.myself
+    since = 0 if peer is None else directory.since_for(peer)
+    return Hello(me.id, me.life, me.address, me.note, since, losses)
+
+
+def check_hello(
+    theirs: Hello, name: str, directory: Directory, *, dialled: WorkerId | None
+) -> Member:
+    """Who is there, or BadMessage if it is nobody we may speak with."""
+    if dialled is not None and theirs.worker != dialled:
+        raise BadMessage(f"{name} says that it is not number {dialled}, but {theirs.worker}")
+    if dialled is not None and theirs.life != directory.life(dialled):
+        raise BadMessage(f"{name} is in another life than the one that was dialled")
+    return Member(theirs.worker, name, theirs.address, theirs.life, theirs.note)

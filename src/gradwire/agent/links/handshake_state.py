@@ -25,12 +25,15 @@ not kept apart. A certificate does that: then the claimed name must be one that 
 from __future__ import annotations
 
 import hmac
+import math
 import re
 import struct
 from enum import IntEnum
-from typing import Final, final
+from typing import Final, Generic, TypeVar, final
 
 from gradwire.errors import NotTrusted
+
+T = TypeVar("T")
 
 VERSION: Final = 2
 NONCE_BYTES: Final = 32
@@ -237,3 +240,39 @@ def _transcript(said: bytes, nonce: bytes, binding: bytes) -> bytes:
 
 def _mac(key: bytes, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(key, _fields(role, transcript), "sha256")
+
+
+@final
+class PendingHandshakes(Generic[T]):
+    """In the order in which they came."""
+
+    def __init__(self, most: int, fair_seconds: float) -> None:
+        self._most, self._fair_seconds = most, fair_seconds
+        self._since: dict[T, float] = {}
+
+    def has(self, who: T) -> bool:
+        """Whether it stands there."""
+        return who in self._since
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may come."""
+        return len(self._since) < self._most
+
+    def came(self, who: T, now: float) -> None:
+        """One more."""
+        self._since[who] = now
+
+    def gone(self, who: T) -> None:
+        """It has shown who it is, or was refused; also if that is known already."""
+        self._since.pop(who, None)
+
+    def next_due(self) -> float:
+        """When the oldest has had its time."""
+        return min(self._since.values(), default=math.inf) + self._fair_seconds
+
+    def maybe_overdue(self, now: float) -> T | None:
+        """Who has to go, if anybody has and its place is needed."""
+        if self.has_room or now < self.next_due():
+            return None
+        return next(iter(self._since))

@@ -1,30 +1,42 @@
-"""Who reads a channel: a reader of its own, or whoever waits for what comes by it.
+"""Which thread reads each channel: one of its own, or a thread that waits for an answer on it.
 
-Waking a thread costs more than all the rest of a small call. So hand-overs are avoided:
+Waking a thread costs more than all the rest of a small call. Two rules avoid most wake-ups:
 
-    a thread that waits for an answer reads the channel itself, if nobody else does, for a while
-    a reader that gets a request which is known to be short runs it itself
+    a thread that waits for an answer reads the channel itself for a while, if no thread does
+    a reader thread that receives a request which is known to be short runs it itself
 
-The right to read a line is its *role*. While a function runs on the thread that read it, or between
-two calls, the role is free: nobody reads. The watchdog sees to that. It looks every 2 ms at the
-lines that were in use lately, takes what has come, and gives the line a reader. A line on which
-much was read since is left alone, and as long as that is so of all, it looks less and less often: a
-look takes the interpreter from whoever makes the calls. So what nobody waits for is read at the
-second look, mostly after 2 ms and at most after 16, however long a function runs. A line that is
-quiet for two looks has a reader that sleeps, and when all have one the watchdog sleeps too.
+A thread reads a channel only while it holds the channel's *read lock*. The lock is free while a
+reader thread runs a request, and between two calls of a thread that read for itself: then nobody
+reads. The *watchdog* covers these gaps. Every 2 ms it looks at the channels that were in use
+lately, handles what has come, and makes sure that a thread reads. It leaves a channel alone if much
+was read on it since the last look, and looks less and less often while that is so of all: each look
+takes the GIL from the threads that make the calls. So a frame that no thread waits for is read at
+the second look, mostly after 2 ms and at most after 16, however long a request runs. A channel that
+is quiet for two looks gets a reader thread that blocks in it. When all have one, the watchdog
+sleeps too.
 
-A signal handler or a finalizer may run while its own thread has a role, and wait for something.
-Nobody else could read that line meanwhile, so the inner wait reads it on, whatever it waits for
-(see Note [Reading inside a read] in transport/sockets/reader.py). A thread never has two roles.
+A signal handler or a finalizer may run while its own thread holds a read lock, and wait for
+something. No other thread can read that channel meanwhile, so the inner wait continues to read it,
+whatever it waits for (see Note [Reading inside a read] in transport/sockets/reader.py). A thread
+never holds two read locks.
 
-It may also run in the middle of what is here. So nothing here is locked but the role: lists change
-in single steps of the interpreter, and who sleeps is woken by a SimpleQueue, whose `put` may be
-interrupted by itself (that of `threading.Event` may not). And a thread that has something to do
-here, a reader or the watchdog, is not counted on while code that interrupts it waits: it hands
-over.
-
-The role is taken by `for has_role in line.taking: break`, which takes it and notes it in one step
-for the interpreter (see `taking`): a role that is held is always given back.
+Note [Interrupts in the readers]: a finalizer or a signal handler may also run in the middle of the
+code of this file, and call into it again. CPython runs them only after a call, at a backward jump,
+or (finalizers) where a container is made; never inside a run of plain loads and stores. This file
+relies on that:
+  1. It uses no lock but the read locks, which are only tried, never waited for. With a lock, the
+     interrupting code would wait for the code that it interrupts.
+  2. Lists and dicts are changed by single calls into C (`append`, `pop`), which the GIL makes
+     atomic. `None` entries are counters that need no lock.
+  3. A thread is woken by a SimpleQueue: its `put` may be interrupted by another `put` of the same
+     thread. That of `threading.Event` may not, as it holds a lock.
+  4. A read lock is taken by `for has_lock in reader.lock_attempts: break`. One instruction of the
+     interpreter tries the lock and stores the result (see `threads.taking`), so there is no moment
+     at which this thread holds the lock without a local variable that says so.
+  5. Lines marked "one step" follow the line before them without a call in between. No interrupt can
+     come there, although a tracer can.
+  6. A reader thread or the watchdog that is interrupted by code that waits does not do its work
+     meanwhile. `hand_over` gives the work to another thread before the wait begins.
 """
 
 from __future__ import annotations
@@ -53,446 +65,502 @@ _log = logging.getLogger("gradwire")
 _TICK_SECONDS = 0.002
 _LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 2
-_READS_OF_BUSY_LINE = 8
-"""From one look to the next."""
+_READS_OF_BUSY_CHANNEL = 8
+"""From one look of the watchdog to the next."""
 _LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
-"""Then whoever waits sleeps, so that it can be woken by something else than what it reads."""
+"""After this a waiting thread blocks on its promise, which something else may settle as well."""
 
 Done = Callable[[], bool]
 OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
-"""Takes a frame; what it asks for, if the thread that read it may and should run that itself."""
+"""Handles a frame; returns a job if the thread that read the frame may and should run it."""
 OnEnd = Callable[["ChannelReader", GradwireError], None]
 
 
 @final
 class ChannelReader:
-    """One channel, and who reads it."""
+    """One channel, and the state of the threads that read it."""
 
     may_wait = True
 
-    def __init__(self, worker: WorkerId, channel: Channel, lines: ChannelReaders) -> None:
-        self.worker, self.channel, self.lines = worker, channel, lines
-        self.role = threading.Lock()
-        self.taking: Iterator[bool] = taking(self.role)
+    def __init__(self, worker: WorkerId, channel: Channel, owner: ChannelReaders) -> None:
+        self.worker, self.channel, self.owner = worker, channel, owner
+        self.read_lock = threading.Lock()
+        self.lock_attempts: Iterator[bool] = taking(self.read_lock)
+        """each step tries the read lock; see Note [Interrupts in the readers]"""
         self.waiting: list[Done] = []
-        """what threads wait for that comes by this line"""
+        """what threads wait for that arrives on this channel"""
         self.reads = self.seen = channel.taken
+        """frames handled so far, and at the last look of the watchdog"""
         self.idle_ticks = 0
-        self.readers: list[None] = []
-        """one for each thread that reads it when it can"""
+        self.threads: list[None] = []
+        """one entry for each reader thread"""
         self.running: list[Job] = []
-        """what they run that they have read"""
-        self.parked: list[SimpleQueue[None]] = []
-        """what wakes each of them that sleeps, mostly one; whoever takes it out wakes it"""
+        """the jobs that reader threads run now"""
+        self.idle: list[SimpleQueue[None]] = []
+        """the wake queue of each sleeping reader thread; code that removes one must put into it"""
         self.has_ended = False
-        self.is_attended = False
-        """whether one of its readers has the role: it will see what comes"""
+        self.own_thread_reads = False
+        """whether a reader thread holds the read lock, so that it will see the next frame"""
 
     def is_wanted(self) -> bool:
-        """Whether somebody still waits for something."""
+        """Whether a thread still waits for something on this channel."""
         return any(not done() for done in tuple(self.waiting))
 
     def has_lost_a_frame(self) -> bool:
-        """Whether one was taken and not handled; for who has the role, when it was disturbed.
+        """Whether a frame was taken from the channel and not handled; for the lock's holder.
 
-        The channel counts: an interrupt may come before what it returns has a name here.
+        The channel counts what it hands out. A local variable could not tell: an interrupt may come
+        after `maybe_recv` has taken a frame and before its result is stored.
         """
         return self.channel.taken != self.reads
 
-    def hand_over(self, line: object) -> threads.Undo | None:
-        """One of its readers waits for what comes by `line`: another one is to read here.
-
-        A reader that was interrupted between two frames, or as it goes to sleep, is neither
-        asleep nor about to read, so it counts as one that runs something.
-        """
-        if _mine.reads is not None:
+    def hand_over(self, waits_on: object) -> threads.Undo | None:
+        """The calling reader thread is about to wait on a channel: let another thread read here."""
+        if _this_thread.reads is not None:
+            return None  # it holds a read lock, so the wait itself reads on
+        if _this_thread.runs:  # already counted in `running`
+            if self is not waits_on:
+                self.owner.ensure_reader(self)
             return None
-        if _mine.runs:
-            if self is not line:
-                self.lines.attend(self)
-            return None
-        bed = _mine.bed
-        if bed is not None:
-            with suppress(ValueError):  # it was called: nobody else is
-                self.parked.remove(bed)
-        self.running.append(_nothing)
-        self.lines.attend(self)
-        return partial(self._is_back, bed)
+        # It was interrupted between two frames, or on its way into or out of its sleep. It is
+        # neither asleep nor about to read. So it must not be woken in place of a thread that reads:
+        # its wake queue leaves the idle list. If the queue is not there, the thread was woken
+        # already; that wake-up is passed on by `ensure_reader`. And it must count as busy, or
+        # `ensure_reader` would rely on it.
+        wake = _this_thread.wake
+        if wake is not None:
+            with suppress(ValueError):
+                self.idle.remove(wake)
+        self.running.append(_interrupted)
+        self.owner.ensure_reader(self)
+        return partial(self._resume, wake)
 
-    def _is_back(self, bed: SimpleQueue[None] | None) -> None:
+    def _resume(self, wake: SimpleQueue[None] | None) -> None:
         self.running.pop()
-        if bed is not None:
-            bed.put(None)
+        if wake is not None:  # nobody else will wake the thread: its queue is not in the idle list
+            wake.put(None)
 
 
-class _Mine(threading.local):
-    """What each thread knows of itself, for all workers of the process.
+class _ThisThread(threading.local):
+    """What each thread does now, for all workers of the process.
 
-    A finalizer may be any worker's: it may call as one worker on a thread that reads for another.
+    Not per worker: a finalizer may call as one worker on a thread that reads for another.
     """
 
     runs: bool = False
-    """whether it runs a frame that it has read, as a reader"""
+    """whether it is a reader thread that runs a job"""
     reads: ChannelReader | None = None
-    """whose role it has"""
-    bed: SimpleQueue[None] | None = None
-    """what wakes it, from before it sleeps until it is awake"""
+    """whose read lock it holds"""
+    wake: SimpleQueue[None] | None = None
+    """its wake queue, from before it sleeps until it is awake"""
 
 
-_mine = _Mine()
-_of_process: dict[ChannelReaders, None] = {}
-"""those of all workers of the process that are open; hot: asked by each wait that lasts"""
+_this_thread = _ThisThread()
+_open_readers: dict[ChannelReaders, None] = {}
+"""those of all workers of the process that are open; hot: used by each wait that lasts"""
 
 
 @final
 class ChannelReaders:
-    """The lines of one worker."""
+    """The channel readers of one worker, and the watchdog over them."""
 
     may_wait = True
 
     def __init__(self, spawn: threads.Spawn, on_frame: OnFrame, on_end: OnEnd) -> None:
         self._spawn, self._on_frame, self._on_end = spawn, on_frame, on_end
-        self._lines: dict[Channel, ChannelReader] = {}
-        self._in_use: dict[ChannelReader, None] = {}  # in order: a set has none
-        self._look: SimpleQueue[None] = SimpleQueue()
-        self._keeper = object()
-        """the one that is counted on; one that was interrupted is not, and ends"""
-        self._is_looking = self._closed = False
+        self._by_channel: dict[Channel, ChannelReader] = {}
+        self._watched: dict[ChannelReader, None] = {}
+        """those the watchdog looks at; a dict, as its order is deterministic and a set's is not"""
+        self._wake_watchdog: SimpleQueue[None] = SimpleQueue()
+        self._watchdog = object()
+        """the token of the current watchdog thread; a thread with an older one ends"""
+        self._is_watching = self._closed = False
 
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
         if not self._closed:  # here, so that a worker which never opened one leaves nothing behind
-            if self not in _of_process:
-                self._spawn_keeper()
-            _of_process[self] = None
-        with threads.undisturbed():  # a finalizer here would wait, and nobody read this channel
-            line = self._lines[channel] = ChannelReader(worker, channel, self)
-            line.readers.append(None)
-            self._spawn(f"read {name}", lambda: self._read(line, name), line)
+            if self not in _open_readers:
+                self._spawn_watchdog()
+            _open_readers[self] = None
+        # Between the first two lines and the third, the reader claims a thread that does not exist
+        # yet. A finalizer that waited for this channel there would rely on that thread for ever.
+        with threads.undisturbed():
+            reader = self._by_channel[channel] = ChannelReader(worker, channel, self)
+            reader.threads.append(None)
+            self._spawn(f"read {name}", lambda: self._read(reader, name), reader)
 
     def all(self) -> list[ChannelReader]:
-        """Every one that is open."""
-        return list(self._lines.values())
+        """Every reader whose channel has not ended."""
+        return list(self._by_channel.values())
 
     def close(self) -> None:
-        """Their channels are closed: let every thread see it."""
+        """Wake every thread, so that it sees that its channel was closed."""
         self._closed = True
-        _of_process.pop(self, None)
-        for line in tuple(self._lines.values()):
-            self._wake_all(line)
-        self._look.put(None)
+        _open_readers.pop(self, None)
+        for reader in tuple(self._by_channel.values()):
+            self._mark_ended(reader)
+        self._wake_watchdog.put(None)
 
-    def _wake_all(self, line: ChannelReader) -> None:
-        line.has_ended = True
-        while self._maybe_wake(line):
+    def _mark_ended(self, reader: ChannelReader) -> None:
+        reader.has_ended = True  # before the idle list is emptied: see `_sleep`
+        while self._maybe_wake(reader):
             pass
 
     def forked(self) -> None:
-        """In a forked process nobody reads."""
+        """In a forked process, which has none of the threads: read nothing."""
         self._closed = True
-        _of_process.pop(self, None)
+        _open_readers.pop(self, None)
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
-        """Until `done`: read the channel for a while if nobody does, else `block`."""
-        line = self._lines.get(channel) if channel is not None else None
-        held, duty = _mine.reads, threads.mine.duty
-        undo = duty.hand_over(line) if duty is not None else None
-        if line is not None:
-            line.waiting.append(done)
+        """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
+        reader = self._by_channel.get(channel) if channel is not None else None
+        held, duty = _this_thread.reads, threads.mine.duty
+        undo = duty.hand_over(reader) if duty is not None else None
+        if reader is not None:  # before anything is read: a reader thread asks for it after a frame
+            reader.waiting.append(done)
         try:
-            if held is None and line is not None:
-                self._maybe_read_for(line, done)
+            if held is None and reader is not None:
+                self._maybe_read_for(reader, done)
             if not done():
-                self._wait_longer(line, held, done, block)
+                self._wait_longer(reader, held, done, block)
         finally:
-            if line is not None:
-                line.waiting.remove(done)
+            if reader is not None:
+                reader.waiting.remove(done)
             if undo is not None:
                 undo()
 
     def _wait_longer(
         self,
-        line: ChannelReader | None,
+        reader: ChannelReader | None,
         held: ChannelReader | None,
         done: Done,
         block: Callable[[], object],
     ) -> None:
-        """What this thread interrupts may be sending: meanwhile others must be able to."""
+        """Wait in a finalizer or signal handler, or after the short read was not enough.
+
+        The code that this thread interrupts may be in the middle of sending. Other threads must be
+        able to send meanwhile, so its turn to write to each channel is lent to them.
+        """
         check_outside("a wait")
-        every = [channel for lines in tuple(_of_process) for channel in tuple(lines._lines)]
+        every = [channel for owner in tuple(_open_readers) for channel in tuple(owner._by_channel)]
         lent = [channel for channel in every if channel.lend_turn()]
         try:
-            if held is not None and held is line:
-                self._read_inside(line, done)
+            if held is not None and held is reader:
+                self._read_inside(reader, done)
             elif held is not None:
-                if line is not None:
-                    self.attend(line)
-                with suppress(UsageError):  # what is waited for comes by another line
-                    held.lines._read_inside(held, done)
+                if reader is not None:
+                    self.ensure_reader(reader)
+                # Nobody else can read `held`, and the peer may need its frames to be read before it
+                # answers. If that read cannot be resumed, the answer still comes on the other one.
+                with suppress(UsageError):
+                    held.owner._read_inside(held, done)
             if not done():
                 block()
         finally:
             for channel in lent:
                 channel.take_turn_back()
 
-    def hand_over(self, line: object) -> None:
-        """The watchdog waits: another one keeps from now on."""
-        self._spawn_keeper()
-        self._look.put(None)
+    def hand_over(self, _: object) -> None:
+        """The calling watchdog thread is about to wait: replace it."""
+        self._spawn_watchdog()
+        self._wake_watchdog.put(None)
 
-    def _read_inside(self, line: ChannelReader, done: Done) -> None:
-        """Until `done`, on a line whose role this thread has: what it interrupts had taken it.
+    def _read_inside(self, reader: ChannelReader, done: Done) -> None:
+        """Read until `done`, with a read lock that the interrupted code of this thread holds.
 
-        The frame that the interrupted code is handling, if any, stays with it. UsageError if what
-        it interrupts cannot be gone on with.
+        A frame that the interrupted code is handling stays with it. UsageError if it was
+        interrupted at a point from which the read cannot be resumed.
         """
-        outer = line.channel.taken - line.reads
+        # What the interrupted code has taken and not yet counted: one frame, or none. Each frame
+        # that is read here adds one to both counters, so a difference is a frame lost here.
+        outer = reader.channel.taken - reader.reads
         try:
             while not done():
-                frame = line.channel.maybe_recv(time.monotonic() + _LOOKS_INSIDE_SECONDS, done)
+                frame = reader.channel.maybe_recv(time.monotonic() + _LOOKS_INSIDE_SECONDS, done)
                 if frame is not None:
-                    self._on_frame(line.worker, line.channel, frame, False)
-                    line.reads += 1
+                    self._on_frame(reader.worker, reader.channel, frame, False)
+                    reader.reads += 1
         except Reentered:
             raise UsageError(
                 "a finalizer or a signal handler waits for a peer while it interrupts its thread "
-                f"in the middle of reading from {line.channel.remote}",
+                f"in the middle of reading from {reader.channel.remote}",
                 hint=MAKE_IT_ELSEWHERE,
             ) from None
         except (PeerLost, BadMessage) as error:
-            line.channel.close(str(error))
-            self._end(line, error)  # whoever it interrupts finds the same, too late for this wait
+            reader.channel.close(str(error))
+            # The interrupted code will find the same end, but only after this wait, which may need
+            # to be told that the peer is lost.
+            self._end(reader, error)
         except BaseException as error:
-            if line.channel.taken - line.reads != outer:
-                line.channel.close(f"a message was taken and lost: {error!r}")
+            if reader.channel.taken - reader.reads != outer:
+                reader.channel.close(f"a message was taken and lost: {error!r}")
             raise
 
-    def _maybe_read_for(self, line: ChannelReader, done: Done) -> None:
-        """If nobody else reads, until `done` or for a while."""
-        mine, has_role = _mine, False
+    def _maybe_read_for(self, reader: ChannelReader, done: Done) -> None:
+        """Read until `done` or for a while, if no other thread reads."""
+        this_thread, has_lock = _this_thread, False
         try:
-            for has_role in line.taking:  # noqa: B007
+            for has_lock in reader.lock_attempts:  # noqa: B007
                 break  # one step
-            if not has_role:  # one step
+            if not has_lock:  # one step
                 return
-            mine.reads = line  # one step
-            self._read_for(line, done)
+            # Still the same step. With an interrupt between taking the lock and this note, an inner
+            # wait would find the lock taken, not know that its own thread holds it, and block.
+            this_thread.reads = reader  # one step
+            self._read_for(reader, done)
         finally:
-            if has_role:
-                mine.reads = None
-                line.role.release()  # one step
-                if not done() or (len(line.waiting) > 1 and line.is_wanted()):
-                    self.attend(line)
-                if line not in self._in_use or not self._is_looking:
-                    self._keep(line)
+            if has_lock:
+                # The note goes first. In the other order an interrupt after the release would read
+                # while another thread holds the lock. There is none between these two lines.
+                this_thread.reads = None
+                reader.read_lock.release()  # one step
+                # From here nobody may be reading. An interrupt is harmless: it can take the lock.
+                # If a thread still waits, a reader thread takes over now. If not, the next frame
+                # may wait for a look of the watchdog.
+                if not done() or (len(reader.waiting) > 1 and reader.is_wanted()):
+                    self.ensure_reader(reader)
+                if reader not in self._watched or not self._is_watching:
+                    self._watch(reader)
 
-    def _read_for(self, line: ChannelReader, done: Done) -> None:
-        """With the role held."""
+    def _read_for(self, reader: ChannelReader, done: Done) -> None:
+        """Read with the read lock held, on a thread that waits for `done`."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:
             while not done():
-                frame = line.channel.maybe_recv(until, done)
+                frame = reader.channel.maybe_recv(until, done)
                 if frame is None:
                     break
-                self._on_frame(line.worker, line.channel, frame, False)
-                line.reads += 1  # at last: what was taken and is not counted here is lost
+                self._on_frame(reader.worker, reader.channel, frame, False)
+                reader.reads += 1  # after it was handled: until then an interrupt loses the frame
+        except Exception as error:  # not this wait's: a reader thread reports the end
+            if reader.has_lost_a_frame():
+                reader.channel.close(str(error))
+            _log_unexpected(reader, error)
+        except BaseException:  # Ctrl-C in this thread; the frame may have been for another thread
+            if reader.has_lost_a_frame():
+                reader.channel.close("interrupted while a message was taken")
+            raise
+
+    def _handle(self, reader: ChannelReader, frame: Frame, *, may_run: bool) -> Job | None:
+        reader.reads += 1  # before it is handled: any error below closes the channel anyway
+        try:
+            return self._on_frame(reader.worker, reader.channel, frame, may_run)
         except Exception as error:
-            if line.has_lost_a_frame():  # as in _handle
-                line.channel.close(str(error))
-            _log.debug("its reader finds the same, and says so", exc_info=True)
-        except BaseException:  # an interrupt of our thread: the frame may have been another's
-            if line.has_lost_a_frame():
-                line.channel.close("interrupted while a message was taken")
+            reader.channel.close(str(error))
             raise
 
-    def _handle(self, line: ChannelReader, frame: Frame, *, may_run: bool) -> Job | None:
-        line.reads += 1
-        try:
-            return self._on_frame(line.worker, line.channel, frame, may_run)
-        except Exception as error:  # whoever reads next finds the end
-            line.channel.close(str(error))
-            raise
+    # -- reader threads
 
-    # -- readers
-
-    def _read(self, line: ChannelReader, name: str) -> None:
+    def _read(self, reader: ChannelReader, name: str) -> None:
         try:
-            self._read_on(line, name)
+            self._read_on(reader, name)
         finally:
-            line.readers.pop()
+            reader.threads.pop()
 
-    def _read_on(self, line: ChannelReader, name: str) -> None:
-        mine = _mine
-        mine.reads = None  # the first use in a thread makes a place for it, which is not one step
-        while not line.has_ended:
-            for has_role in line.taking:  # noqa: B007
+    def _read_on(self, reader: ChannelReader, name: str) -> None:
+        this_thread = _this_thread
+        # The first store into a thread-local allocates, and may be interrupted; later ones may not.
+        this_thread.reads = None
+        while not reader.has_ended:
+            for has_lock in reader.lock_attempts:  # noqa: B007
                 break  # one step
-            if not has_role:
-                if not self._park(line):
+            if not has_lock:
+                # Another thread reads. When it stops, it wakes a reader thread or tells the
+                # watchdog, so this one may sleep.
+                if not self._sleep(reader):
                     return
                 continue
-            mine.reads = line
-            line.is_attended = True
+            this_thread.reads = reader  # in one step with the lock, as in _maybe_read_for
+            reader.own_thread_reads = True
             try:
-                frame = line.channel.maybe_recv(math.inf)
+                frame = reader.channel.maybe_recv(math.inf)
                 assert frame is not None, "without a limit it waits until one comes"
-                job = self._handle(line, frame, may_run=True)
+                job = self._handle(reader, frame, may_run=True)
             except (PeerLost, BadMessage) as error:
-                self._end(line, error)
-                return
-            except Exception as error:  # a mistake of ours: no channel may be left without a reader
+                self._end(reader, error)
+                return  # the read lock stays taken: nobody is to read a channel that has ended
+            except Exception as error:  # a bug; still no channel may be left without a reader
                 _log.exception("reading from %s failed", name)
-                self._end(line, PeerLost(f"reading failed: {error!r}"))
+                self._end(reader, PeerLost(f"reading failed: {error!r}"))
                 return
-            line.is_attended = False
-            mine.reads = None
-            line.role.release()
+            # First the flag, for the watchdog (see `_check`); then the note before the lock, as in
+            # _maybe_read_for.
+            reader.own_thread_reads = False
+            this_thread.reads = None
+            reader.read_lock.release()
             if job is not None:
-                self._run(line, job)
-            elif (frame.flags & IS_ANSWER or line.waiting) and not line.is_wanted():
-                # Whoever waited goes on, and will read for itself when it waits again.
-                self._keep(line)
-                if not self._park(line):
+                self._run(reader, job)
+            elif (frame.flags & IS_ANSWER or reader.waiting) and not reader.is_wanted():
+                # The thread that waited for this answer goes on, and will read for itself when it
+                # waits again. The watchdog is told before this thread sleeps, so at no moment is
+                # the channel without both.
+                self._watch(reader)
+                if not self._sleep(reader):
                     return
 
-    def _run(self, line: ChannelReader, job: Job) -> None:
-        line.running.append(job)
-        _mine.runs = True
-        if line not in self._in_use or not self._is_looking:
-            self._keep(line)
+    def _run(self, reader: ChannelReader, job: Job) -> None:
+        # An interrupt between these two lines finds neither `reads` nor `runs`. Then `hand_over`
+        # counts this thread as busy twice, and starts one reader thread more than needed.
+        reader.running.append(job)
+        _this_thread.runs = True
+        if reader not in self._watched or not self._is_watching:
+            self._watch(reader)
         try:
             job()
         finally:
-            _mine.runs = False
-            line.running.pop()
+            _this_thread.runs = False
+            reader.running.pop()
 
-    def _park(self, line: ChannelReader) -> bool:
-        """Sleep until the line needs a reader; False if another one is asleep already."""
-        if line.parked:
+    def _sleep(self, reader: ChannelReader) -> bool:
+        """Sleep until the channel needs a reader; False if another reader thread sleeps already."""
+        if reader.idle:
             return False
-        bed: SimpleQueue[None] = SimpleQueue()
-        _mine.bed = bed
-        line.parked.append(bed)
-        if line.has_ended:  # after it is there: of the two, who ends the line sees the other
-            self._wake_all(line)
-        bed.get()
-        if bed in line.parked:  # it was interrupted, and is awake for that reason alone
-            with suppress(ValueError):
-                line.parked.remove(bed)
-        _mine.bed = None
+        wake: SimpleQueue[None] = SimpleQueue()
+        # The note goes first: once the queue is in the list, another thread may count on it, so an
+        # interrupt from then on must know which queue to remove.
+        _this_thread.wake = wake
+        reader.idle.append(wake)
+        # The end is looked for after the append, and `_mark_ended` sets the flag before it empties
+        # the list. In any order, one of the two sees the other.
+        if reader.has_ended:
+            self._mark_ended(reader)
+        wake.get()
+        # If the queue is still in the list, nobody has woken this thread to read: it was
+        # interrupted before the append, and `_resume` has put the entry.
+        if wake in reader.idle:
+            with suppress(ValueError):  # it may be removed by a waker between these two lines
+                reader.idle.remove(wake)
+        _this_thread.wake = None
         return True
 
-    def _maybe_wake(self, line: ChannelReader) -> bool:
-        """Whether one of its readers slept."""
+    def _maybe_wake(self, reader: ChannelReader) -> bool:
+        """Wake one of its idle threads; False if none is idle."""
         try:
-            bed = line.parked.pop()
+            wake = reader.idle.pop()  # one call into C: no two threads get the same queue
         except IndexError:
             return False
-        bed.put(None)
+        wake.put(None)
         return True
 
-    def attend(self, line: ChannelReader) -> None:
-        """Let one of its readers read, or one more if all of them are busy."""
-        if self._maybe_wake(line) or line.has_ended or self._closed:
+    def ensure_reader(self, reader: ChannelReader) -> None:
+        """Wake an idle reader thread, or start another one if all of them run jobs."""
+        if self._maybe_wake(reader) or reader.has_ended or self._closed:
             return
-        if len(line.running) < len(line.readers):
-            return  # one of them is just about to
-        line.readers.append(None)  # two at once may both add one: the second sleeps, or ends
+        if len(reader.running) < len(reader.threads):
+            return  # one of them is about to read; or to sleep, but then the watchdog was told
+        reader.threads.append(None)  # two at once may both add one: the second sleeps, or ends
         try:
-            self._spawn("read on", lambda: self._read(line, "a peer"), line)
+            self._spawn("read on", lambda: self._read(reader, "a peer"), reader)
         except BaseException:
-            line.readers.pop()
+            reader.threads.pop()
             raise
 
-    def _end(self, line: ChannelReader, error: GradwireError) -> None:
-        self._wake_all(line)
-        is_first = self._lines.pop(line.channel, None) is not None
-        self._in_use.pop(line, None)
-        if is_first:  # code that interrupts a reader may find the end before it does
-            self._on_end(line, error)
+    def _end(self, reader: ChannelReader, error: GradwireError) -> None:
+        self._mark_ended(reader)
+        # Code that interrupts a reader thread may find the end before that thread does. The one
+        # that removes the entry reports it.
+        is_first = self._by_channel.pop(reader.channel, None) is not None
+        self._watched.pop(reader, None)
+        if is_first:
+            self._on_end(reader, error)
 
     # -- the watchdog
 
-    def _keep(self, line: ChannelReader) -> None:
-        """Nobody may be reading this line: look after it."""
-        self._in_use[line] = None
-        if not self._is_looking:
-            self._look.put(None)
+    def _watch(self, reader: ChannelReader) -> None:
+        """Let the watchdog look at this channel, which nobody may be reading."""
+        self._watched[reader] = None  # before the flag is read: see `_run_watchdog`
+        if not self._is_watching:
+            self._wake_watchdog.put(None)
 
-    def _spawn_keeper(self) -> None:
-        self._keeper = keeper = object()
-        self._spawn("keep", lambda: self._keep_looking(keeper), self)
+    def _spawn_watchdog(self) -> None:
+        self._watchdog = token = object()
+        self._spawn("watchdog", lambda: self._run_watchdog(token), self)
 
-    def _keep_looking(self, keeper: object) -> None:
-        while keeper is self._keeper and not self._closed:
-            self._look.get()
-            self._is_looking = True
-            self._look_on(keeper)
-            self._is_looking = False
-            if self._in_use:  # added just now
-                self._look.put(None)
+    def _run_watchdog(self, token: object) -> None:
+        while token is self._watchdog and not self._closed:
+            self._wake_watchdog.get()
+            self._is_watching = True
+            self._watch_until_idle(token)
+            # A reader that is added while the flag is up does not wake the watchdog. So the flag
+            # goes down first, and then the watchdog looks once more.
+            self._is_watching = False
+            if self._watched:
+                self._wake_watchdog.put(None)
 
-    def _look_on(self, keeper: object) -> None:
+    def _watch_until_idle(self, token: object) -> None:
         tick = _TICK_SECONDS
-        while self._in_use and keeper is self._keeper and not self._closed:
+        while self._watched and token is self._watchdog and not self._closed:
             time.sleep(tick)
-            is_quiet = self._look_at_all()
+            is_quiet = self._check_all()
             tick = _TICK_SECONDS if is_quiet else min(2 * tick, _LONGEST_TICK_SECONDS)
 
-    def _look_at_all(self) -> bool:
-        """Whether there is a line on which nobody has read since the last look."""
+    def _check_all(self) -> bool:
+        """Whether there is a channel on which nobody has read since the last look."""
         is_quiet = False
-        for line in tuple(self._in_use):
+        for reader in tuple(self._watched):
             try:
-                is_quiet |= self._look_at(line)
-            except Exception:  # such as no thread to be had: every line depends on this one
-                _log.exception("looking after a channel failed")
+                is_quiet |= self._check(reader)
+            except Exception:  # such as no thread to be had: every channel depends on this one
+                _log.exception("the watchdog failed to check a channel")
                 is_quiet = True
         return is_quiet
 
-    def _look_at(self, line: ChannelReader) -> bool:
-        """It is looked after until one of its readers has the role, which is tried each time."""
-        if line.has_ended:
-            self._in_use.pop(line, None)
+    def _check(self, reader: ChannelReader) -> bool:
+        """Handle what has come and ensure a reader; True if nobody has read since the last look.
+
+        A channel is watched until one of its reader threads holds the read lock.
+        """
+        if reader.has_ended:
+            self._watched.pop(reader, None)
             return False
-        fresh, line.seen = line.reads - line.seen, line.reads
+        fresh, reader.seen = reader.reads - reader.seen, reader.reads
         if fresh:
-            line.idle_ticks = 0
-        if fresh >= _READS_OF_BUSY_LINE:
+            reader.idle_ticks = 0
+        if fresh >= _READS_OF_BUSY_CHANNEL:
             return False
-        if line.is_attended:
-            self._in_use.pop(line, None)
-            if not line.is_attended:  # its reader has just gone on to run something
-                self._in_use[line] = None
+        if reader.own_thread_reads:
+            # A reader thread that stops reading clears the flag, then adds its channel if it is not
+            # watched. If it looked before this `pop`, it has added nothing; but then the flag is
+            # down by now, and the second look at the flag adds the channel in its place.
+            self._watched.pop(reader, None)
+            if not reader.own_thread_reads:
+                self._watched[reader] = None
             return False
-        came = self._take(line)
-        line.seen = line.reads
-        line.idle_ticks += 1
-        if came or line.idle_ticks >= _TICKS_UNTIL_IDLE:
-            self.attend(line)
+        came = self._poll(reader)
+        reader.seen = reader.reads
+        reader.idle_ticks += 1
+        if came or reader.idle_ticks >= _TICKS_UNTIL_IDLE:
+            self.ensure_reader(reader)
         return True
 
-    def _take(self, line: ChannelReader) -> bool:
-        """What has come while nobody read."""
-        mine = _mine
-        for has_role in line.taking:  # noqa: B007
+    def _poll(self, reader: ChannelReader) -> bool:
+        """Handle one frame that came while nobody read; whether there was one, or the end."""
+        this_thread = _this_thread
+        for has_lock in reader.lock_attempts:  # noqa: B007
             break  # one step
-        if not has_role:
+        if not has_lock:
             return False
-        mine.reads = line
+        this_thread.reads = reader  # in one step with the lock, as in _maybe_read_for
         try:
-            frame = line.channel.maybe_recv(0.0)
+            frame = reader.channel.maybe_recv(0.0)
             if frame is None:
                 return False
-            self._handle(line, frame, may_run=False)
-        except Exception:
-            return True  # its reader finds the same, and says so
+            self._handle(reader, frame, may_run=False)
+        except Exception as error:  # the channel is closed: a reader thread reports its end
+            _log_unexpected(reader, error)
+            return True
         finally:
-            mine.reads = None
-            line.role.release()
+            this_thread.reads = None
+            reader.read_lock.release()
         return True
 
 
-def _nothing() -> None:
-    """What a reader runs that was interrupted between two frames."""
+def _log_unexpected(reader: ChannelReader, error: Exception) -> None:
+    """Keep the traceback of a bug. The reader thread that finds the closed channel has none."""
+    if not isinstance(error, GradwireError):
+        _log.error("handling a message from %s failed", reader.channel.remote, exc_info=error)
+
+
+def _interrupted() -> None:
+    """Stands in `running` for a reader thread that was interrupted between two frames."""

@@ -1,7 +1,7 @@
-"""Signs of life between workers that say nothing: the driver of heartbeat_state.py.
+"""Heartbeats between workers that exchange nothing else: the driver of heartbeat_state.py.
 
-It runs on the timer's thread, and looks at how many messages each line has had. What it has to say
-leaves from service threads, which no function of a user's keeps waiting; so does the answer.
+It runs on the timer's thread, and looks at how many frames each channel has received. Pings and
+pongs are sent by service threads, which no function of a user keeps busy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import final
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.links.readers import ChannelReader
-from gradwire.agent.membership.heartbeat_state import FailureDetector, Patience
+from gradwire.agent.membership.heartbeat_state import FailureDetector, SilenceLimits
 from gradwire.agent.messages import Ping
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
@@ -28,66 +28,66 @@ _log = logging.getLogger("gradwire")
 
 
 @final
-class Pulses:
+class Heartbeat:
     """Finds the peers of one worker that are frozen, or cannot be reached any more."""
 
     def __init__(self, agent: Agent, connections: Connections, timeouts: Timeouts) -> None:
         self._agent, self._connections = agent, connections
         self._me = agent.directory.me
-        self._pulse: FailureDetector[ChannelReader] = FailureDetector(
-            Patience(timeouts.suspect, timeouts.dead)
+        self._detector: FailureDetector[ChannelReader] = FailureDetector(
+            SilenceLimits(timeouts.suspect, timeouts.dead)
         )
-        agent.handle(Ping, self._serve, Lane.SERVICE)
+        agent.handle(Ping, self._serve_ping, Lane.SERVICE)
         agent.timer.watch(self._look)
         agent.silence_of = self._silence_of
-        connections.on_opened = self._wake
+        connections.on_channel_opened(self._start_timer)
 
-    def _wake(self) -> None:
-        """There is a link to watch: at the latest now the timer runs."""
-        self._agent.timer.need(self._agent.clock.now() + self._pulse.pause)
+    def _start_timer(self) -> None:
+        """There is a channel to watch: let the timer run from now on."""
+        self._agent.timer.need(self._agent.clock.now() + self._detector.pause)
 
     def _look(self, now: float) -> float | None:
-        next_look = self._pulse.next_look()
+        next_look = self._detector.next_look()
         if next_look is not None and now < next_look:
             return next_look  # the timer was woken for something else
-        lines = [line for line in self._connections.lines.all() if line.worker != self._me.id]
-        found = self._pulse.look(now, {line: _sign(line) for line in lines})
-        for line in found.ask:
-            self._submit(partial(_beat, line.channel, asks=True))
-        for line, silence in found.suspect.items():
-            self._say(line, f"has given no sign of life for {silence:.3g} s")
-        for line in found.back:
-            self._say(line, "is heard again")
-        for line, silence in found.dead.items():
+        readers = [r for r in self._connections.readers.all() if r.worker != self._me.id]
+        found = self._detector.look(now, {reader: _sign(reader) for reader in readers})
+        for reader in found.ping:
+            self._submit(partial(_ping, reader.channel, asks=True))
+        for reader, silence in found.suspect.items():
+            self._report(reader, f"has given no sign of life for {silence:.3g} s")
+        for reader in found.back:
+            self._report(reader, "is heard again")
+        for reader, silence in found.dead.items():
             error = PeerLost(f"no sign of life for {silence:.3g} s")
-            self._submit(partial(self._connections.give_up, line, error))
-        return self._pulse.next_look()
+            self._submit(partial(self._connections.give_up, reader, error))
+        return self._detector.next_look()
 
     def _silence_of(self, worker: int) -> float:
-        """How long a worker has been silent, if that is suspect."""
+        """How long a worker has been silent, if that is suspect; else 0."""
         now = self._agent.clock.now()
-        links = [line for line in self._connections.lines.all() if line.worker == worker]
-        return min((self._pulse.silence(link, now) for link in links), default=0.0)
+        readers = [r for r in self._connections.readers.all() if r.worker == worker]
+        return min((self._detector.silence(reader, now) for reader in readers), default=0.0)
 
-    def _say(self, line: ChannelReader, what: str) -> None:
-        name = self._agent.directory.name(line.worker)
-        self._agent.events.emit("pulse", name, what)
-        _log.warning("%s: %s %s (%s)", self._me.name, name, what, line.channel.remote)
+    def _report(self, reader: ChannelReader, what: str) -> None:
+        name = self._agent.directory.name(reader.worker)
+        self._agent.events.emit("heartbeat", name, what)
+        _log.warning("%s: %s %s (%s)", self._me.name, name, what, reader.channel.remote)
 
     def _submit(self, job: Callable[[], None]) -> None:
         self._agent.dispatch.service.submit(job)
 
-    def _serve(self, beat: Ping, _: Payload, source: Source) -> None:
-        if beat.asks:
-            _beat(source.channel, asks=False)
+    def _serve_ping(self, ping: Ping, _: Payload, source: Source) -> None:
+        if ping.asks:
+            _ping(source.channel, asks=False)
 
 
-def _sign(line: ChannelReader) -> int | None:
-    return None if line.channel.watches_itself else line.reads
+def _sign(reader: ChannelReader) -> int | None:
+    return None if reader.channel.watches_itself else reader.reads
 
 
-def _beat(channel: Channel, *, asks: bool) -> None:
-    """Send one if it can leave at once. If not, other things are on their way there, and do."""
+def _ping(channel: Channel, *, asks: bool) -> None:
+    """Send a ping, or a pong, unless the channel is full: then other frames are signs of life."""
     try:
         channel.send(Frame(kind_of(Ping), 0, 0, encode(Ping(asks)), ()), 0.0)
     except GradwireError:

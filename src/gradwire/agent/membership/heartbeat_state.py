@@ -1,12 +1,12 @@
-"""Who is still there: when each link was last heard, whom to ask, whom to suspect, whom to give up.
+"""The failure detector: which links are silent, and which of them to ping, suspect or declare dead.
 
 Rules of this file:
-  1. Pure. No threads, no clock: time is an argument. Links are carried, never touched.
-  2. A sign of life is a number that has changed since the last look: whatever comes changes it. So
-     traffic costs nothing, and is not added to: only a link that was silent for a while is asked.
-  3. Only time during which we could listen counts as silence. If the last look is longer ago than
-     looks are apart, it was us who were stopped, or starved: that time is taken from everybody's
-     silence. So whoever wakes up asks before it gives anybody up.
+  1. Pure. No threads, no clock: time is an argument. Links are keys, never touched.
+  2. A sign of life is a number that has changed since the last look: each received frame changes
+     it. So traffic costs nothing, and a ping is sent only on a link that was silent for a while.
+  3. Only time during which this worker could listen counts as silence. If looks are further apart
+     than planned, this worker itself was stopped or starved: that time is subtracted from each
+     silence. So a worker that was frozen pings its peers before it declares any of them dead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, final
 
 _LOOKS = 5
-"""How often to look until a silent link is suspect: silence is known that exactly."""
+"""Looks until a silent link is suspect: the resolution at which silence is measured."""
 
 K = TypeVar("K")
 
@@ -26,27 +26,27 @@ K = TypeVar("K")
 class _Heard:
     sign: int | None
     silent_since: float
-    is_asked: bool = False
+    is_pinged: bool = False
     is_suspect: bool = False
 
 
 @final
 @dataclass(slots=True)
 class Findings(Generic[K]):
-    """What a look has found; the numbers are seconds of silence."""
+    """What a look has found; numbers are seconds of silence."""
 
-    ask: list[K] = field(default_factory=list)
-    """those that should say that they are there, now"""
+    ping: list[K] = field(default_factory=list)
+    """those to ping now"""
     suspect: dict[K, float] = field(default_factory=dict)
-    """those that have been silent for too long, for the first time"""
+    """those that have just become suspect"""
     back: list[K] = field(default_factory=list)
-    """those that were suspect, and were heard since"""
+    """those that were suspect, and have given a sign of life since"""
     dead: dict[K, float] = field(default_factory=dict)
-    """those that are given up; they are not watched any longer"""
+    """those that are considered dead; they are not watched any longer"""
 
 
-class Patience(NamedTuple):
-    """How long a silence may last, in seconds."""
+class SilenceLimits(NamedTuple):
+    """Seconds of silence until a link is suspect, and until it is considered dead."""
 
     suspect: float
     dead: float
@@ -54,17 +54,17 @@ class Patience(NamedTuple):
 
 @final
 class FailureDetector(Generic[K]):
-    """What one worker knows of its links."""
+    """When each link of one worker last gave a sign of life."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
-        self.pause = min(patience) / _LOOKS
-        """from one look to the next"""
+    def __init__(self, limits: SilenceLimits) -> None:
+        self._limits = limits
+        self.pause = min(limits) / _LOOKS
+        """seconds from one look to the next"""
         self._links: dict[K, _Heard] = {}
         self._looked: float | None = None
 
     def look(self, now: float, signs: Mapping[K, int | None]) -> Findings[K]:
-        """These links there are, each with its sign; None for one that is alive for certain."""
+        """Judge these links by their signs; None stands for one that is certainly alive."""
         found: Findings[K] = Findings()
         stopped = self._stopped(now)
         self._links = {link: known for link, known in self._links.items() if link in signs}
@@ -79,7 +79,7 @@ class FailureDetector(Generic[K]):
             else:
                 if stopped:
                     known.silent_since += stopped
-                    known.is_asked = False
+                    known.is_pinged = False
                 self._judge(link, known, now - known.silent_since, found)
         for link in found.dead:
             del self._links[link]
@@ -95,7 +95,7 @@ class FailureDetector(Generic[K]):
         return self._looked + self.pause if self._looked is not None and self._links else None
 
     def _stopped(self, now: float) -> float:
-        """How much of the time since the last look we were not there ourselves."""
+        """How much of the time since the last look this worker itself was stopped."""
         due, self._looked = self._looked, now
         if due is None or not self._links:
             return 0.0
@@ -103,12 +103,12 @@ class FailureDetector(Generic[K]):
         return gap - self.pause if gap > 2 * self.pause else 0.0
 
     def _judge(self, link: K, known: _Heard, silence: float, found: Findings[K]) -> None:
-        if silence >= self._patience.dead and known.is_asked:
+        if silence >= self._limits.dead and known.is_pinged:
             found.dead[link] = silence
             return
-        if silence >= self._patience.suspect and not known.is_suspect:
+        if silence >= self._limits.suspect and not known.is_suspect:
             known.is_suspect = True
             found.suspect[link] = silence
-        if 2 * silence >= min(self._patience):
-            known.is_asked = True
-            found.ask.append(link)
+        if 2 * silence >= min(self._limits):
+            known.is_pinged = True
+            found.ping.append(link)

@@ -1,7 +1,11 @@
-"""Coming and going in an open world: telling the others, and hearing it from them.
+"""Joining and leaving an open world: the roster in the store, and what members tell each other.
 
-A newcomer need only connect: its handshake says who it is. One that leaves says so and waits until
-it was heard, so that nobody calls it any more by mistake.
+A worker registers in the roster, then announces itself by connecting to each member before it: its
+handshake says who it is. A worker that leaves tells all members and waits until they have
+acknowledged it, so that none calls it by mistake.
+
+The roster has no lock that a dying worker could keep: each change is one compare-and-set. A worker
+that dies while it joins is found dead by the next one, or removed when its time is over.
 """
 
 from __future__ import annotations
@@ -12,45 +16,165 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.membership.register import Register
-from gradwire.agent.membership.shutdown import Parted
+from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_roster, roster_in
+from gradwire.agent.membership.shutdown import ShutdownResult
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.state import Member, Roster, not_unique
+from gradwire.agent.requests.clock import Clock
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
-from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost
+from gradwire.errors import (
+    DeadlinePassed,
+    GradwireError,
+    JoinTimeout,
+    NotTrusted,
+    PeerLost,
+    UsageError,
+)
 from gradwire.ids import WorkerId
+from gradwire.transport.address import Transports
 
 _LOOK_AGAIN_SECONDS = 0.005
+_LOOK_AT_LEAST_EVERY = 0.2
+_PROBE_SECONDS = 2.0
+_GRACE_SECONDS = 5.0
 _TRY_AGAIN_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
 _log = logging.getLogger("gradwire")
 
 
 @final
-class Membership:
-    """One worker's part in an open world."""
+class RosterStore:
+    """One worker's access to the roster in the store."""
 
-    def __init__(self, agent: Agent, register: Register) -> None:
+    def __init__(self, store: SignedStore, transports: Transports, clock: Clock) -> None:
+        self._held: SignedStore | None = store
+        self._transports = transports
+        self._clock = clock
+
+    @property
+    def _store(self) -> SignedStore:
+        if self._held is None:
+            raise UsageError("this worker has left, and has released the store")
+        return self._held
+
+    def close(self) -> None:
+        """Release the store, which this process may host."""
+        self._held = None
+
+    def register(
+        self, name: str, id: WorkerId, address: str, limit: float, note: str = ""
+    ) -> Member:
+        """Add this worker to the roster; the others do not know it yet."""
+        while True:
+            roster, text = roster_in(self._store)
+            alive = [m for m in roster.holders(name, id) if self.is_alive(m.address)]
+            if alive:
+                raise _refusal(name, id, alive[0])
+            dead = {member.life for member in roster.holders(name, id)}
+            changed, member = roster.without(dead).with_member(name, id, address, note)
+            if put_roster(self._store, changed, text):
+                break
+            self._pause(limit, f"{name} could not register in the roster")
+        if has_closed_world(self._store):
+            self.unregister({member.life}, limit)
+            raise UsageError(MIXED, hint="meet at another init_method")
+        return member
+
+    def before(self, member: Member, limit: float) -> tuple[str, list[Member]]:
+        """The job and the members with earlier entries, once all of these are announced.
+
+        One that dies meanwhile is removed; one that is merely slow is removed at the limit.
+        """
+        pause = _LOOK_AGAIN_SECONDS
+        while True:
+            roster, _ = roster_in(self._store)
+            unannounced = roster.unannounced_before(member.life)
+            if not unannounced:
+                return roster.job, roster.before(member.life)
+            late = self._clock.now() >= limit
+            dead = {m.life for m in unannounced if late or not self.is_alive(m.address)}
+            if dead:
+                self.unregister(dead, limit + _GRACE_SECONDS)
+            else:
+                threading.Event().wait(pause)
+                pause = min(2 * pause, _LOOK_AT_LEAST_EVERY)
+
+    def mark_announced(self, member: Member, dead: set[int], limit: float) -> None:
+        """Note that all members know this one, and remove those found dead."""
+        life = member.life
+        roster = self._change(lambda roster: roster.without(dead).with_announced(life), limit)
+        if not roster.has(member.life):
+            raise JoinTimeout(
+                f"{member.name} took so long to join that it was given up by another worker",
+                hint="a longer Timeouts(join=…) gives slow workers more time",
+            )
+
+    def unregister(self, lives: set[int], limit: float) -> None:
+        """Remove these lives from the roster."""
+        self._change(lambda roster: roster.without(lives), limit)
+
+    def _change(self, decide: Callable[[Roster], Roster], limit: float) -> Roster:
+        while True:
+            roster, text = roster_in(self._store)
+            changed = decide(roster)
+            if put_roster(self._store, changed, text):
+                return changed
+            self._pause(limit, "the roster could not be changed")
+
+    def _pause(self, limit: float, what: str) -> None:
+        if self._clock.now() >= limit:
+            raise JoinTimeout(f"{what}: other workers changed it each time")
+        threading.Event().wait(_LOOK_AGAIN_SECONDS)
+
+    def is_alive(self, address: str) -> bool:
+        """Whether a process listens there. One that does not answer in time counts as alive."""
+        try:
+            channel = self._transports.connect(address, self._clock.now() + _PROBE_SECONDS)
+        except DeadlinePassed:
+            return True
+        except PeerLost:
+            return False
+        channel.close("this was only a liveness probe")
+        return True
+
+
+def _refusal(name: str, id: WorkerId, other: Member) -> UsageError:
+    if other.name == name:
+        return not_unique(name, other.id, id)
+    return UsageError(
+        f"{name} cannot join as number {id}: that is {other.name}, which is alive",
+        hint="give each worker a rank of its own",
+    )
+
+
+@final
+class Membership:
+    """Announces one worker to the others of an open world, and tells them when it leaves."""
+
+    def __init__(self, agent: Agent, roster: RosterStore) -> None:
         self._agent = agent
-        self._register = register
+        self._roster = roster
         self._me = agent.directory.myself
         agent.handle(Left, self._serve_left, Lane.SERVICE)
 
-    def come(self, deadline: float) -> None:
-        """Let everyone who was here before know us. Those that are dead are told of no more."""
+    def announce(self, deadline: float) -> None:
+        """Connect to all members that registered earlier, and remove those that are dead."""
         dead: set[int] = set()
         for info in self._agent.directory.others():
             life = self._agent.directory.life(info.id)
             if not self._reached(info, deadline):
                 dead.add(life)
                 self._agent.directory.left(info.id, life)
-        self._register.settle(self._me, dead, deadline)
+        self._roster.mark_announced(self._me, dead, deadline)
 
     def _reached(self, info: WorkerInfo, deadline: float) -> bool:
-        """Whether it lives. One that is slow is tried again: it must hear of us to reach us.
+        """Connect to a member; False if it is dead.
 
-        So is one that sent us away: where many strangers knock, one of us may go with them.
+        A slow member is tried again, as it must know this worker before it can call it. So is one
+        that closed the connection: among many unauthenticated ones it may have dropped ours.
         """
         address = self._agent.directory.address(info.id)
         while True:
@@ -60,12 +184,12 @@ class Membership:
             except NotTrusted:
                 raise
             except PeerLost:
-                if not self._register.is_alive(address):
+                if not self._roster.is_alive(address):
                     return False
             except DeadlinePassed:
                 pass
             if self._agent.clock.now() >= deadline:
-                _log.warning("%s joined, but %s did not answer it", self._me.name, info.name)
+                _log.warning("%s joined, but %s did not answer", self._me.name, info.name)
                 return True
             threading.Event().wait(_TRY_AGAIN_SECONDS)
 
@@ -75,43 +199,43 @@ class Membership:
         let_go: Callable[[], None],
         busy: Callable[[], bool],
         look: Callable[[], None] = lambda: None,
-    ) -> Parted:
-        """Wait for what is in flight here, let go of what we hold, and tell the others.
+    ) -> ShutdownResult:
+        """Wait for what is in flight, call `let_go` and `look`, and tell the others.
 
-        Ends in time in any case. Who did not hear it goes on without us: it is no error.
+        Always ends in time. It is no error if a member has not acknowledged it by then.
         """
         deadline = self._agent.clock.now() + seconds
         self._wait_while(busy, deadline)
         let_go()
         self._wait_while(busy, deadline)
         look()
-        self.give_back_seat(deadline)
-        deaf: list[str] = []
+        self.unregister(deadline)
+        late: list[str] = []
         told: set[int] = set()
         while untold := {self._agent.directory.life(i.id): i.id for i in self._untold(told)}:
             told |= untold.keys()
-            deaf += self._tell(list(untold.values()), deadline)
+            late += self._tell(list(untold.values()), deadline)
         self._wait_while(busy, deadline)
-        return Parted([], deaf, [])
+        return ShutdownResult([], late, [])
 
     def close(self) -> None:
-        """Let go of the store."""
-        self._register.close()
+        """Release the store."""
+        self._roster.close()
 
-    def give_back_seat(self, deadline: float) -> None:
-        """Later workers shall not look for us. The store may be gone already, with its host."""
+    def unregister(self, deadline: float) -> None:
+        """Leave the roster, so that later workers do not dial us. The store's host may be gone."""
         try:
-            self._register.give_back({self._me.life}, deadline)
+            self._roster.unregister({self._me.life}, deadline)
         except RuntimeError as error:
-            _log.info("%s left, but its place in the roster stays: %s", self._me.name, error)
+            _log.info("%s left, but stays in the roster: %s", self._me.name, error)
 
     def _untold(self, told: set[int]) -> list[WorkerInfo]:
         directory = self._agent.directory
         return [info for info in directory.others() if directory.life(info.id) not in told]
 
     def _tell(self, workers: list[WorkerId], deadline: float) -> list[str]:
-        """Say goodbye to all of them at once; who did not hear it. The dead need not."""
-        heard = []
+        """Send Left to these members at once; returns the names of those that answered late."""
+        sent = []
         for worker in workers:
             try:
                 what = f"the departure of {self._me.name}"
@@ -122,10 +246,10 @@ class Membership:
                     what=what,
                     phase="shutdown",
                 )
-                heard.append((worker, promise))
+                sent.append((worker, promise))
             except GradwireError:
                 continue
-        outcomes = [(worker, promise.wait()) for worker, promise in heard]
+        outcomes = [(worker, promise.wait()) for worker, promise in sent]
         late = [worker for worker, outcome in outcomes if isinstance(outcome, DeadlinePassed)]
         return [self._agent.directory.name(worker) for worker in late]
 

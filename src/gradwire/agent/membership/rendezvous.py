@@ -1,11 +1,11 @@
-"""How the workers of a closed world learn names and addresses: through one of torch's stores.
+"""How the workers of a closed world exchange names and addresses: through one of torch's stores.
 
-Each writes its own entry and reads the others', signed (peers/signed_store.py). The store is needed
-only to join; its host keeps it open until it leaves. Open worlds keep a roster in the store: see
-register.py.
+Each worker writes its own entry and reads the others', all signed (peers/signed_store.py). The
+store is needed only to join; its host keeps it open until it leaves. An open world keeps a roster
+in the store instead: see open_world.py.
 
 A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
-them wait: it asks whether something is there, and sleeps in Python.
+them wait: it polls, and sleeps in Python.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defin
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.roster_state import Roster
 from gradwire.agent.peers.signed_store import SignedStore
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.clock import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
@@ -56,20 +55,20 @@ _OWN_RANK = "give every process a rank of its own"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """What a worker says of itself."""
+class RendezvousEntry(msgspec.Struct, frozen=True):
+    """What a worker writes about itself."""
 
     name: str
     address: str
     note: str = ""
     life: int = 0
     world_size: int = 0
-    """what it was told"""
+    """the world size that this worker was given"""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Everyone has arrived. `store` is held by whoever hosts it."""
+    """The result of a rendezvous. `store` must be kept, as this process may host it."""
 
     directory: Directory
     job: str
@@ -81,7 +80,8 @@ def open_store(
 ) -> Store:
     """The store that `init_method` names; without a world size, for any number of workers.
 
-    If we meet again, another of us may still host the last one at this port, until it joins too.
+    `is_again`: this process has joined here before. Then rank 0's earlier store may still listen at
+    this port, so a taken port is tried again.
     """
     url = options.init_method
     if urlparse(url).scheme not in ("env", "tcp", "file"):
@@ -108,7 +108,7 @@ def open_store(
 
 
 def _await_server(url: str, rank: int | None, limit: float) -> None:
-    """Until the process that serves the store listens; torch's client would wait in C++."""
+    """Wait until the store's host listens; torch's client would wait in C++."""
     server = rendezvous_server(url, rank)
     pause = _LOOK_AGAIN_SECONDS
     while server is not None:
@@ -130,7 +130,7 @@ def _await_server(url: str, rank: int | None, limit: float) -> None:
 
 
 def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
-    """The url as torch's handlers want it: a world size of -1 is one that nobody knows.
+    """The url as torch's handlers want it: a world size of -1 means unknown.
 
     A TCP store is never told the size: it would wait for all its clients in C++. `meet` waits.
     """
@@ -148,7 +148,7 @@ def has_closed_world(store: SignedStore) -> bool:
 
 
 def roster_in(store: SignedStore) -> tuple[Roster, str | None]:
-    """The roster of the open world here, a new one if there is none, and the text it stands in."""
+    """The roster in this store, or a new one, and the text that encodes it, if any."""
     text = store.maybe_get(_ROSTER)
     if text is None:
         return Roster(uuid.uuid4().hex), None
@@ -156,28 +156,28 @@ def roster_in(store: SignedStore) -> tuple[Roster, str | None]:
 
 
 def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
-    """Write it in the place of the old text; False if that is not there any more."""
+    """Replace the old text by this roster; False if the store holds another text by now."""
     return store.replace(_ROSTER, old, msgspec.json.encode(roster).decode())
 
 
-def _says_who_left(joining: Callable[P, T]) -> Callable[P, T]:
-    """Let the loss of the store, which rank 0 mostly serves, be an error of ours."""
+def _names_lost_store(joining: Callable[P, T]) -> Callable[P, T]:
+    """Raise PeerLost when the store, which rank 0 mostly hosts, is lost."""
 
     @functools.wraps(joining)
-    def said(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return joining(*args, **kwargs)
         except DistNetworkError as error:
             raise PeerLost(
-                "the meeting place was lost before everyone had met: the process that serves it, "
-                "mostly rank 0, has ended",
+                "the rendezvous store was lost before every worker had joined: the process that "
+                "hosts it, mostly rank 0, has ended",
                 hint=f"what it printed says why; {_OWN_RANK}",
             ) from error
 
-    return said
+    return wrapped
 
 
-@_says_who_left
+@_names_lost_store
 def meet(
     store: SignedStore,
     name: str,
@@ -188,38 +188,38 @@ def meet(
     clock: Clock,
     note: str = "",
 ) -> Meeting:
-    """Tell the others where we are, and wait until all have done so."""
+    """Write this worker's entry, and wait for the entries of all others."""
     limit = clock.now() + options.timeouts.join
-    arrived = _Arrivals(store, name, limit, clock)
+    rounds = _Rounds(store, name, limit, clock)
     _refuse_open_world(store)
-    round = arrived.open_round() if rank == 0 else arrived.find_round(rank)
-    _refuse_open_world(store)  # of two that begin at once, each has written before it looks
+    round = rounds.open_round() if rank == 0 else rounds.find_round(rank)
+    _refuse_open_world(store)  # of two that begin at once, each has written before it reads
     job = store.get(round)
-    entry = Entry(name, address, note, world_size=world_size)
+    entry = RendezvousEntry(name, address, note, world_size=world_size)
     store.set(f"{round}/{rank}", msgspec.json.encode(entry).decode(), job)
     keys = [f"{round}/{other}" for other in range(world_size)]
     try:
-        if rank != 0:  # whose entry is the first, and says how many are to come
-            arrived.wait(keys[:1])
-            arrived.check_sizes(keys[:1], job, world_size)
-        check = functools.partial(arrived.check_sizes, keys, job, world_size)
-        arrived.wait(keys, look=check if rank == 0 else None)
+        if rank != 0:  # rank 0 writes its entry first, with the world size
+            rounds.wait(keys[:1])
+            rounds.check_sizes(keys[:1], job, world_size)
+        check = functools.partial(rounds.check_sizes, keys, job, world_size)
+        rounds.wait(keys, look=check if rank == 0 else None)
     except JoinTimeout:
         if rank == 0:
-            arrived.give_up(round)
-        arrived.check_rounds(round, rank)
+            rounds.give_up(round)
+        rounds.check_rounds(round, rank)
         raise
-    arrived.check_sizes(keys, job, world_size)
-    entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
+    rounds.check_sizes(keys, job, world_size)
+    entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
     members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
     directory = Directory(rank, members)
     store.set(f"{round}/read/{rank}", "", job)
     if rank == 0:  # the host of the store must not go while others read
-        arrived.wait([f"{round}/read/{other}" for other in range(world_size)])
+        rounds.wait([f"{round}/read/{other}" for other in range(world_size)])
     return Meeting(directory, job, store.inner)
 
 
-@_says_who_left
+@_names_lost_store
 def meet_again(
     store: SignedStore,
     me: Member,
@@ -227,72 +227,72 @@ def meet_again(
     options: Options,
     clock: Clock,
 ) -> Meeting:
-    """Come back to those we have met in an earlier life, who are not asked to meet again.
+    """Rejoin the round of an earlier life, without the help of the other workers.
 
-    We write first where we are, then read where the others are: of two that come back at once, one
-    finds the other. The earlier life may have died at any step of its own meeting.
+    The entry is written before the others are read: of two workers that come back at once, one
+    finds the other. The earlier life may have died at any step of its own rendezvous.
     """
-    arrived = _Arrivals(store, me.name, clock.now() + options.timeouts.join, clock)
-    round = arrived.last_round(me.id)
+    rounds = _Rounds(store, me.name, clock.now() + options.timeouts.join, clock)
+    round = rounds.last_round(me.id)
     job = store.get(round)
-    entry = Entry(me.name, me.address, me.note, me.life)
+    entry = RendezvousEntry(me.name, me.address, me.note, me.life)
     store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
     keys = [f"{round}/{other}" for other in range(world_size)]
-    arrived.wait(keys)
-    entries = [msgspec.json.decode(store.get(key, job), type=Entry) for key in keys]
+    rounds.wait(keys)
+    entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
     members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
     store.set(f"{round}/read/{me.id}", "", job)
     return Meeting(Directory(me.id, members), job, store.inner)
 
 
 def _refuse_open_world(store: SignedStore) -> None:
-    if roster_in(store)[0].seats:
+    if roster_in(store)[0].entries:
         raise UsageError(MIXED, hint="meet at another init_method")
 
 
-class _Arrivals:
-    """Rounds of joining at one store, which may be used again: after a shutdown, or a failed try.
+class _Rounds:
+    """The rounds of joining in one store, which may be used again after a shutdown or a failure.
 
-    Rank 0 opens a round. The others join the latest, unless they have been in it already, or rank 0
-    has given it up: then it is over, and they wait for the next.
+    Rank 0 opens a round. The others join the latest, unless they have been in it already or rank 0
+    has given it up: then they wait for the next.
     """
 
     def __init__(self, store: SignedStore, name: str, limit: float, clock: Clock) -> None:
         self._store, self._name, self._limit, self._clock = store, name, limit, clock
         self._checked: set[str] = set()
-        """entries whose world size is ours"""
+        """entries whose world size was compared and is the same"""
 
     def open_round(self) -> str:
-        """Begin a new one, under a new job id."""
+        """Begin a new round, under a new job id."""
         round = f"gradwire/round {self._store.add(_ROUNDS, 1)}"
         self._store.set(round, uuid.uuid4().hex)
         return round
 
     def check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
-        """Refuse a world in which another was told another size, by the entries that are there."""
+        """UsageError if an entry that is there has another world size."""
         for key in keys:
             text = None if key in self._checked else self._store.maybe_get(key, job)
-            other = None if text is None else msgspec.json.decode(text, type=Entry)
+            other = None if text is None else msgspec.json.decode(text, type=RendezvousEntry)
             if other is not None and other.world_size not in (0, world_size):
                 raise UsageError(
-                    f"{self._name} was told {world_size} workers, {other.name} was told "
-                    f"{other.world_size}",
+                    f"{self._name} was given world_size={world_size}, {other.name} was given "
+                    f"world_size={other.world_size}",
                     hint="give every worker the same world_size, or the same WORLD_SIZE",
                 )
             if other is not None:
                 self._checked.add(key)
 
     def check_rounds(self, round: str, rank: int) -> None:
-        """Say it if another rank 0 has begun a meeting of its own here, beside ours."""
+        """JoinTimeout with the reason, if another rank 0 has opened a round of its own here."""
         ours, latest = int(round.rsplit(" ", 1)[1]), self._store.add(_ROUNDS, 0)
         if rank == 0 and latest > ours:
             raise JoinTimeout(
-                f"{self._name} waited in vain: another process has begun a meeting here as rank 0",
+                f"{self._name} timed out: another process has opened a round here as rank 0",
                 hint=_OWN_RANK,
             )
 
     def find_round(self, rank: int) -> str:
-        """The latest, if this rank has not been in it."""
+        """The latest round in which this rank has not been."""
         n = max(1, self._store.add(_ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
@@ -307,19 +307,19 @@ class _Arrivals:
             n += 1
 
     def _check_rank(self, round: str, rank: int) -> None:
-        """Say it if we wait for the next meeting because another process is us in this one."""
+        """JoinTimeout with the reason, if another process has this rank in the round."""
         job = self._store.maybe_get(round)
         text = None if job is None else self._store.maybe_get(f"{round}/{rank}", job)
         if text is not None:
-            other = msgspec.json.decode(text, type=Entry).name
+            other = msgspec.json.decode(text, type=RendezvousEntry).name
             raise JoinTimeout(
-                f"{self._name} waited in vain: {other} has joined as rank {rank} before it, and "
-                "rank 0 begins no other meeting",
+                f"{self._name} timed out: {other} has joined as rank {rank} before it, and rank 0 "
+                "opens no other round",
                 hint=_OWN_RANK,
             ) from None
 
     def last_round(self, rank: int) -> str:
-        """The one in which an earlier life of this rank was, or was about to be."""
+        """The round that an earlier life of this rank had joined, or was about to join."""
         n = self._store.add(_ROUNDS, 0)
         if rank == 0 and n == 0:
             return self.open_round()
@@ -330,7 +330,7 @@ class _Arrivals:
         return round
 
     def give_up(self, round: str) -> None:
-        """Nobody is to join a round that rank 0 has left."""
+        """Let no worker join a round that rank 0 has left."""
         self._store.set(f"{round}/given up", "")
 
     def wait(
@@ -339,9 +339,9 @@ class _Arrivals:
         missing: str | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Until all of these are set; the error names the ranks that those unset end with.
+        """Wait until all keys are set; the error names the ranks at the end of those that are not.
 
-        `look` is called each time that some are not: what it raises ends the wait.
+        `look` is called at each poll, and ends the wait by raising.
         """
         pause = _LOOK_AGAIN_SECONDS
         while not self._store.has(keys):
@@ -352,7 +352,7 @@ class _Arrivals:
                 unset = [key for key in keys if not self._store.has([key])]
                 ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
                 raise JoinTimeout(
-                    f"{self._name} waited in vain for rank {ranks} to join",
+                    f"{self._name} timed out waiting for rank {ranks} to join",
                     hint="start every rank, or a longer Timeouts(join=…) waits longer",
                 )
             time.sleep(min(pause, left))

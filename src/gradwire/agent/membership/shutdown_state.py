@@ -1,14 +1,14 @@
-"""Leaving together: who has finished, who is gone, when this worker may close.
+"""Graceful shutdown: which phase each peer has reached, and when this worker may close.
 
-Three rounds. *Over* (phase 1): a worker's program has ended, it still serves. *Quiet* (phase 2):
-all are over, and nothing of its own is in flight. When all are quiet nobody will be asked anything
-again. *Ready* (phase 3): it has looked at what the others left behind with it, and does not mind if
-they go. Pure: the driver counts what is in flight and says so.
+Three phases. *Over* (1): a worker's program has ended; it still serves. *Quiet* (2): all are over,
+and this worker has no request in flight. When all are quiet, no request will be made again. *Ready*
+(3): it has checked what the others left behind here, and they may close. Pure: the driver knows
+what is in flight.
 
-To wait for the programs of the others is not yet to shut down, and has no deadline: a worker that
-only serves does so from inside `shutdown`. The time for shutting down begins when no program is
-known to run any more, because each is over or its worker is lost. A lost worker that may come back
-is waited for until that time is over, and if it comes back, the time begins anew.
+Waiting for the programs of the others has no deadline: a worker that only serves does so inside
+`shutdown`. The time for shutting down begins when no program is known to run any more, because each
+is over or its worker is lost. A lost worker that may come back is waited for until that time is
+over. If it comes back, the time begins anew.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ OVER, QUIET, READY = 1, 2, 3
 
 
 @final
-class Departure:
-    """What one worker knows of how far the others are."""
+class ShutdownProgress:
+    """Which phase each peer of one worker has reached, and which peers are lost."""
 
     def __init__(self, others: Iterable[WorkerId]) -> None:
         self._phase: dict[WorkerId, int] = dict.fromkeys(others, 0)
         self._gone: set[WorkerId] = set()
-        self._cut_off: set[WorkerId] = set()
+        self._disconnected: set[WorkerId] = set()
         self._untold: set[WorkerId] = set()
-        """who may not have heard how far we are"""
-        self._changes: Counter[WorkerId] = Counter()
-        """how often each was lost or came back"""
+        """peers that may not know our phase"""
+        self._epochs: Counter[WorkerId] = Counter()
+        """how often each peer was lost or came back"""
 
-    def said(self, worker: WorkerId, phase: int) -> None:
+    def reached(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
-        self._cut_off.discard(worker)
+        self._disconnected.discard(worker)
         self._phase[worker] = max(phase, self._phase.get(worker, 0))
 
     def peer_lost(self, worker: WorkerId) -> None:
-        """It will say nothing more. One that had not said it was quiet is missed by `abandoned`."""
+        """A peer is gone for good. `lost_before_quiet` names it if it had not been quiet."""
         self._gone.add(worker)
-        self._cut_off.discard(worker)
+        self._disconnected.discard(worker)
         self._untold.discard(worker)
 
-    def refused(self, worker: WorkerId, change: int) -> None:
-        """Nobody listened where it did when it was tried to reach; old news if it is back since."""
-        if self.change(worker) == change:
+    def refused(self, worker: WorkerId, epoch: int) -> None:
+        """A peer's port was found closed in this epoch; ignored if it has come back since."""
+        if self.epoch(worker) == epoch:
             self.peer_lost(worker)
 
-    def cut_off(self, worker: WorkerId) -> bool:
-        """It is lost, but may come back: it is waited for, as long as shutting down may take.
+    def disconnected(self, worker: WorkerId) -> bool:
+        """A peer is lost, but may come back: it is waited for until the deadline.
 
-        What we said last may be lost with the connection. True if nobody tries to say it again yet.
+        Our last message may be lost with the connection. True if no thread repeats it yet.
         """
-        self._changes[worker] += 1
-        self._cut_off.add(worker)
+        self._epochs[worker] += 1
+        self._disconnected.add(worker)
         return self._owe(worker)
 
-    def joined(self, worker: WorkerId) -> bool:
-        """A connection to it was made: by it, or by us. True as for `cut_off`."""
+    def connected(self, worker: WorkerId) -> bool:
+        """A connection to a peer was made, by either side. True as for `disconnected`."""
         was_gone = worker in self._gone
         self.is_back(worker)
         return was_gone and self._owe(worker)
 
     def is_untold(self, worker: WorkerId) -> bool:
-        """Whether it was lost, and neither told since how far we are nor found to be gone."""
+        """Whether it was lost, and since then neither told our phase nor found to be gone."""
         return worker in self._untold
 
-    def change(self, worker: WorkerId) -> int:
-        """A number that is another one whenever it was lost or came back."""
-        return self._changes[worker]
+    def epoch(self, worker: WorkerId) -> int:
+        """A number that grows whenever the peer is lost or comes back."""
+        return self._epochs[worker]
 
-    def told(self, worker: WorkerId, change: int) -> None:
-        """It was told how far we are; old news if it was lost since."""
-        if self.change(worker) == change:
+    def told(self, worker: WorkerId, epoch: int) -> None:
+        """A peer was told our phase in this epoch; ignored if it was lost since."""
+        if self.epoch(worker) == epoch:
             self._untold.discard(worker)
-            self._cut_off.discard(worker)
+            self._disconnected.discard(worker)
 
     def _owe(self, worker: WorkerId) -> bool:
         is_first = worker not in self._untold
@@ -87,52 +87,52 @@ class Departure:
         return is_first
 
     def is_back(self, worker: WorkerId) -> None:
-        """It was cut off, or taken for gone, and has been reached again."""
-        self._changes[worker] += 1
-        self._cut_off.discard(worker)
+        """A peer that was lost or taken for gone is connected again."""
+        self._epochs[worker] += 1
+        self._disconnected.discard(worker)
         self._gone.discard(worker)
 
     def reborn(self, worker: WorkerId) -> None:
-        """It is back in a later life, which has said nothing yet."""
+        """A peer is back in a later life, which has reached no phase yet."""
         self.is_back(worker)
         self._phase[worker] = 0
 
     def has_reached(self, worker: WorkerId, phase: int) -> bool:
-        """Whether a peer has come so far, in the life that it is in."""
+        """Whether the present life of a peer has reached a phase."""
         return self._phase.get(worker, 0) >= phase
 
-    def causes(self, missing: Iterable[WorkerId], silent: Iterable[WorkerId]) -> list[WorkerId]:
-        """For whom the others that are missing may wait too; all, if that is not known.
+    def blockers(self, missing: Iterable[WorkerId], silent: Iterable[WorkerId]) -> list[WorkerId]:
+        """Those of the missing peers for which the others may be waiting; all, if unknown.
 
-        A worker that is connected and gives signs of life is late only as it waits for others.
+        A peer that is connected and gives signs of life is late only because it waits for others.
         """
-        unheard = self._cut_off.union(silent)
+        unheard = self._disconnected.union(silent)
         return [worker for worker in missing if worker in unheard] or list(missing)
 
-    def working(self) -> list[WorkerId]:
-        """Whose programs still run, as far as is known."""
-        return [worker for worker in self.missing(OVER) if worker not in self._cut_off]
+    def still_running(self) -> list[WorkerId]:
+        """The peers whose programs still run, as far as is known."""
+        return [worker for worker in self.missing(OVER) if worker not in self._disconnected]
 
     def missing(self, phase: int) -> list[WorkerId]:
-        """Who has not reached a phase and may still do so."""
+        """The peers that have not reached a phase and may still do so."""
         return sorted(w for w, p in self._phase.items() if p < phase and w not in self._gone)
 
-    def abandoned(self) -> list[WorkerId]:
-        """Who was lost before it was quiet."""
+    def lost_before_quiet(self) -> list[WorkerId]:
+        """The peers that were lost before they were quiet."""
         return sorted(w for w in self._gone if self._phase.get(w, QUIET) < QUIET)
 
 
 @final
-class Patience:
-    """How long to wait yet; see the top of this file."""
+class ShutdownDeadline:
+    """The deadline of a shutdown, which begins when no program is known to run."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until: float | None = None
 
-    def left(self, now: float, departure: Departure) -> float:
-        """Seconds; without end while a program runs."""
-        if departure.working():
+    def left(self, now: float, progress: ShutdownProgress) -> float:
+        """Seconds left; infinite while a program runs."""
+        if progress.still_running():
             self._until = None
             return math.inf
         if self._until is None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import final
 
+from gradwire.agent.peers.directory import Directory
 from gradwire.errors import BadMessage, NotExposed, OverLimit, RemoteError
+from gradwire.ids import WorkerId
+
+_log = logging.getLogger("gradwire")
 
 _MOST_REMEMBERED = 1024
 _KINDS = ((NotExposed, "not exposed"), (OverLimit, "over limit"), (BadMessage, "bad message"))
@@ -43,3 +48,27 @@ class Refusals:
     def seen(self) -> dict[str, int]:
         """How often each kind was refused."""
         return self._counts.copy()
+
+
+@final
+class Noting:
+    """Of one worker."""
+
+    def __init__(self, directory: Directory, refusals: Refusals) -> None:
+        self._directory, self._refusals = directory, refusals
+
+    def note(self, peer: WorkerId, error: BaseException) -> bool:
+        """What a peer asked for ended so: count it, if that was a refusal of ours."""
+        kind = maybe_kind(error)
+        if kind is None:
+            return False
+        name = self._directory.name(peer)
+        if self._refusals.count(kind, name):
+            me = self._directory.me.name
+            # As text: whoever keeps the record must not keep the frames, and what is in them.
+            _log.warning("%s refused %s: %s; the next are only counted", me, name, str(error))
+        return True
+
+    def came_late(self, peer: WorkerId) -> None:
+        """What a peer sent is for something that is over: it is counted, and changes nothing."""
+        self._refusals.count("late", self._directory.name(peer))

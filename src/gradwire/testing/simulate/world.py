@@ -16,7 +16,7 @@ from typing import final
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from gradwire.agent.membership.register import Register
+from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
@@ -209,11 +209,11 @@ class World:
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
         listener = transports.listen(_address(life.name, life.number))
         signed = SignedStore(self._store, _SECRET, Refusals())
-        register = Register(signed, transports, clock)
+        roster = RosterStore(signed, transports, clock)
         limit = clock.now() + self.options.timeouts.join
         id = self.names.index(life.name)
-        me = register.take_seat(life.name, id, listener.address, limit)
-        job, others = register.before(me, limit - self.options.timeouts.join / 2)
+        me = roster.register(life.name, id, listener.address, limit)
+        job, others = roster.before(me, limit - self.options.timeouts.join / 2)
         directory = Directory(id, [*others, me], is_open=True)
         worker = self._worker(directory, job, transports, listener)
         worker.announce(limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gradwire.agent.links.introduction import check, hello
+from gradwire.agent.links.handshake import check_hello, hello
 from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.agent.peers.state import Member
 from gradwire.errors import BadMessage
@@ -16,8 +16,8 @@ A, B = Directory(0, MEMBERS), Directory(1, MEMBERS)
 
 
 def test_two_workers_of_one_job_know_each_other():
-    assert check(hello(A), "a", B, dialled=None).id == 0
-    assert check(hello(B), "b", A, dialled=1).id == 1
+    assert check_hello(hello(A), "a", B, dialled=None).id == 0
+    assert check_hello(hello(B), "b", A, dialled=1).id == 1
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ def test_anyone_else_is_refused_by_name(change, name, text):
     said = msgspec.structs.replace(hello(A), **change)
 
     with pytest.raises(BadMessage, match=text):
-        B.admit(check(said, name, B, dialled=None))
+        B.admit(check_hello(said, name, B, dialled=None))
 
 
 def test_a_number_that_is_somebody_elses_is_noticed():
     with pytest.raises(BadMessage, match="a says that it is not number 0, but 1"):
-        check(hello(B), "a", A, dialled=0)
+        check_hello(hello(B), "a", A, dialled=0)
 
 
 def test_in_an_open_world_a_newcomer_introduces_itself():
     ours = Directory(0, [Member(0, "a", "memory://a", 1)], is_open=True)
     theirs = Directory(3, [Member(3, "c", "memory://c", 2, "a note")], is_open=True)
 
-    assert ours.admit(check(hello(theirs), "c", ours, dialled=None)) == []
+    assert ours.admit(check_hello(hello(theirs), "c", ours, dialled=None)) == []
 
     assert (ours.address(3), ours.life(3), ours.note(3)) == ("memory://c", 2, "a note")
     assert ours.find("c") == WorkerInfo("c", 3)
@@ -55,7 +55,7 @@ def test_another_life_at_the_same_address_is_noticed():
     later = Directory(1, [knows[0], Member(1, "b", "memory://b", 9)], is_open=True)
 
     with pytest.raises(BadMessage, match="b is in another life than the one that was dialled"):
-        check(hello(later), "b", Directory(0, knows, is_open=True), dialled=1)
+        check_hello(hello(later), "b", Directory(0, knows, is_open=True), dialled=1)
 
 
 def test_a_later_life_of_a_known_worker_is_let_in_and_told_where_contexts_begin():
@@ -64,7 +64,7 @@ def test_a_later_life_of_a_known_worker_is_let_in_and_told_where_contexts_begin(
     ours.contexts_opened = lambda: 7
     first = hello(ours, 1)
 
-    assert ours.admit(check(hello(theirs, 0), "b", ours, dialled=None)) == [1]
+    assert ours.admit(check_hello(hello(theirs, 0), "b", ours, dialled=None)) == [1]
 
     assert (ours.address(1), ours.life(1)) == ("memory://c", 2)
     assert (first.since, hello(ours, 1).since) == (0, 7)

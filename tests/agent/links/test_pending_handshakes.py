@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.agent.links.acceptor_state import PendingHandshakes
+from gradwire.agent.links.handshake_state import PendingHandshakes
 
 
 def test_nobody_has_to_go_while_there_is_room():

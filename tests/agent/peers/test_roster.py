@@ -1,0 +1,62 @@
+"""Seats and lives."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.agent.peers.state import Roster
+
+
+def seated(*names):
+    roster, members = Roster("job"), []
+    for id, name in enumerate(names):
+        roster, member = roster.with_member(name, id, f"at {name}")
+        members.append(member)
+    return roster, members
+
+
+def test_a_later_seat_has_a_higher_life_also_when_earlier_ones_are_empty():
+    roster, (a, b) = seated("a", "b")
+    roster, again = roster.without({a.life, b.life}).with_member("a", 0, "elsewhere")
+
+    assert a.life < b.life < again.life
+    assert roster.before(again.life) == []
+
+
+def test_a_name_and_a_number_can_be_held_by_two():
+    roster, (a, b) = seated("a", "b")
+
+    assert roster.holders("a", 1) == [a, b]
+    assert roster.holders("c", 7) == []
+
+
+def test_only_earlier_entries_that_are_not_announced_are_waited_for():
+    roster, (a, b, c) = seated("a", "b", "c")
+
+    assert roster.unannounced_before(b.life) == [a]
+    assert roster.with_announced(a.life).unannounced_before(c.life) == [b]
+    assert roster.without({a.life}).unannounced_before(b.life) == []
+    assert roster.before(c.life) == [a, b]
+
+
+def test_a_removed_member_is_not_announced_any_more():
+    roster, (a,) = seated("a")
+
+    assert roster.with_announced(a.life).has(a.life)
+    assert not roster.without({a.life}).with_announced(a.life).has(a.life)
+
+
+@given(st.permutations([1, 2, 3, 4, 5]))
+def test_in_any_order_of_settling_somebody_may_go_on(order):
+    """The first unannounced entry waits for nobody."""
+    roster, members = seated(*"abcde")
+    for _ in order:
+        free = [
+            m
+            for m in members
+            if m in roster.unannounced_before(9) and not roster.unannounced_before(m.life)
+        ]
+        assert len(free) == 1
+        roster = roster.with_announced(free[0].life)
+    assert roster.unannounced_before(9) == []
