@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 class Draws(msgspec.Struct, frozen=True, array_like=True):
     """A call is made for a checkpoint.
 
-    See Note [Random numbers under a checkpoint], recompute/session.py.
+    See Note [Random numbers under a checkpoint], recompute/checkpoint_run.py.
     """
 
     again: bool

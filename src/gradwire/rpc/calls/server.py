@@ -32,8 +32,8 @@ from gradwire.rpc.codec.body import Bodies
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Reference, Result
-from gradwire.rpc.recompute.random_streams import Stream
-from gradwire.rpc.recompute.session import Served
+from gradwire.rpc.recompute.checkpoint_run import CalleeRun
+from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.contents import Content, Raised, Value
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
@@ -69,11 +69,11 @@ class Serving:
         registry: Registry,
         inside: Inside,
         behavior: Behavior,
-        stream: Stream,
+        generators: Generators,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._registry, self._inside = bodies, registry, inside
-        self._stream = stream
+        self._generators = generators
         self._behavior = behavior
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
@@ -173,7 +173,7 @@ class Serving:
         if call.draws is None:
             return self._returned(call, payload, source.worker, deadline)
         me = self._agent.directory.me.name
-        served = Served(self._stream, call.draws, call.function, me)
+        served = CalleeRun(self._generators, call.draws, call.function, me)
         try:
             with served:
                 value = self._returned(call, payload, source.worker, deadline)

@@ -18,7 +18,7 @@ from gradwire.agent.serving.inbound_request import Source
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
-from gradwire.rpc.recompute.session import current_session, waiting
+from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
 from gradwire.rpc.refs import permissions
 from gradwire.rpc.refs.accepting import Acknowledging, but_accepts
 from gradwire.rpc.refs.borrow import Lending
@@ -124,7 +124,7 @@ class Refs:
 
     def _made(self, promise: Promise[Content], ref: RefId, deadline: float) -> object:
         agent = self._agent
-        if promise.settled and current_session() is None:
+        if promise.settled and current_checkpoint_run() is None:
             content = promise.wait()
         else:
             try:
