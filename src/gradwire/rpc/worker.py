@@ -131,9 +131,8 @@ class Worker:
             self.backward_deadline,
             edge_per_message=behavior.edge_per_message,
         )
-        self.refs = Refs(agent)
         reference = behavior.reference or RRef
-        self.refs.make = lambda hold: reference._of(self, hold)
+        self.refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
         leaves = behavior.leaves_outside_contexts
         modes = behavior.carries_modes

@@ -336,7 +336,7 @@ class Calls:
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
-            self._refs.accepting.heard(result.accepted, peer)
+            self._refs.piggybacked.answer_arrived(result.accepted, peer)
         came = self._bodies.unpack(
             result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
@@ -358,5 +358,5 @@ class Calls:
 
     def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
-        self._refs.accepting.heard(message.accepted, peer)
+        self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)

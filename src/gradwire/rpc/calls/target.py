@@ -49,5 +49,5 @@ class Sent(msgspec.Struct, frozen=True):
 class Created(NamedTuple):
     """A reference to a value that is being made, and the answer to the call that makes it."""
 
-    hold: RefHandle
+    handle: RefHandle
     answer: Promise[Outcome]
