@@ -68,7 +68,7 @@ def test_old_references_name_worker_reference_and_life(workers, w0):
     value, function = gradwire.remote("w1", far.kept, args=(5,)), far.fetched
     assert value.to_here() == 5
     again = gradwire.rpc_sync("w2", far.kept, args=(value,))
-    name = str(value.hold.ref).replace(".", r"\.")
+    name = str(value.handle.ref).replace(".", r"\.")
     story = rf"{name} belonged to life 0 of w1, which is in life 1: it was started again"
 
     workers.restart(1)
@@ -92,11 +92,13 @@ def test_a_reference_that_a_third_worker_held_is_stale_where_it_arrives(workers,
     """Whoever passes it has not heard of the new life yet; who receives it has."""
     value = gradwire.remote("w1", far.kept, args=(5,))
     value.to_here()
-    hold = value.hold
+    handle = value.handle
     workers.restart(1)
 
     w2 = workers[2].worker.refs
-    stale = w2.arrived([gradwire.rpc.messages.Reference(hold.ref, 1, hold.fork, hold.life)])[0]
+    stale = w2.arrived([gradwire.rpc.messages.Reference(handle.ref, 1, handle.fork, handle.life)])[
+        0
+    ]
 
     with pytest.raises(StaleIncarnation, match="belonged to life 0 of w1"):
         w2.wait_until_counted(stale, 1e9)

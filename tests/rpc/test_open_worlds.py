@@ -139,7 +139,7 @@ def test_contexts_and_references_of_two_lives_are_not_mistaken_for_each_other(wo
             assert x.grad.tolist() == [3, 3]
             kept = gradwire.remote("a", far.Kept)
             assert gradwire.rpc_sync("a", far.value_of, args=(kept,)) == 1
-            seen |= {id, str(kept.hold.ref)}
+            seen |= {id, str(kept.handle.ref)}
             del kept
         leave(b)
     assert len(seen) == 6

@@ -243,13 +243,13 @@ def test_a_worker_without_threads_is_refused(threads):
 def test_a_fetch_of_what_was_forgotten_says_so(workers):
     reference = workers[0].run(gw.remote, "w1", same, args=(1,))
     assert reference.to_here() == 1
-    hold = reference.hold
+    handle = reference.handle
     del reference
     assert_nothing_left(workers)
     worker = workers[0].worker
 
-    with pytest.raises(UsageError, match=rf"{hold.ref} is not kept on w1 any more"):
-        worker.calls.fetch(hold, worker.deadline(10))
+    with pytest.raises(UsageError, match=rf"{handle.ref} is not kept on w1 any more"):
+        worker.calls.fetch(handle, worker.deadline(10))
 
 
 def own_square():
@@ -287,7 +287,7 @@ def test_one_who_does_not_read_does_not_hold_up_the_others(workers, gate, monkey
         return (source.worker != 2 or reads.wait(30)) and answer(source, *message, **how)
 
     def askers():
-        return len(owner.refs.content(reference.hold.ref)._callbacks)
+        return len(owner.refs.content(reference.handle.ref)._callbacks)
 
     reference = workers[0].run(gw.remote, "w1", wait_for, args=(gate,))
     assert eventually(reference.confirmed_by_owner)
@@ -312,7 +312,7 @@ def test_packing_waits_no_longer_than_the_call_may_take(workers, monkeypatch):
         passed_on = workers[0].run(gw.rpc_async, "w2", pass_on, args=(reference, 0.01))
         assert eventually(passed_on.done)
 
-    text = rf"CallTimeout on w2: w1 did not count \S+ of {reference.hold.ref} in time"
+    text = rf"CallTimeout on w2: w1 did not count \S+ of {reference.handle.ref} in time"
     with pytest.raises(CallTimeout, match=text):
         passed_on.wait()
 

@@ -37,7 +37,7 @@ from gradwire.rpc.messages import (
     Kept,
     Reference,
 )
-from gradwire.rpc.refs.contents import Value
+from gradwire.rpc.refs.refs import Value
 from gradwire.testing import cluster
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import encode, kind_of
@@ -146,9 +146,9 @@ def test_a_value_is_kept_under_numbers_of_ones_own(workers):
 def test_nobody_lets_go_for_another(workers):
     held = workers[0].run(gradwire.remote, "w1", secret)
     assert workers[0].run(held.to_here)[0] == 42
-    hold = held.hold
-    with pytest.raises(BadMessage, match=f"w2 speaks of {hold.fork}, which is w0's"):
-        ask(workers[2].worker, 1, Drop(hold.ref, hold.fork, 0))
+    handle = held.handle
+    with pytest.raises(BadMessage, match=f"w2 may not end {handle.fork}, which w0 holds"):
+        ask(workers[2].worker, 1, Drop(handle.ref, handle.fork, 0))
     assert workers[0].run(held.to_here)[0] == 42
 
 
@@ -156,10 +156,10 @@ def test_nobody_accepts_for_another(workers):
     table = workers[0].worker.refs._table
     held = workers[0].run(gradwire.remote, "w1", secret)
     workers[0].run(held.to_here)
-    child = table.pack(held.hold, 2)
-    with pytest.raises(BadMessage, match=f"w1 speaks of {child}, which is w2's"):
+    child = table.pack(held.handle, 2)
+    with pytest.raises(BadMessage, match=f"w1 may not end {child}, which w2 holds"):
         ask(workers[1].worker, 0, Accept(child))
-    table.pack_undone(held.hold, child)
+    table.pack_undone(held.handle, child)
 
 
 def test_a_reference_may_be_passed_on_and_back(workers):
@@ -350,7 +350,7 @@ def test_a_step_is_taken_by_the_maker_of_its_optimizer(workers):
     def train():
         weight = gradwire.rpc_sync("w1", weights)
         optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
-        shard = optimizer._shards[1].hold.ref
+        shard = optimizer._shards[1].handle.ref
         for step, why in ((StepId(2, 0), "w2 does not hold"), (StepId(0, 0), "another worker's")):
             alone = Prepare(shard, step, None, {}, 5.0, True, True)
             for message in (alone, Commit(shard, step, 5.0), Abort(shard, step, 5.0)):
@@ -598,7 +598,7 @@ def test_a_step_of_another_gets_no_more_time_than_one_of_our_own():
         def attack():
             weight = gradwire.rpc_sync("w1", weights)
             optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
-            shard, step = optimizer._shards[1].hold.ref, StepId(0, 99)
+            shard, step = optimizer._shards[1].handle.ref, StepId(0, 99)
             ask(workers[0].worker, 1, Prepare(shard, step, None, None, 1e9, True, False))
             turns = owner.part(Stepped).turns
             (turn,) = turns._turns.values()

@@ -64,9 +64,9 @@ def fetch(workers, name, *args):
     deadline = worker.agent.clock.now() + 10
     created = worker.calls.remote(1, Target(name, args, {}), deadline)
     try:
-        return worker.calls.fetch(created.hold, deadline)
+        return worker.calls.fetch(created.handle, deadline)
     finally:
-        worker.refs.ended(created.hold)
+        worker.refs.ended(created.handle)
 
 
 def send(workers, name, skeleton):

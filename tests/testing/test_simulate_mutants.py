@@ -16,8 +16,7 @@ from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.rpc.refs import refs
-from gradwire.rpc.refs.dedup_state import Asked
-from gradwire.rpc.refs.owner_state import Owned
+from gradwire.rpc.refs.owner_state import DuplicateFilter, Owned
 from gradwire.rpc.refs.state import RefTable
 from gradwire.testing.simulate.batch import run
 
@@ -99,11 +98,11 @@ def a_fork_that_was_dropped_is_counted_again(patch):
     def again(self, ref, fork, holder, n):
         value = self.values.get(ref)
         if value is not None:
-            value.asked.discard(fork)
+            value.requested.discard(fork)
         return arrived(self, ref, fork, holder, n)
 
     patch.setattr(Owned, "fork_arrived", again)
-    patch.setattr(Asked, "is_old", lambda self, holder, n: False)
+    patch.setattr(DuplicateFilter, "is_old", lambda self, holder, n: False)
 
 
 @mutant(False, 50)

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from gradwire.errors import UsageError
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
-from gradwire.rpc.refs.borrow import Borrowed
+from gradwire.rpc.refs.borrow import BorrowedRef
 from gradwire.rpc.rref import RRef, home_door, reference_to
 
-Module = RRef[nn.Module] | Borrowed
+Module = RRef[nn.Module] | BorrowedRef
 State = OrderedDict[str, Any]
 Named = list[tuple[str, RRef[Any]]]
 
@@ -116,9 +116,9 @@ def load_state_dict(
 
 def module_of(module: Module) -> nn.Module:
     """The module that a peer's reference stands for."""
-    if isinstance(module, Borrowed):
+    if isinstance(module, BorrowedRef):
         home = home_door.find()
-        value = home.refs.value_here(module.hold, home.deadline(DEFAULT))
+        value = home.refs.value_here(module.handle, home.deadline(DEFAULT))
     else:
         value = module.local_value()
     if not isinstance(value, nn.Module):

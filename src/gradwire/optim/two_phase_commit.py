@@ -111,14 +111,14 @@ class TwoPhaseCommit:
         lost = {o: e for o, e in self._here.lost.items() if known.get(o) is not e}
         self._check_prepared(step, answers | lost, asked.deadline)
         seconds = self._left(asked.deadline)
-        commits = {o: Commit(s.hold.ref, step, seconds) for o, s in self._shards.items()}
+        commits = {o: Commit(s.handle.ref, step, seconds) for o, s in self._shards.items()}
         self._check_committed(step, self._tell(commits, asked.deadline))
 
     def _prepare(
         self, asked: _Asked, owner: WorkerId, *, wait: bool = False, alone: bool = False
     ) -> Prepare:
         seconds = self._left(asked.deadline) * (_ALONE_SHARE if alone else 1.0)
-        ref = self._shards[owner].hold.ref
+        ref = self._shards[owner].handle.ref
         return Prepare(ref, asked.step, asked.context, asked.options, seconds, wait, alone)
 
     def _left(self, deadline: float) -> float:
@@ -137,7 +137,7 @@ class TwoPhaseCommit:
         """A promise of the answer, or what has kept the message from leaving."""
         what = f"{type(message).__name__} of {message.step}"
         try:
-            check_life(self._here.worker.directory, self._shards[owner].hold)
+            check_life(self._here.worker.directory, self._shards[owner].handle)
             agent = self._here.worker.agent
             phase = "commit" if isinstance(message, Commit) else "step"
             return agent.request(owner, message, deadline=deadline, what=what, phase=phase)[1]
@@ -175,7 +175,7 @@ class TwoPhaseCommit:
         self._tell({owner: self._aborted(step, owner) for owner in told}, limit)
 
     def _aborted(self, step: StepId, owner: WorkerId) -> Abort:
-        return Abort(self._shards[owner].hold.ref, step, _ABORT_SECONDS)
+        return Abort(self._shards[owner].handle.ref, step, _ABORT_SECONDS)
 
     def _drop(self, step: StepId, answers: Answers, deadline: float) -> None:
         """The same for a step that has failed, without waiting beyond its deadline.

@@ -171,7 +171,7 @@ def remote(
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     created = worker.calls.remote(number, target, worker.deadline(timeout))
-    return cast(RRef[T], worker.refs.make(created.hold))
+    return cast(RRef[T], worker.refs.make(created.handle))
 
 
 def call_as(

@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 class Draws(msgspec.Struct, frozen=True, array_like=True):
     """A call is made for a checkpoint.
 
-    See Note [Random numbers under a checkpoint], recompute/session.py.
+    See Note [Random numbers under a checkpoint], recompute/checkpoint_run.py.
     """
 
     again: bool
@@ -106,9 +106,9 @@ class Fork(Message, frozen=True, tag=0x43):
     ref: RefId
     fork: ForkId
     n: int
-    """of the question, also if it is repeated"""
-    floor: int
-    """all that I have asked you below this number I have heard the answer to"""
+    """the number of this request; a repetition has the same"""
+    acked_below: int
+    """all my requests to you below this number are answered"""
 
 
 class Counted(Message, frozen=True, tag=0x44):
@@ -128,7 +128,7 @@ class Drop(Message, frozen=True, tag=0x46):
 
     ref: RefId
     fork: ForkId
-    floor: int
+    acked_below: int
     """as in Fork"""
 
 

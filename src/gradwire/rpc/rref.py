@@ -1,6 +1,6 @@
-"""RRef: a value that lives on one worker, in the hands of others.
+"""RRef: the public class for a reference to a value on one worker, held by any worker.
 
-How many hold it is counted in refs/state.py; this file is what the user sees.
+refs/state.py counts the references.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.calls.client import Calls, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.calls.server import checked_tensor
-from gradwire.rpc.refs.contents import Value
 from gradwire.rpc.refs.handles_state import RefHandle
-from gradwire.rpc.refs.refs import Refs
+from gradwire.rpc.refs.refs import Refs, Value
 
 T = TypeVar("T")
 
 
-class Home(Protocol):
-    """What a reference asks of the worker it belongs to."""
+class RRefHome(Protocol):
+    """The part of a Worker that its references use."""
 
     refs: Refs
     calls: Calls
     directory: Directory
 
     def deadline(self, timeout: Timeout) -> float:
-        """The moment a wait that begins now must end."""
+        """The time at which a wait that begins now must end."""
 
     def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
-        """The moment a backward pass that begins now is given up."""
+        """The time at which a backward pass that begins now is given up."""
 
 
-home_door: Door[Home] = Door("gradwire home")
+home_door: Door[RRefHome] = Door("gradwire home")
 
 
 class RRef(Generic[T]):
@@ -49,47 +48,47 @@ class RRef(Generic[T]):
     The value lives as long as any worker holds a reference to it. References travel in calls.
     """
 
-    __slots__ = ("__weakref__", "_home", "hold")
+    __slots__ = ("__weakref__", "_home", "handle")
 
     def __init__(self, value: T) -> None:
         home = home_door.find()
         self._bind(home, home.refs.keep_here(Value(value)))
 
     @classmethod
-    def _of(cls, home: Home, hold: RefHandle) -> RRef[T]:
+    def _of(cls, home: RRefHome, handle: RefHandle) -> RRef[T]:
         rref = cls.__new__(cls)
-        rref._bind(home, hold)
+        rref._bind(home, handle)
         return rref
 
-    def _bind(self, home: Home, hold: RefHandle) -> None:
-        self._home, self.hold = home, hold
-        home.refs.watch(self, hold)
+    def _bind(self, home: RRefHome, handle: RefHandle) -> None:
+        self._home, self.handle = home, handle
+        home.refs.watch(self, handle)
 
     def _pack(self) -> int:
-        """It is about to travel: its place among the references of its message."""
-        return self._home.refs.pack(self.hold)
+        """Add it to the message being packed; its index there. Called by the codec."""
+        return self._home.refs.pack(self.handle)
 
     def _lent(self) -> object:
-        """What stands for it in a call to its owner, for a caller that waits with it in hand."""
-        return self._home.refs.lending.maybe_lent(self.hold) or self
+        """What to send in a call to its owner if the caller waits: see refs/borrow.py."""
+        return self._home.refs.lending.maybe_lent(self.handle) or self
 
     # -- where it is
 
     def owner(self) -> WorkerInfo:
         """The worker the value lives on."""
-        return self._home.directory.find(self.hold.owner)
+        return self._home.directory.find(self.handle.owner)
 
     def owner_name(self) -> str:
-        """Its name."""
+        """The name of the worker the value lives on."""
         return self.owner().name
 
     def is_owner(self) -> bool:
         """Whether the value lives on this worker."""
-        return self.hold.fork is None
+        return self.handle.fork is None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner has counted it; until then the one it came from is kept."""
-        return self._home.refs.is_confirmed(self.hold)
+        """Whether the owner has counted this reference."""
+        return self._home.refs.is_confirmed(self.handle)
 
     # -- the value
 
@@ -98,21 +97,21 @@ class RRef(Generic[T]):
         deadline = self._home.deadline(timeout)
         if self.is_owner():
             return self._value_here(deadline)
-        return cast(T, self._home.calls.fetch(self.hold, deadline))
+        return cast(T, self._home.calls.fetch(self.handle, deadline))
 
     def local_value(self) -> T:
         """The value itself, on its owner."""
         return self._value_here(self._home.deadline(DEFAULT))
 
     def _value_here(self, deadline: float) -> T:
-        value = self._home.refs.value_here(self.hold, deadline)
+        value = self._home.refs.value_here(self.handle, deadline)
         self._home.calls.stand_above(value)
         return cast(T, value)
 
     def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:
-        """Run backward from the value, into the context's map.
+        """Run backward from the value; gradients go into the context's map.
 
-        On its owner, without an id: a plain local backward, into `.grad`.
+        On the owner and without an id: a plain local backward, into `.grad`.
         """
         if self.is_owner():
             root = checked_tensor(self.local_value())
@@ -125,49 +124,52 @@ class RRef(Generic[T]):
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         deadline = self._home.backward_deadline()
         self._home.calls.backward_from(
-            self.hold, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
+            self.handle, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
         )
 
     # -- its methods
 
     def rpc_sync(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
-        return Proxy(self, self._home.calls.call, timeout, waits=True)
+        return MethodProxy(self, self._home.calls.call, timeout, waits=True)
 
     def rpc_async(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_async().method(…)` runs the method on the owner; a future of its result."""
-        return Proxy(self, self._home.calls.call_async, timeout)
+        return MethodProxy(self, self._home.calls.call_async, timeout)
 
     def remote(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
 
         def call(to: int, target: Target, deadline: float) -> RRef[Any]:
             created = self._home.calls.remote(to, target, deadline)
-            return cast(RRef[Any], self._home.refs.make(created.hold))
+            return cast(RRef[Any], self._home.refs.make(created.handle))
 
-        return Proxy(self, call, timeout)
+        return MethodProxy(self, call, timeout)
 
     # -- as an object
 
     def __repr__(self) -> str:
-        what = "owned here" if self.is_owner() else f"on {self.owner_name()} as {self.hold.fork}"
-        return f"RRef({self.hold.ref}, {what})"
+        what = "owned here" if self.is_owner() else f"on {self.owner_name()} as {self.handle.fork}"
+        return f"RRef({self.handle.ref}, {what})"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC",
-            hint="pass it to rpc_sync, rpc_async or remote: each such copy is counted",
+            hint="pass it to rpc_sync, rpc_async or remote, which count each copy",
         )
 
 
 def reference_to(value: T) -> RRef[T]:
-    """A reference to a value of this worker, of the kind that its references are."""
+    """A reference to a value of this worker, of the class that this worker uses."""
     refs = home_door.find().refs
     return cast(RRef[T], refs.make(refs.keep_here(Value(value))))
 
 
-class Proxy:
-    """The methods of the value that a reference points to. One that waits only lends it."""
+class MethodProxy:
+    """The methods of the value that a reference points to, as remote calls.
+
+    `waits`: the caller waits for the result, so the reference is only lent (refs/borrow.py).
+    """
 
     __slots__ = ("_call", "_rref", "_timeout", "_waits")
 
@@ -184,10 +186,10 @@ class Proxy:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             rref = self._rref
-            home, hold = rref._home, rref.hold
+            home, handle = rref._home, rref.handle
             first = rref._lent() if self._waits else rref
             target = Target(f".{name}", (first, *args), kwargs)
-            return self._call(hold.owner, target, home.deadline(self._timeout))
+            return self._call(handle.owner, target, home.deadline(self._timeout))
 
         method.__name__ = name
         return method

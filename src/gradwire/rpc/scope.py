@@ -17,7 +17,7 @@ from gradwire.options import DEFAULT, FOREVER, Timeout
 
 Due = tuple[float, Source | None, object]
 """By when a function must be over, whose request it serves, and for which run of a checkpoint's
-function (recompute/session.py), if any.
+function (recompute/checkpoint_run.py), if any.
 """
 
 _due: ContextVar[Due] = ContextVar("gradwire deadline", default=(math.inf, None, None))
@@ -52,7 +52,7 @@ def current_deadline() -> float:
 
 
 def current_run() -> object:
-    """The run of a checkpoint's function that this code is a part of; see recompute/session.py.
+    """The run of a checkpoint's function that this code is in; see recompute/checkpoint_run.py.
 
     hot: each call
     """

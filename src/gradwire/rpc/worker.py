@@ -46,7 +46,7 @@ from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
 from gradwire.rpc.parts import Parts
 from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
-from gradwire.rpc.recompute.random_streams import PROCESS, Stream
+from gradwire.rpc.recompute.generators import PROCESS, Generators
 from gradwire.rpc.refs.borrow import LentRef
 from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.rref import RRef, home_door
@@ -98,7 +98,7 @@ class Worker:
         self._options = options
         self.own = own
         """the generator that this worker has to itself; that of the process if there is none"""
-        self.stream = PROCESS if own is None else Stream(own.generator)
+        self.generators = PROCESS if own is None else Generators(own.generator)
         self._parts: Parts[Worker] = Parts()
         clock = clock or MonotonicClock()
         registry = Registry(expose)
@@ -130,16 +130,15 @@ class Worker:
             self.backward_deadline,
             edge_per_message=behavior.edge_per_message,
         )
-        self.refs = Refs(agent)
         reference = behavior.reference or RRef
-        self.refs.make = lambda hold: reference._of(self, hold)
+        self.refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
         leaves = behavior.leaves_outside_contexts
         modes = behavior.carries_modes
         bodies = Bodies(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, bodies, registry, inside, behavior, self.stream)
+        Serving(agent, self.engine, self.refs, bodies, registry, inside, behavior, self.generators)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The way values travel; a pickle is made and loaded only where somebody asked for it."""
@@ -373,9 +372,9 @@ _RREF_TAG = 64
 _LENT_TAG = 65
 
 
-def _stream_here() -> Stream | None:
+def _generators_here() -> Generators | None:
     home = home_door.maybe_find()
-    return None if home is None else cast(Worker, home).stream
+    return None if home is None else cast(Worker, home).generators
 
 
-watch_checkpoints(_stream_here)
+watch_checkpoints(_generators_here)

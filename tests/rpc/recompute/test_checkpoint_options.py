@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 import gradwire
-from gradwire.rpc.recompute.tape_state import Tape
+from gradwire.rpc.recompute.recording_state import Recording
 from tests.rpc.recompute.test_checkpoints import gradient, nested, noisy, plain, recomputed, same
 
 
@@ -100,21 +100,21 @@ def test_a_checkpoint_without_a_graph_draws_once(mode, reentrant):
     same(gradient(inside, own=own), gradient(outside, own=own))
 
 
-def tapes():
+def recordings():
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) is Tape]
+    return [one for one in gc.get_objects() if type(one) is Recording]
 
 
-def test_a_graph_that_is_dropped_takes_its_tapes_along():
+def test_a_graph_that_is_dropped_takes_its_recordings_along():
     """What a checkpoint keeps to repeat its calls is part of its graph, also on the callee."""
     found = []
 
     def run(x):
         graphs = [recomputed(nested, x, reentrant) for reentrant in (True, False)]
         gradwire.rpc_async("w2", noisy, args=(x.detach(),)).wait()
-        found.append(len(tapes()))
+        found.append(len(recordings()))
         graphs.clear()
-        found.append(len(tapes()))
+        found.append(len(recordings()))
         return x
 
     gradient(run)

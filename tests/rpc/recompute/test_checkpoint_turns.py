@@ -26,7 +26,7 @@ from tests.rpc.recompute.test_checkpoints import (
 
 def impatient(workers):
     for member in workers:
-        member.worker.stream.patience = 0.05
+        member.worker.generators.max_wait_seconds = 0.05
 
 
 def by_wait_all(function, x):
@@ -87,7 +87,7 @@ def test_many_trainers_take_turns_at_one_worker():
             thread.start()
         for thread in threads:
             thread.join()
-        assert workers[1].worker.stream.overlaps == 0
+        assert workers[1].worker.generators.overlaps == 0
 
     assert wrong == []
 
@@ -108,8 +108,8 @@ def test_a_forward_that_raises_leaves_nothing_behind(reentrant):
 
         workers[0].run(on_w0)
         for member in workers:
-            assert member.worker.stream.take_turn()
-            member.worker.stream.end_turn()
+            assert member.worker.generators.take_turn()
+            member.worker.generators.end_turn()
 
     def fine(x):
         return gradwire.rpc_sync("w1", noisy_there, args=(x, "w2"))
@@ -127,8 +127,8 @@ def test_a_forward_that_raises_leaves_nothing_behind(reentrant):
 
 def test_a_turn_is_not_waited_for_longer_than_half_of_the_time_that_is_left():
     with cluster(2, expose=FUNCTIONS, generators=generators(2, seed=SEED)) as workers:
-        stream = workers[1].worker.stream
-        stream.patience = 1e6
+        own = workers[1].worker.generators
+        own.max_wait_seconds = 1e6
 
         def on_w0():
             def there(x):
@@ -138,7 +138,7 @@ def test_a_turn_is_not_waited_for_longer_than_half_of_the_time_that_is_left():
             with gradwire.context():
                 return recomputed(there, x * 1, False).shape
 
-        assert stream.take_turn()
+        assert own.take_turn()
         assert workers[0].run(on_w0) == (3,)
-        stream.end_turn()
-        assert stream.overlaps > 0
+        own.end_turn()
+        assert own.overlaps > 0

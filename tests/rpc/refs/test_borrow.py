@@ -15,7 +15,7 @@ from gradwire.agent.serving.inbound_request import Source
 from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncarnation, UsageError
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target
-from gradwire.rpc.refs.borrow import Borrowed, LentRef
+from gradwire.rpc.refs.borrow import BorrowedRef, LentRef
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.scope import is_due, was_due
 from gradwire.testing import cluster
@@ -48,7 +48,7 @@ class Box:
 def counted():
     """How many forks of values of this worker others hold, and how many holds it has itself."""
     table = gw.rpc.rref.home_door.find().refs._table
-    return [(len(value.forks), value.holds) for value in table.owned.values.values()]
+    return [(len(value.forks), value.handles) for value in table.owned.values.values()]
 
 
 def look_at(value):
@@ -77,13 +77,13 @@ def test_only_what_is_counted_and_held_is_lent(workers):
     def program():
         box, mine = made_on_w1(), gw.RRef(3)
         refs = workers[0].worker.refs
-        assert isinstance(refs.lending.maybe_lent(box.hold), LentRef)
-        assert refs.lending.maybe_lent(mine.hold) is None
+        assert isinstance(refs.lending.maybe_lent(box.handle), LentRef)
+        assert refs.lending.maybe_lent(mine.handle) is None
         new = refs.keep_elsewhere(1)
         assert refs.lending.maybe_lent(new) is None
         refs.creation_undone(new)
         refs.abandon()
-        assert refs.lending.maybe_lent(box.hold) is None
+        assert refs.lending.maybe_lent(box.handle) is None
         with pytest.raises(UsageError, match="was dropped by w0 and cannot be passed on"):
             box.rpc_sync().get()
 
@@ -92,10 +92,10 @@ def test_only_what_is_counted_and_held_is_lent(workers):
 
 def test_who_does_not_hold_a_value_cannot_lend_it(workers):
     kept = workers[0].run(made_on_w1)
-    hold = kept.hold
+    handle = kept.handle
 
     def steal():
-        worker, target = workers[2].worker, Target(".get", (LentRef(hold),), {})
+        worker, target = workers[2].worker, Target(".get", (LentRef(handle),), {})
         with pytest.raises(RemoteError, match=r"w2 does not hold r0\.\d+"):
             worker.calls.call(1, target, worker.deadline(None))
 
@@ -117,7 +117,7 @@ def test_what_is_gone_is_not_there_to_be_lent(workers):
 def test_what_is_no_name_is_refused(workers, said):
     token = is_due(math.inf, Source(0, None, 1))
     try:
-        with pytest.raises(BadMessage, match="where a reference was due"):
+        with pytest.raises(BadMessage, match="where a reference was expected"):
             workers[1].worker.refs.lending.borrowed(said)
     finally:
         was_due(token)
@@ -139,8 +139,8 @@ def test_it_is_lent_to_calls_only(workers):
 
 def test_what_is_borrowed_cannot_be_passed_on(workers):
     def program():
-        borrowed = Borrowed(RefHandle(RefId(1, 1), 1, None))
-        with pytest.raises(NotSerializable, match="Borrowed does not travel"):
+        borrowed = BorrowedRef(RefHandle(RefId(1, 1), 1, None))
+        with pytest.raises(NotSerializable, match="BorrowedRef does not travel"):
             gw.rpc_sync("w1", look_at, args=(borrowed,))
 
     workers[0].run(program)

@@ -70,7 +70,7 @@ def test_who_waits_for_a_value_that_went_with_a_connection_hears_of_it(workers, 
         cut(workers[0], workers[1])
     assert eventually(answer.done)
 
-    with pytest.raises(UsageError, match=f"{reference.hold.ref} is not kept on w1 any more"):
+    with pytest.raises(UsageError, match=f"{reference.handle.ref} is not kept on w1 any more"):
         answer.wait()
 
 

@@ -17,7 +17,7 @@ from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
     Confirmed,
-    Forget,
+    ForgetValue,
     RefHandle,
     RefStatistics,
     SendAccept,
@@ -41,24 +41,24 @@ EMPTY = RefStatistics(
 )
 
 
-def fork_of(hold: RefHandle) -> ForkId:
-    assert hold.fork is not None
-    return hold.fork
+def fork_of(handle: RefHandle) -> ForkId:
+    assert handle.fork is not None
+    return handle.fork
 
 
 def created(creator: RefTable, owner: RefTable, number: int = B) -> RefHandle:
     """A value that `creator` made on `owner`, everything about it said."""
-    hold = creator.create(number)
-    assert owner.owned.creation_arrived(hold.ref, fork_of(hold)) == []
-    assert creator.creation_answered(fork_of(hold)) == [Confirmed(hold.ref, fork_of(hold))]
-    return hold
+    handle = creator.create(number)
+    assert owner.owned.creation_arrived(handle.ref, fork_of(handle)) == []
+    assert creator.creation_answered(fork_of(handle)) == [Confirmed(handle.ref, fork_of(handle))]
+    return handle
 
 
 def passed(
-    giver: RefTable, hold: RefHandle, taker: RefTable, to: int
+    giver: RefTable, handle: RefHandle, taker: RefTable, to: int
 ) -> tuple[RefHandle, list[Action]]:
     """The reference travels, nothing else does."""
-    return taker.arrived(hold.ref, hold.owner, giver.pack(hold, to))
+    return taker.arrived(handle.ref, handle.owner, giver.pack(handle, to))
 
 
 # 1. Creation on another worker.
@@ -66,102 +66,102 @@ def passed(
 
 def test_a_value_created_elsewhere_is_counted_on_arrival_and_forgotten_after_the_drop():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    ref, fork = hold.ref, fork_of(hold)
+    handle = a.create(B)
+    ref, fork = handle.ref, fork_of(handle)
 
     assert not a.is_confirmed(fork)
     assert b.owned.creation_arrived(ref, fork) == []
     assert b.owned.leaks() == [(ref, fork, A)]
     assert a.creation_answered(fork) == [Confirmed(ref, fork)]
     assert a.is_confirmed(fork)
-    assert a.hold_ended(hold) == [SendDrop(ref, fork, B)]
-    assert b.owned.drop_arrived(ref, fork) == [Forget(ref)]
+    assert a.handle_ended(handle) == [SendDrop(ref, fork, B)]
+    assert b.owned.drop_arrived(ref, fork) == [ForgetValue(ref)]
     a.drop_acknowledged(fork)
     assert a.statistics() == b.statistics() == EMPTY
 
 
 def test_a_hold_that_ends_before_its_creation_is_answered_is_dropped_after_the_answer():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    b.owned.creation_arrived(hold.ref, fork_of(hold))
+    handle = a.create(B)
+    b.owned.creation_arrived(handle.ref, fork_of(handle))
 
-    assert a.hold_ended(hold) == []
+    assert a.handle_ended(handle) == []
     assert a.pending()
-    assert a.creation_answered(fork_of(hold)) == [SendDrop(hold.ref, fork_of(hold), B)]
+    assert a.creation_answered(fork_of(handle)) == [SendDrop(handle.ref, fork_of(handle), B)]
 
 
 def test_a_creating_call_that_never_left_leaves_nothing_behind():
     a = RefTable(A)
-    hold = a.create(B)
+    handle = a.create(B)
 
-    a.creation_undone(fork_of(hold))
-    assert a.hold_ended(hold) == []
+    a.creation_undone(fork_of(handle))
+    assert a.handle_ended(handle) == []
     assert a.statistics() == EMPTY
 
 
 def test_a_creation_that_timed_out_is_asked_about_until_its_late_call_is_counted():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    ref, fork = hold.ref, fork_of(hold)
+    handle = a.create(B)
+    ref, fork = handle.ref, fork_of(handle)
 
     assert a.creation_timed_out(fork) == [SendFork(ref, fork, B, 0)]
-    assert a.hold_ended(hold) == []
+    assert a.handle_ended(handle) == []
     assert b.owned.fork_arrived(ref, fork, A) is Verdict.NOT_YET
     assert a.fork_answered(fork, Verdict.NOT_YET) == []
     assert a.unacknowledged() == [SendFork(ref, fork, B, 0)]
     assert b.owned.creation_arrived(ref, fork) == []
     assert b.owned.fork_arrived(ref, fork, A) is Verdict.COUNTED
     assert a.fork_answered(fork, Verdict.COUNTED) == [SendDrop(ref, fork, B)]
-    assert b.owned.drop_arrived(ref, fork) == [Forget(ref)]
+    assert b.owned.drop_arrived(ref, fork) == [ForgetValue(ref)]
 
 
 def test_the_answer_of_a_creation_that_timed_out_does_not_overtake_its_fork():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    b.owned.creation_arrived(hold.ref, fork_of(hold))
-    a.creation_timed_out(fork_of(hold))
-    a.hold_ended(hold)
+    handle = a.create(B)
+    b.owned.creation_arrived(handle.ref, fork_of(handle))
+    a.creation_timed_out(fork_of(handle))
+    a.handle_ended(handle)
 
-    assert a.creation_answered(fork_of(hold)) == []
+    assert a.creation_answered(fork_of(handle)) == []
     assert a.pending()
 
 
 def test_a_creation_answered_in_time_does_not_time_out():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
+    handle = created(a, b)
 
-    assert a.creation_timed_out(fork_of(hold)) == []
+    assert a.creation_timed_out(fork_of(handle)) == []
 
 
 def test_a_creating_call_of_a_lost_worker_is_forgotten_as_it_arrives():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
+    handle = a.create(B)
     b.peer_lost(A)
 
-    assert b.owned.creation_arrived(hold.ref, fork_of(hold)) == [Forget(hold.ref)]
+    assert b.owned.creation_arrived(handle.ref, fork_of(handle)) == [ForgetValue(handle.ref)]
     assert b.statistics() == EMPTY
 
 
 def test_a_creating_call_that_leaves_only_after_its_owner_was_lost_and_is_back_is_counted():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
+    handle = a.create(B)
 
     assert a.peer_lost(B) == []
     a.peer_joined(B)
-    b.owned.creation_arrived(hold.ref, fork_of(hold))
-    assert a.creation_answered(fork_of(hold)) == [Confirmed(hold.ref, fork_of(hold))]
-    assert a.hold_ended(hold) == [SendDrop(hold.ref, fork_of(hold), B)]
+    b.owned.creation_arrived(handle.ref, fork_of(handle))
+    assert a.creation_answered(fork_of(handle)) == [Confirmed(handle.ref, fork_of(handle))]
+    assert a.handle_ended(handle) == [SendDrop(handle.ref, fork_of(handle), B)]
 
 
 def test_a_creating_call_that_was_lost_breaks_its_reference():
     a = RefTable(A)
-    hold, gone = a.create(B), a.create(B)
-    a.hold_ended(gone)
+    handle, gone = a.create(B), a.create(B)
+    a.handle_ended(gone)
 
-    assert a.creation_lost(fork_of(hold)) == [Unreachable(hold.ref, fork_of(hold), B)]
+    assert a.creation_lost(fork_of(handle)) == [Unreachable(handle.ref, fork_of(handle), B)]
     assert a.creation_lost(fork_of(gone)) == []
     assert a.peer_lost(B) == []
-    assert a.hold_ended(hold) == []
+    assert a.handle_ended(handle) == []
     assert a.statistics() == EMPTY
 
 
@@ -170,23 +170,23 @@ def test_a_creating_call_that_was_lost_breaks_its_reference():
 
 def test_a_value_of_ones_own_lives_as_long_as_its_last_hold():
     b = RefTable(B)
-    hold = b.create(B)
-    again, _ = passed(b, hold, b, B)
+    handle = b.create(B)
+    again, _ = passed(b, handle, b, B)
 
-    assert again == hold == RefHandle(hold.ref, B, None)
-    assert b.hold_ended(hold) == []
-    assert b.hold_ended(again) == [Forget(hold.ref)]
+    assert again == handle == RefHandle(handle.ref, B, None)
+    assert b.handle_ended(handle) == []
+    assert b.handle_ended(again) == [ForgetValue(handle.ref)]
 
 
 def test_a_value_on_its_way_to_ourselves_is_kept():
     b = RefTable(B)
-    hold = b.create(B)
-    fork = b.pack(hold, B)
+    handle = b.create(B)
+    fork = b.pack(handle, B)
 
-    assert b.hold_ended(hold) == []
-    again, actions = b.arrived(hold.ref, B, fork)
+    assert b.handle_ended(handle) == []
+    again, actions = b.arrived(handle.ref, B, fork)
     assert actions == []
-    assert b.hold_ended(again) == [Forget(hold.ref)]
+    assert b.handle_ended(again) == [ForgetValue(handle.ref)]
 
 
 # 3. The owner passes it on.
@@ -194,29 +194,29 @@ def test_a_value_on_its_way_to_ourselves_is_kept():
 
 def test_what_the_owner_passes_on_is_counted_at_packing_and_confirmed_on_arrival():
     b, c = RefTable(B), RefTable(C)
-    hold = b.create(B)
-    fork = b.pack(hold, C)
+    handle = b.create(B)
+    fork = b.pack(handle, C)
 
-    assert b.hold_ended(hold) == []
-    assert b.owned.leaks() == [(hold.ref, fork, C)]
-    theirs, actions = c.arrived(hold.ref, B, fork)
+    assert b.handle_ended(handle) == []
+    assert b.owned.leaks() == [(handle.ref, fork, C)]
+    theirs, actions = c.arrived(handle.ref, B, fork)
     assert actions == []
     assert c.is_confirmed(fork)
-    assert c.hold_ended(theirs) == [SendDrop(hold.ref, fork, B)]
-    assert b.owned.drop_arrived(hold.ref, fork) == [Forget(hold.ref)]
+    assert c.handle_ended(theirs) == [SendDrop(handle.ref, fork, B)]
+    assert b.owned.drop_arrived(handle.ref, fork) == [ForgetValue(handle.ref)]
 
 
 def test_a_packing_that_is_undone_is_not_counted():
     a, b = RefTable(A), RefTable(B)
     own = b.create(B)
     fork = b.pack(own, C)
-    assert b.hold_ended(own) == []
-    assert b.pack_undone(own, fork) == [Forget(own.ref)]
+    assert b.handle_ended(own) == []
+    assert b.pack_undone(own, fork) == [ForgetValue(own.ref)]
 
-    hold = created(a, b)
-    child = a.pack(hold, C)
-    assert a.hold_ended(hold) == []
-    assert a.pack_undone(hold, child) == [SendDrop(hold.ref, fork_of(hold), B)]
+    handle = created(a, b)
+    child = a.pack(handle, C)
+    assert a.handle_ended(handle) == []
+    assert a.pack_undone(handle, child) == [SendDrop(handle.ref, fork_of(handle), B)]
 
 
 # 4. A user passes it to a third worker.
@@ -224,41 +224,41 @@ def test_a_packing_that_is_undone_is_not_counted():
 
 def test_a_third_worker_asks_the_owner_then_releases_the_one_who_passed_it():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, actions = passed(a, hold, c, C)
-    ref, fork = hold.ref, fork_of(theirs)
+    handle = created(a, b)
+    theirs, actions = passed(a, handle, c, C)
+    ref, fork = handle.ref, fork_of(theirs)
 
     assert actions == [SendFork(ref, fork, B, 0)]
-    assert a.hold_ended(hold) == []
+    assert a.handle_ended(handle) == []
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
     assert c.fork_answered(fork, Verdict.COUNTED) == [Confirmed(ref, fork), SendAccept(fork, A)]
-    assert a.accept_arrived(fork) == [SendDrop(ref, fork_of(hold), B)]
+    assert a.accept_arrived(fork) == [SendDrop(ref, fork_of(handle), B)]
     assert a.accept_arrived(fork) == []
     c.accept_acknowledged(fork)
     assert not c.pending()
-    assert b.owned.drop_arrived(ref, fork_of(hold)) == []
+    assert b.owned.drop_arrived(ref, fork_of(handle)) == []
     assert b.owned.leaks() == [(ref, fork, C)]
 
 
 def test_a_third_worker_that_ends_its_hold_early_drops_only_what_was_counted():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
     fork = fork_of(theirs)
 
-    assert c.hold_ended(theirs) == []
-    assert c.unacknowledged() == [SendFork(hold.ref, fork, B, 0)]
+    assert c.handle_ended(theirs) == []
+    assert c.unacknowledged() == [SendFork(handle.ref, fork, B, 0)]
     assert c.fork_answered(fork, Verdict.COUNTED) == [
         SendAccept(fork, A),
-        SendDrop(hold.ref, fork, B),
+        SendDrop(handle.ref, fork, B),
     ]
-    assert c.unacknowledged() == [SendAccept(fork, A), SendDrop(hold.ref, fork, B)]
+    assert c.unacknowledged() == [SendAccept(fork, A), SendDrop(handle.ref, fork, B)]
 
 
 def test_only_what_is_counted_may_be_passed_on():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
 
     with pytest.raises(UsageError, match=r"r0\.0 cannot be passed on before w1 has counted f0\.2"):
         c.pack(theirs, D)
@@ -269,30 +269,30 @@ def test_only_what_is_counted_may_be_passed_on():
 
 def test_a_reference_that_comes_home_is_a_hold_and_accepted_at_once():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
-    home, actions = passed(a, hold, b, B)
+    handle = created(a, b)
+    home, actions = passed(a, handle, b, B)
 
-    assert home == RefHandle(hold.ref, B, None)
+    assert home == RefHandle(handle.ref, B, None)
     (accept,) = actions
     assert isinstance(accept, SendAccept)
     assert accept.to == A
-    assert a.hold_ended(hold) == []
-    assert a.accept_arrived(accept.fork) == [SendDrop(hold.ref, fork_of(hold), B)]
-    assert b.owned.drop_arrived(hold.ref, fork_of(hold)) == []
-    assert b.hold_ended(home) == [Forget(hold.ref)]
+    assert a.handle_ended(handle) == []
+    assert a.accept_arrived(accept.fork) == [SendDrop(handle.ref, fork_of(handle), B)]
+    assert b.owned.drop_arrived(handle.ref, fork_of(handle)) == []
+    assert b.handle_ended(home) == [ForgetValue(handle.ref)]
 
 
 def test_a_reference_passed_to_oneself_is_a_fork_of_its_own_that_needs_no_accept():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
-    again, actions = passed(a, hold, a, A)
+    handle = created(a, b)
+    again, actions = passed(a, handle, a, A)
 
-    assert actions == [SendFork(hold.ref, fork_of(again), B, 0)]
-    assert a.hold_ended(hold) == []
-    assert b.owned.fork_arrived(hold.ref, fork_of(again), A) is Verdict.COUNTED
+    assert actions == [SendFork(handle.ref, fork_of(again), B, 0)]
+    assert a.handle_ended(handle) == []
+    assert b.owned.fork_arrived(handle.ref, fork_of(again), A) is Verdict.COUNTED
     assert a.fork_answered(fork_of(again), Verdict.COUNTED) == [
-        Confirmed(hold.ref, fork_of(again)),
-        SendDrop(hold.ref, fork_of(hold), B),
+        Confirmed(handle.ref, fork_of(again)),
+        SendDrop(handle.ref, fork_of(handle), B),
     ]
 
 
@@ -301,12 +301,12 @@ def test_a_reference_passed_to_oneself_is_a_fork_of_its_own_that_needs_no_accept
 
 def test_each_arrival_is_a_fork_of_its_own():
     b, c = RefTable(B), RefTable(C)
-    hold = b.create(B)
-    one, _ = passed(b, hold, c, C)
-    two, _ = passed(b, hold, c, C)
+    handle = b.create(B)
+    one, _ = passed(b, handle, c, C)
+    two, _ = passed(b, handle, c, C)
 
     assert one.fork != two.fork
-    assert c.hold_ended(one) == [SendDrop(hold.ref, fork_of(one), B)]
+    assert c.handle_ended(one) == [SendDrop(handle.ref, fork_of(one), B)]
     assert c.is_confirmed(fork_of(two))
 
 
@@ -315,57 +315,59 @@ def test_each_arrival_is_a_fork_of_its_own():
 
 def test_what_a_lost_worker_held_is_dropped():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
+    handle = created(a, b)
 
-    assert b.peer_lost(A) == [Forget(hold.ref)]
+    assert b.peer_lost(A) == [ForgetValue(handle.ref)]
 
 
 def test_a_fork_of_a_lost_worker_is_not_counted():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
     b.peer_lost(C)
 
-    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
-    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert b.owned.fork_arrived(handle.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.owned.leaks() == [(handle.ref, fork_of(handle), A)]
 
 
 def test_a_reference_to_a_lost_owner_breaks_and_owes_nothing():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
+    handle = created(a, b)
     gone = created(a, b)
-    a.hold_ended(gone)
+    a.handle_ended(gone)
 
-    assert a.peer_lost(B) == [Unreachable(hold.ref, fork_of(hold), B)]
+    assert a.peer_lost(B) == [Unreachable(handle.ref, fork_of(handle), B)]
     assert a.peer_lost(B) == []
-    assert not a.is_confirmed(fork_of(hold))
+    assert not a.is_confirmed(fork_of(handle))
     assert not a.pending()
-    with pytest.raises(PeerLost, match=r"r0\.0 cannot be passed on: w1, or the way to it, was"):
-        a.pack(hold, C)
-    assert a.hold_ended(hold) == []
+    with pytest.raises(
+        PeerLost, match=r"r0\.0 cannot be passed on: w1 or the connection to it was"
+    ):
+        a.pack(handle, C)
+    assert a.handle_ended(handle) == []
     assert a.statistics() == EMPTY
 
 
 def test_a_fork_that_is_counted_after_its_holder_gave_it_up_is_dropped():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, actions = passed(a, hold, c, C)
+    handle = created(a, b)
+    theirs, actions = passed(a, handle, c, C)
     (asked,) = actions
     c.peer_lost(B)
     assert c.fork_unwanted(asked, Verdict.COUNTED) == []  # nothing is said to who is lost
     c.peer_joined(B)
-    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C, asked.n) is Verdict.COUNTED
+    assert b.owned.fork_arrived(handle.ref, fork_of(theirs), C, asked.n) is Verdict.COUNTED
 
     assert c.fork_answered(fork_of(theirs), Verdict.COUNTED) == []
-    assert c.fork_unwanted(asked, Verdict.COUNTED) == [SendDrop(hold.ref, fork_of(theirs), B)]
-    b.owned.drop_arrived(hold.ref, fork_of(theirs))
-    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert c.fork_unwanted(asked, Verdict.COUNTED) == [SendDrop(handle.ref, fork_of(theirs), B)]
+    b.owned.drop_arrived(handle.ref, fork_of(theirs))
+    assert b.owned.leaks() == [(handle.ref, fork_of(handle), A)]
 
 
 def test_a_fork_that_is_held_on_is_not_dropped_when_it_is_counted():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, (asked,) = passed(a, hold, c, C)
+    handle = created(a, b)
+    theirs, (asked,) = passed(a, handle, c, C)
     c.fork_answered(fork_of(theirs), Verdict.COUNTED)
 
     assert c.fork_unwanted(asked, Verdict.COUNTED) == []
@@ -373,18 +375,18 @@ def test_a_fork_that_is_held_on_is_not_dropped_when_it_is_counted():
 
 def test_a_reference_that_arrives_after_its_owner_was_lost_is_broken_and_frees_its_maker():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
+    handle = created(a, b)
     c.peer_lost(B)
-    theirs, actions = passed(a, hold, c, C)
+    theirs, actions = passed(a, handle, c, C)
 
-    assert actions == [Unreachable(hold.ref, fork_of(theirs), B), SendAccept(fork_of(theirs), A)]
+    assert actions == [Unreachable(handle.ref, fork_of(theirs), B), SendAccept(fork_of(theirs), A)]
 
 
 def test_a_waiting_reference_frees_its_maker_when_the_owner_is_lost():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
-    c.hold_ended(theirs)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
+    c.handle_ended(theirs)
 
     assert c.peer_lost(B) == [SendAccept(fork_of(theirs), A)]
     assert c.peer_lost(A) == []
@@ -393,17 +395,17 @@ def test_a_waiting_reference_frees_its_maker_when_the_owner_is_lost():
 
 def test_children_with_a_lost_worker_are_waited_for_no_longer():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
-    a.pack(hold, C)
-    a.hold_ended(hold)
+    handle = created(a, b)
+    a.pack(handle, C)
+    a.handle_ended(handle)
 
-    assert a.peer_lost(C) == [SendDrop(hold.ref, fork_of(hold), B)]
+    assert a.peer_lost(C) == [SendDrop(handle.ref, fork_of(handle), B)]
 
 
 def test_a_broken_reference_forgets_its_children():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
-    child = a.pack(hold, C)
+    handle = created(a, b)
+    child = a.pack(handle, C)
     a.peer_lost(B)
 
     assert a.statistics().pending_children == 0
@@ -412,15 +414,15 @@ def test_a_broken_reference_forgets_its_children():
 
 def test_a_reference_breaks_when_its_maker_was_lost_before_the_owner_counted_it():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
-    ref, fork = hold.ref, fork_of(theirs)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
+    ref, fork = handle.ref, fork_of(theirs)
 
-    assert b.peer_lost(A) == [Forget(ref)]
+    assert b.peer_lost(A) == [ForgetValue(ref)]
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
     c.peer_lost(A)
     assert c.fork_answered(fork, Verdict.NEVER) == [Unreachable(ref, fork, A)]
-    assert c.hold_ended(theirs) == []
+    assert c.handle_ended(theirs) == []
     assert c.statistics() == EMPTY
 
 
@@ -428,10 +430,10 @@ def test_a_number_that_joins_again_is_counted_again():
     b = RefTable(B)
     b.peer_lost(A)
     b.peer_joined(A)
-    hold = created(RefTable(A, first=100), b)
+    handle = created(RefTable(A, first=100), b)
 
-    assert hold.ref == RefId(A, 100)
-    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
+    assert handle.ref == RefId(A, 100)
+    assert b.owned.leaks() == [(handle.ref, fork_of(handle), A)]
 
 
 # 9. Late and repeated messages.
@@ -439,65 +441,65 @@ def test_a_number_that_joins_again_is_counted_again():
 
 def test_a_repeated_fork_does_not_revive_what_was_dropped():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
-    ref, fork = hold.ref, fork_of(theirs)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
+    ref, fork = handle.ref, fork_of(theirs)
     b.owned.fork_arrived(ref, fork, C)
     b.owned.drop_arrived(ref, fork)
 
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
-    assert b.owned.leaks() == [(ref, fork_of(hold), A)]
+    assert b.owned.leaks() == [(ref, fork_of(handle), A)]
     assert b.statistics().tombstones == 1
-    b.owned.settled_below(C, 1)
+    b.owned.forget_acked(C, 1)
     assert b.statistics().tombstones == 0
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
-    assert b.owned.leaks() == [(ref, fork_of(hold), A)]
-    assert b.owned.drop_arrived(ref, fork_of(hold)) == [Forget(ref)]
+    assert b.owned.leaks() == [(ref, fork_of(handle), A)]
+    assert b.owned.drop_arrived(ref, fork_of(handle)) == [ForgetValue(ref)]
     assert b.statistics() == EMPTY
 
 
 def test_nothing_is_remembered_of_forks_that_were_counted_and_dropped():
     """However many there were of one value."""
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
+    handle = created(a, b)
     for _ in range(10_000):
-        theirs, (ask,) = passed(a, hold, c, C)
-        b.owned.settled_below(C, c.floor(B))
+        theirs, (ask,) = passed(a, handle, c, C)
+        b.owned.forget_acked(C, c.acked_below(B))
         assert b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n) is Verdict.COUNTED
         c.fork_answered(ask.fork, Verdict.COUNTED)
         a.accept_arrived(ask.fork)
         c.accept_acknowledged(ask.fork)
-        c.hold_ended(theirs)
-        b.owned.settled_below(C, c.floor(B))
+        c.handle_ended(theirs)
+        b.owned.forget_acked(C, c.acked_below(B))
         b.owned.drop_arrived(ask.ref, ask.fork)
         c.drop_acknowledged(ask.fork)
 
     assert b.statistics() == replace(EMPTY, owned=1, shared=1, forks=1)
-    assert b.owned.leaks() == [(hold.ref, fork_of(hold), A)]
-    assert (len(b.owned.values[hold.ref].asked), len(b.owned.asked)) == (0, 0)
+    assert b.owned.leaks() == [(handle.ref, fork_of(handle), A)]
+    assert (len(b.owned.values[handle.ref].requested), len(b.owned.requests)) == (0, 0)
     assert c.statistics() == EMPTY
 
 
 def test_what_was_asked_before_an_open_question_may_still_be_repeated():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    asks = [passed(a, hold, c, C)[1][0] for _ in range(3)]
+    handle = created(a, b)
+    asks = [passed(a, handle, c, C)[1][0] for _ in range(3)]
     for ask in asks[1:]:
         b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n)
         c.fork_answered(ask.fork, Verdict.COUNTED)
-    assert c.floor(B) == asks[0].n == 0
-    assert c.floor(A) == 3
+    assert c.acked_below(B) == asks[0].n == 0
+    assert c.acked_below(A) == 3
 
     c.fork_answered(asks[0].fork, Verdict.NEVER)
 
-    assert c.floor(B) == 3
+    assert c.acked_below(B) == 3
 
 
 def test_a_worker_that_never_says_what_it_has_heard_pays_for_what_is_remembered():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
+    handle = created(a, b)
     for _ in range(5):
-        _, (ask,) = passed(a, hold, c, C)
+        _, (ask,) = passed(a, handle, c, C)
         b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n)
         b.owned.drop_arrived(ask.ref, ask.fork)
 
@@ -508,22 +510,22 @@ def test_a_worker_that_never_says_what_it_has_heard_pays_for_what_is_remembered(
 
 def test_the_owners_own_forks_leave_no_tombstones():
     b, c = RefTable(B), RefTable(C)
-    hold = b.create(B)
-    theirs, _ = passed(b, hold, c, C)
-    b.owned.drop_arrived(hold.ref, fork_of(theirs))
+    handle = b.create(B)
+    theirs, _ = passed(b, handle, c, C)
+    b.owned.drop_arrived(handle.ref, fork_of(theirs))
 
     assert b.statistics().tombstones == 0
 
 
 def test_messages_about_what_is_forgotten_change_nothing():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    home, _ = passed(a, hold, b, B)
+    handle = created(a, b)
+    home, _ = passed(a, handle, b, B)
     theirs, _ = passed(b, home, c, C)
-    ref, fork = hold.ref, fork_of(theirs)
-    b.hold_ended(home)
-    b.owned.drop_arrived(ref, fork_of(hold))
-    assert b.owned.drop_arrived(ref, fork) == [Forget(ref)]
+    ref, fork = handle.ref, fork_of(theirs)
+    b.handle_ended(home)
+    b.owned.drop_arrived(ref, fork_of(handle))
+    assert b.owned.drop_arrived(ref, fork) == [ForgetValue(ref)]
 
     assert b.owned.drop_arrived(ref, fork) == []
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
@@ -536,8 +538,8 @@ def test_messages_about_what_is_forgotten_change_nothing():
 
 def test_verdicts_on_what_is_no_longer_asked_change_nothing():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
     fork = fork_of(theirs)
     c.fork_answered(fork, Verdict.COUNTED)
 
@@ -551,33 +553,33 @@ def test_verdicts_on_what_is_no_longer_asked_change_nothing():
 
 def test_a_fork_that_comes_before_its_value_is_asked_again():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = a.create(B)
-    theirs, _ = passed(a, hold, c, C)
-    ref, fork = hold.ref, fork_of(theirs)
+    handle = a.create(B)
+    theirs, _ = passed(a, handle, c, C)
+    ref, fork = handle.ref, fork_of(theirs)
 
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NOT_YET
     assert b.statistics() == EMPTY
     assert c.fork_answered(fork, Verdict.NOT_YET) == [AskMaker(fork, A)]
     assert c.maker_answered(fork, a.may_come(fork, C)) == []
-    b.owned.creation_arrived(ref, fork_of(hold))
+    b.owned.creation_arrived(ref, fork_of(handle))
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.COUNTED
 
 
 def test_a_fork_whose_creating_call_went_with_its_connection_never_comes():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = a.create(B)
-    theirs, _ = passed(a, hold, c, C)
+    handle = a.create(B)
+    theirs, _ = passed(a, handle, c, C)
     fork = fork_of(theirs)
-    a.creation_lost(fork_of(hold))
+    a.creation_lost(fork_of(handle))
 
-    assert b.owned.fork_arrived(hold.ref, fork, C) is Verdict.NOT_YET
+    assert b.owned.fork_arrived(handle.ref, fork, C) is Verdict.NOT_YET
     assert a.may_come(fork, C) is Verdict.NEVER
     assert c.maker_answered(fork, Verdict.NEVER) == [
-        Unreachable(hold.ref, fork, B),
+        Unreachable(handle.ref, fork, B),
         SendAccept(fork, A),
     ]
     assert c.maker_answered(fork, Verdict.NEVER) == []
-    with pytest.raises(PeerLost, match="w1, or the way to it, was lost"):
+    with pytest.raises(PeerLost, match="w1 or the connection to it was lost"):
         c.pack(theirs, D)
 
 
@@ -591,84 +593,84 @@ def test_a_maker_answers_only_who_has_its_fork():
 
 def test_a_fork_whose_value_was_lost_on_the_way_never_comes():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = a.create(B)
-    theirs, _ = passed(a, hold, c, C)
+    handle = a.create(B)
+    theirs, _ = passed(a, handle, c, C)
     b.peer_lost(A)
 
-    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.owned.fork_arrived(handle.ref, fork_of(theirs), C) is Verdict.NEVER
 
 
 def test_a_reference_that_comes_home_before_its_value_awaits_it():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    home, actions = passed(a, hold, b, B)
+    handle = a.create(B)
+    home, actions = passed(a, handle, b, B)
 
     assert [type(action) for action in actions] == [SendAccept]
-    assert b.hold_ended(home) == []
-    assert b.owned.creation_arrived(hold.ref, fork_of(hold)) == []
-    assert b.owned.drop_arrived(hold.ref, fork_of(hold)) == [Forget(hold.ref)]
+    assert b.handle_ended(home) == []
+    assert b.owned.creation_arrived(handle.ref, fork_of(handle)) == []
+    assert b.owned.drop_arrived(handle.ref, fork_of(handle)) == [ForgetValue(handle.ref)]
 
 
 def test_a_fork_dropped_before_its_creation_arrives_is_not_counted_by_it():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    home, _ = passed(a, hold, b, B)
-    a.creation_timed_out(fork_of(hold))
-    assert b.owned.fork_arrived(hold.ref, fork_of(hold), A) is Verdict.COUNTED
-    assert b.owned.drop_arrived(hold.ref, fork_of(hold)) == []
+    handle = a.create(B)
+    home, _ = passed(a, handle, b, B)
+    a.creation_timed_out(fork_of(handle))
+    assert b.owned.fork_arrived(handle.ref, fork_of(handle), A) is Verdict.COUNTED
+    assert b.owned.drop_arrived(handle.ref, fork_of(handle)) == []
 
-    assert b.owned.creation_arrived(hold.ref, fork_of(hold)) == []
+    assert b.owned.creation_arrived(handle.ref, fork_of(handle)) == []
     assert b.owned.leaks() == []
-    assert b.hold_ended(home) == [Forget(hold.ref)]
+    assert b.handle_ended(home) == [ForgetValue(handle.ref)]
 
 
 def test_an_awaited_value_breaks_when_its_creator_is_lost():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
-    home, _ = passed(a, hold, b, B)
+    handle = a.create(B)
+    home, _ = passed(a, handle, b, B)
 
-    assert b.peer_lost(A) == [Unreachable(hold.ref, None, A)]
+    assert b.peer_lost(A) == [Unreachable(handle.ref, None, A)]
     with pytest.raises(PeerLost, match=r"r0\.0 cannot be passed on: w0 was lost before creating"):
         b.pack(home, C)
-    assert b.hold_ended(home) == [Forget(hold.ref)]
+    assert b.handle_ended(home) == [ForgetValue(handle.ref)]
     assert b.statistics() == EMPTY
 
 
 def test_a_fork_of_an_awaited_value_is_counted_even_when_its_creator_is_lost():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = a.create(B)
-    home, _ = passed(a, hold, b, B)
+    handle = a.create(B)
+    home, _ = passed(a, handle, b, B)
     theirs, _ = passed(b, home, c, C)
-    b.hold_ended(home)
+    b.handle_ended(home)
 
-    assert b.peer_lost(A) == [Unreachable(hold.ref, None, A)]
+    assert b.peer_lost(A) == [Unreachable(handle.ref, None, A)]
     again, _ = passed(c, theirs, c, C)
-    assert b.owned.fork_arrived(hold.ref, fork_of(again), C) is Verdict.COUNTED
+    assert b.owned.fork_arrived(handle.ref, fork_of(again), C) is Verdict.COUNTED
 
 
 def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
     a, b = RefTable(A), RefTable(B)
-    hold = a.create(B)
+    handle = a.create(B)
     b.peer_lost(A)
-    home, actions = passed(a, hold, b, B)
+    home, actions = passed(a, handle, b, B)
 
-    assert actions == [Unreachable(hold.ref, None, A)]
-    assert b.hold_ended(home) == [Forget(hold.ref)]
+    assert actions == [Unreachable(handle.ref, None, A)]
+    assert b.handle_ended(home) == [ForgetValue(handle.ref)]
 
 
 def test_a_repeated_fork_does_not_revive_a_value_that_came_home_broken():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
-    hold = created(a, b)
-    theirs, _ = passed(a, hold, c, C)
-    b.owned.fork_arrived(hold.ref, fork_of(theirs), C)
-    b.owned.drop_arrived(hold.ref, fork_of(theirs))
-    assert b.peer_lost(A) == [Forget(hold.ref)]
-    home, actions = passed(a, hold, b, B)
-    assert actions == [Unreachable(hold.ref, None, A)]
+    handle = created(a, b)
+    theirs, _ = passed(a, handle, c, C)
+    b.owned.fork_arrived(handle.ref, fork_of(theirs), C)
+    b.owned.drop_arrived(handle.ref, fork_of(theirs))
+    assert b.peer_lost(A) == [ForgetValue(handle.ref)]
+    home, actions = passed(a, handle, b, B)
+    assert actions == [Unreachable(handle.ref, None, A)]
 
-    assert b.owned.fork_arrived(hold.ref, fork_of(theirs), C) is Verdict.NEVER
+    assert b.owned.fork_arrived(handle.ref, fork_of(theirs), C) is Verdict.NEVER
     assert b.owned.leaks() == []
-    assert b.hold_ended(home) == [Forget(hold.ref)]
+    assert b.handle_ended(home) == [ForgetValue(handle.ref)]
 
 
 def test_a_peer_that_passes_us_a_value_we_never_owned_is_told_so():
@@ -683,27 +685,27 @@ def test_a_peer_that_passes_us_a_value_we_never_owned_is_told_so():
 
 def test_abandoning_drops_what_is_counted_at_once_and_the_rest_when_it_is():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
+    handle = created(a, b)
     waiting = a.create(B)
 
-    assert a.abandon() == [SendDrop(hold.ref, fork_of(hold), B)]
-    a.drop_acknowledged(fork_of(hold))
+    assert a.abandon() == [SendDrop(handle.ref, fork_of(handle), B)]
+    a.drop_acknowledged(fork_of(handle))
     assert a.pending()
     assert a.creation_answered(fork_of(waiting)) == [SendDrop(waiting.ref, fork_of(waiting), B)]
     a.drop_acknowledged(fork_of(waiting))
     assert not a.pending()
-    assert a.hold_ended(hold) == []
+    assert a.handle_ended(handle) == []
 
 
 def test_what_was_abandoned_cannot_be_passed_on():
     a, b = RefTable(A), RefTable(B)
-    hold = created(a, b)
+    handle = created(a, b)
     a.abandon()
 
     with pytest.raises(
         UsageError, match=r"r0\.0 was dropped by w0 and cannot be passed on"
     ) as said:
-        a.pack(hold, C)
+        a.pack(handle, C)
     assert said.value.hint == "pass references on before shutdown()"
 
 
@@ -729,7 +731,7 @@ class Message:
     owner: int | None = None
     verdict: Verdict | None = None
     n: int = 0
-    floor: int = 0
+    acked_below: int = 0
 
     @property
     def is_control(self) -> bool:
@@ -746,7 +748,7 @@ class Cluster:
         self.net: list[Message] = []
         self.heard: list[Message] = []
         self.unsent: list[tuple[RefHandle, Message]] = []
-        self.holds: list[tuple[int, RefHandle]] = []
+        self.handles: list[tuple[int, RefHandle]] = []
         self.creating: list[tuple[int, ForkId]] = []
         self.calls: dict[ForkId, int] = {}
         self.broken: set[tuple[int, ForkId | RefId]] = set()
@@ -754,32 +756,32 @@ class Cluster:
     # What users do.
 
     def create(self, worker: int, owner: int) -> None:
-        hold = self.tables[worker].create(owner)
-        if hold.fork is not None and (worker, owner) in self.knows_lost:
-            return self.tables[worker].creation_undone(hold.fork)
-        self.holds.append((worker, hold))
-        if hold.fork is not None:
-            self.creating.append((worker, hold.fork))
-            self.calls[hold.fork] = owner
-            self.send(Message("create", worker, owner, hold.ref, hold.fork))
+        handle = self.tables[worker].create(owner)
+        if handle.fork is not None and (worker, owner) in self.knows_lost:
+            return self.tables[worker].creation_undone(handle.fork)
+        self.handles.append((worker, handle))
+        if handle.fork is not None:
+            self.creating.append((worker, handle.fork))
+            self.calls[handle.fork] = owner
+            self.send(Message("create", worker, owner, handle.ref, handle.fork))
         return None
 
-    def pack(self, worker: int, hold: RefHandle, to: int) -> None:
+    def pack(self, worker: int, handle: RefHandle, to: int) -> None:
         try:
-            fork = self.tables[worker].pack(hold, to)
+            fork = self.tables[worker].pack(handle, to)
         except UsageError:
-            assert hold.fork is not None
-            assert not self.tables[worker].is_confirmed(hold.fork)
+            assert handle.fork is not None
+            assert not self.tables[worker].is_confirmed(handle.fork)
         except PeerLost:
-            assert (worker, hold.fork or hold.ref) in self.broken
+            assert (worker, handle.fork or handle.ref) in self.broken
         else:
-            passage = Message("passage", worker, to, hold.ref, fork, hold.owner)
-            self.unsent.append((hold, passage))
+            passage = Message("passage", worker, to, handle.ref, fork, handle.owner)
+            self.unsent.append((handle, passage))
 
     def unsend(self, pick: int) -> None:
-        hold, passage = self.unsent.pop(pick % len(self.unsent))
+        handle, passage = self.unsent.pop(pick % len(self.unsent))
         assert passage.fork is not None
-        self.perform(passage.src, self.tables[passage.src].pack_undone(hold, passage.fork))
+        self.perform(passage.src, self.tables[passage.src].pack_undone(handle, passage.fork))
 
     def send_packed(self, pick: int) -> None:
         _, passage = self.unsent[pick % len(self.unsent)]
@@ -789,15 +791,17 @@ class Cluster:
         return self.send(passage)
 
     def end(self, pick: int) -> None:
-        worker, hold = self.holds.pop(pick % len(self.holds))
-        self.perform(worker, self.tables[worker].hold_ended(hold))
+        worker, handle = self.handles.pop(pick % len(self.handles))
+        self.perform(worker, self.tables[worker].handle_ended(handle))
 
     def abandon(self, worker: int) -> None:
-        mine = [hold for at, hold in self.holds if at == worker and hold.fork is not None]
-        self.holds = [(at, hold) for at, hold in self.holds if at != worker or hold.fork is None]
+        mine = [handle for at, handle in self.handles if at == worker and handle.fork is not None]
+        self.handles = [
+            (at, handle) for at, handle in self.handles if at != worker or handle.fork is None
+        ]
         self.perform(worker, self.tables[worker].abandon())
-        for hold in mine:
-            self.perform(worker, self.tables[worker].hold_ended(hold))
+        for handle in mine:
+            self.perform(worker, self.tables[worker].handle_ended(handle))
 
     def time_out(self, pick: int) -> None:
         worker, fork = self.creating.pop(pick % len(self.creating))
@@ -825,8 +829,8 @@ class Cluster:
         return table.creation_answered(got.fork)
 
     def serve_passage(self, table: RefTable, got: Message) -> list[Action]:
-        hold, actions = table.arrived(got.ref, got.owner, got.fork)
-        self.holds.append((got.dst, hold))
+        handle, actions = table.arrived(got.ref, got.owner, got.fork)
+        self.handles.append((got.dst, handle))
         return actions
 
     def serve_loss(self, table: RefTable, got: Message) -> list[Action]:
@@ -837,7 +841,7 @@ class Cluster:
         return table.peer_lost(got.src)
 
     def serve_fork(self, table: RefTable, got: Message) -> None:
-        table.owned.settled_below(got.src, got.floor)
+        table.owned.forget_acked(got.src, got.acked_below)
         verdict = table.owned.fork_arrived(got.ref, got.fork, got.src, got.n)
         self.send(Message("verdict", got.dst, got.src, got.ref, got.fork, None, verdict, got.n))
 
@@ -862,7 +866,7 @@ class Cluster:
 
     def serve_drop(self, table: RefTable, got: Message) -> list[Action]:
         self.send(Message("drop_ack", got.dst, got.src, fork=got.fork))
-        table.owned.settled_below(got.src, got.floor)
+        table.owned.forget_acked(got.src, got.acked_below)
         return table.owned.drop_arrived(got.ref, got.fork)
 
     def serve_drop_ack(self, table: RefTable, got: Message) -> None:
@@ -872,11 +876,11 @@ class Cluster:
         for action in actions:
             match action:
                 case SendFork(ref, fork, to, n):
-                    floor = self.tables[worker].floor(to)
-                    self.send(Message("fork", worker, to, ref, fork, n=n, floor=floor))
+                    acked_below = self.tables[worker].acked_below(to)
+                    self.send(Message("fork", worker, to, ref, fork, n=n, acked_below=acked_below))
                 case SendDrop(ref, fork, to):
-                    floor = self.tables[worker].floor(to)
-                    self.send(Message("drop", worker, to, ref, fork, floor=floor))
+                    acked_below = self.tables[worker].acked_below(to)
+                    self.send(Message("drop", worker, to, ref, fork, acked_below=acked_below))
                 case AskMaker(fork, to):
                     self.send(Message("expected", worker, to, fork=fork))
                 case SendAccept(fork, to):
@@ -884,10 +888,10 @@ class Cluster:
                 case Unreachable(ref, fork, lost):
                     assert lost in self.dead, f"{action} though nobody died"
                     self.broken.add((worker, fork or ref))
-                case Forget(ref):
+                case ForgetValue(ref):
                     self.check_nobody_needs(ref)
                 case Confirmed(_, fork):
-                    assert any(hold.fork == fork for _, hold in self.holds)
+                    assert any(handle.fork == fork for _, handle in self.handles)
 
     def repeat(self, pick: int) -> None:
         """The network finds an old copy of something it has delivered before."""
@@ -908,8 +912,8 @@ class Cluster:
     def kill(self, worker: int) -> None:
         self.dead.add(worker)
         self.net = [message for message in self.net if message.dst != worker]
-        self.unsent = [(hold, packed) for hold, packed in self.unsent if packed.src != worker]
-        self.holds = [(at, hold) for at, hold in self.holds if at != worker]
+        self.unsent = [(handle, packed) for handle, packed in self.unsent if packed.src != worker]
+        self.handles = [(at, handle) for at, handle in self.handles if at != worker]
         self.creating = [(at, fork) for at, fork in self.creating if at != worker]
         for survivor in self.tables.keys() - self.dead:
             self.send(Message("loss", worker, survivor))
@@ -922,16 +926,18 @@ class Cluster:
             carried = message.kind in {"create", "passage"} and message.ref == ref
             excused = {message.src, message.dst} & self.dead
             assert not carried or excused, f"{ref} is forgotten before {message}"
-        for worker, hold in self.holds:
-            assert hold.ref != ref or self.is_excused(worker, hold), f"w{worker} still has {hold}"
+        for worker, handle in self.handles:
+            assert handle.ref != ref or self.is_excused(worker, handle), (
+                f"w{worker} still has {handle}"
+            )
 
-    def is_excused(self, worker: int, hold: RefHandle) -> bool:
+    def is_excused(self, worker: int, handle: RefHandle) -> bool:
         """Broken, or bound to break: its maker died before the owner had counted it."""
-        if (worker, hold.fork or hold.ref) in self.broken:
+        if (worker, handle.fork or handle.ref) in self.broken:
             return True
-        if hold.fork is None or self.tables[worker].is_confirmed(hold.fork):
+        if handle.fork is None or self.tables[worker].is_confirmed(handle.fork):
             return False
-        return hold.fork.worker in self.dead
+        return handle.fork.worker in self.dead
 
     def drain(self) -> None:
         """A fair network: everything sent arrives, what is not heard is sent again."""
@@ -958,7 +964,7 @@ class Cluster:
                 self.send(old)
             self.drain()
             check()
-            while self.holds:
+            while self.handles:
                 self.end(0)
 
     def check_settled(self) -> None:
@@ -969,10 +975,10 @@ class Cluster:
             for worker in self.alive()
             for _, fork, holder in self.tables[worker].owned.leaks()
         )
-        for worker, hold in self.holds:
-            if hold.fork is not None and (worker, hold.fork) not in self.broken:
-                assert self.tables[worker].is_confirmed(hold.fork)
-                assert counted.pop((hold.fork, worker)) == 1
+        for worker, handle in self.handles:
+            if handle.fork is not None and (worker, handle.fork) not in self.broken:
+                assert self.tables[worker].is_confirmed(handle.fork)
+                assert counted.pop((handle.fork, worker)) == 1
         assert not counted, "counted, but nobody holds it"
 
     def check_empty(self) -> None:
@@ -999,11 +1005,11 @@ class AnyOrder(RuleBasedStateMachine):
     def create(self, at: int, owner: int) -> None:
         self.cluster.create(self.some(at), owner)
 
-    @precondition(lambda self: self.cluster.holds)
+    @precondition(lambda self: self.cluster.handles)
     @rule(pick=picks, to=st.sampled_from((A, B, C, D)), sent=st.booleans())
     def pass_on(self, pick: int, to: int, sent: bool) -> None:
-        worker, hold = self.cluster.holds[pick % len(self.cluster.holds)]
-        self.cluster.pack(worker, hold, to)
+        worker, handle = self.cluster.handles[pick % len(self.cluster.handles)]
+        self.cluster.pack(worker, handle, to)
         if sent and self.cluster.unsent:
             self.cluster.send_packed(-1)
 
@@ -1017,7 +1023,7 @@ class AnyOrder(RuleBasedStateMachine):
     def unsend(self, pick: int) -> None:
         self.cluster.unsend(pick)
 
-    @precondition(lambda self: self.cluster.holds)
+    @precondition(lambda self: self.cluster.handles)
     @rule(pick=picks)
     def end(self, pick: int) -> None:
         self.cluster.end(pick)
@@ -1081,8 +1087,8 @@ def someone(cluster: Cluster, chance: Random) -> int:
 
 
 def pass_on(cluster: Cluster, chance: Random) -> None:
-    if cluster.holds:
-        cluster.pack(*chance.choice(cluster.holds[-4:]), chance.randrange(4))
+    if cluster.handles:
+        cluster.pack(*chance.choice(cluster.handles[-4:]), chance.randrange(4))
     if cluster.unsent and chance.random() < 0.8:
         cluster.send_packed(chance.randrange(1 << 16))
 
@@ -1096,7 +1102,7 @@ MOVES = {  # what, and how often
     lambda c, chance: c.create(someone(c, chance), chance.randrange(4)): 3,
     pass_on: 6,
     lambda c, chance: c.unsent and c.unsend(chance.randrange(1 << 16)): 1,
-    lambda c, chance: c.holds and c.end(chance.randrange(1 << 16)): 5,
+    lambda c, chance: c.handles and c.end(chance.randrange(1 << 16)): 5,
     lambda c, chance: c.creating and c.time_out(chance.randrange(1 << 16)): 1,
     lambda c, chance: c.net and c.deliver(chance.choice(c.net)): 14,
     lambda c, chance: c.heard and c.repeat(chance.randrange(1 << 16)): 2,

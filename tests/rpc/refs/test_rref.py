@@ -286,7 +286,7 @@ def test_local_value_on_a_user_names_the_user_and_the_owner(workers):
         rref.local_value()
 
     assert str(raised.value) == (
-        f"For {rref.hold.ref}, can't call localValue() on user WorkerInfo(id=0, name=w0). "
+        f"For {rref.handle.ref}, can't call localValue() on user WorkerInfo(id=0, name=w0). "
         "Call it on owner w1\nhint: to_here() fetches a copy of the value"
     )
 
@@ -656,7 +656,7 @@ def test_a_value_that_was_passed_on_a_thousand_times_remembers_nothing_of_it(wor
 
     assert eventually(lambda: refs.statistics().forks == 1)
     owned = refs._table.owned
-    assert (len(owned.values[rref.hold.ref].asked), len(owned.asked)) == (0, 0)
+    assert (len(owned.values[rref.handle.ref].requested), len(owned.requests)) == (0, 0)
     assert not workers[2].worker.refs._sender._awaited
 
 
@@ -667,14 +667,14 @@ def got(rref):
 def test_a_question_to_a_worker_that_is_lost_is_not_kept(workers):
     """w1 has said that the value may still come: it will not."""
     w2 = workers[2].worker
-    (hold,) = w2.refs.arrived([Reference(RefId(0, 99), 1, ForkId(0, 98))])
+    (handle,) = w2.refs.arrived([Reference(RefId(0, 99), 1, ForkId(0, 98))])
     awaited = w2.refs._sender._awaited
     assert eventually(lambda: awaited)
 
     w2.agent.hang_up(1, "a test has cut it")
 
     assert eventually(lambda: not awaited)
-    w2.refs.ended(hold)
+    w2.refs.ended(handle)
 
 
 # -- in a graph

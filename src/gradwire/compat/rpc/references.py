@@ -18,7 +18,7 @@ from gradwire.errors import CallTimeout, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc import rref as native
 from gradwire.rpc.calls.client import Created
-from gradwire.rpc.rref import Home
+from gradwire.rpc.rref import RRefHome
 
 T = TypeVar("T")
 
@@ -54,19 +54,19 @@ class PyRRef(native.RRef[T]):
     _profiling: torch.futures.Future[Any] | None = None
 
     @classmethod
-    def made_by(cls, home: Home, created: Created) -> PyRRef[T]:
+    def made_by(cls, home: RRefHome, created: Created) -> PyRRef[T]:
         """The reference that `remote` returns; the call that makes its value may still fail."""
-        made = cls._of(home, created.hold)
+        made = cls._of(home, created.handle)
         assert isinstance(made, PyRRef)
         made._answer = created.answer
         return made
 
     @classmethod
-    def never_made(cls, home: Home, owner: WorkerId, error: Exception) -> PyRRef[T]:
+    def never_made(cls, home: RRefHome, owner: WorkerId, error: Exception) -> PyRRef[T]:
         """What `remote` returns if its call did not leave: whoever uses it is told."""
         made = cls.__new__(cls)
-        made._home, made.hold = home, home.refs.keep_elsewhere(owner)
-        home.refs.creation_undone(made.hold)
+        made._home, made.handle = home, home.refs.keep_elsewhere(owner)
+        home.refs.creation_undone(made.handle)
         made._answer = Promise()
         made._answer.settle(error)
         return made
@@ -199,12 +199,12 @@ class PyRRef(native.RRef[T]):
     # -- as an object
 
     def _spoken(self) -> str:
-        return f"UserRRef(rref_id={_id(self.hold.ref)}, fork_id={_id(self.hold.fork)})"
+        return f"UserRRef(rref_id={_id(self.handle.ref)}, fork_id={_id(self.handle.fork)})"
 
     def __str__(self) -> str:
         if self.is_owner():
-            return f"OwnerRRef({_id(self.hold.ref)})"
-        return f"UserRRef(RRefId = {_id(self.hold.ref)}, ForkId = {_id(self.hold.fork)})"
+            return f"OwnerRRef({_id(self.handle.ref)})"
+        return f"UserRRef(RRefId = {_id(self.handle.ref)}, ForkId = {_id(self.handle.fork)})"
 
 
 RRef = PyRRef

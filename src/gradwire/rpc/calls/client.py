@@ -32,7 +32,7 @@ from gradwire.rpc.calls.target import Created, Sent, Target, spoken, spoken_on
 from gradwire.rpc.codec.body import Bodies, Packed, Unpacked, cut_tensors
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
-from gradwire.rpc.recompute.session import Asked, Session, waiting
+from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.scope import current_due, current_inbound
@@ -87,7 +87,7 @@ class Calls:
             if sent.asked is None:
                 outcome = self._outcome(sent.promise, to, context)
             else:
-                with sent.asked.session.waiting():
+                with sent.asked.run.waiting():
                     outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.leave(to, sent.size)
@@ -240,7 +240,7 @@ class Calls:
     ) -> Sent:
         """When its answer has come, it has to leave the window."""
         _, inbound, session = current_due()
-        asked = None if session is None else cast(Session, session).calling((to, target.name))
+        asked = None if session is None else cast(CheckpointRun, session).calling((to, target.name))
         draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._bodies.pack(value, to=to, context=context, place=place, deadline=deadline)
@@ -278,13 +278,15 @@ class Calls:
             callee = self._agent.directory.name(to)
             warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
 
-    def _not_sent(self, to: WorkerId, size: int, packed: Packed, asked: Asked | None) -> None:
+    def _not_sent(
+        self, to: WorkerId, size: int, packed: Packed, asked: CheckpointedCall | None
+    ) -> None:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""
         if size:
             self._window.leave(to, size)
         self._bodies.undo(packed)
         if asked is not None:
-            asked.place.failed()
+            asked.recorded.failed()
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
@@ -334,7 +336,7 @@ class Calls:
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
-            self._refs.accepting.heard(result.accepted, peer)
+            self._refs.piggybacked.answer_arrived(result.accepted, peer)
         came = self._bodies.unpack(
             result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
@@ -356,5 +358,5 @@ class Calls:
 
     def _late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
-        self._refs.accepting.heard(message.accepted, peer)
+        self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)

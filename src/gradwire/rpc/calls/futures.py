@@ -31,7 +31,7 @@ from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.codec.body import Unpacked
 from gradwire.rpc.graph_cut import warn_of_cut
-from gradwire.rpc.recompute.session import Session
+from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 from gradwire.rpc.scope import current_due
 
 INTERRUPTED = "the thread that waited for it was interrupted"
@@ -194,7 +194,7 @@ class Future(torch.futures.Future[T]):
         if session is None:
             self._await()
         else:
-            with cast(Session, session).waiting():  # also if it is there: these waits are counted
+            with cast(CheckpointRun, session).waiting():  # waits are numbered: also when done
                 self._await()
         self._complete()
         return self._landing.value()

@@ -32,12 +32,11 @@ from gradwire.rpc.codec.body import Bodies
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Reference, Result
-from gradwire.rpc.recompute.random_streams import Stream
-from gradwire.rpc.recompute.session import Served
-from gradwire.rpc.refs.contents import Content, Raised, Value
+from gradwire.rpc.recompute.checkpoint_run import CalleeRun
+from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
-from gradwire.rpc.refs.refs import Refs
+from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
 from gradwire.torch_private import is_profiled
 
 
@@ -69,11 +68,11 @@ class Serving:
         registry: Registry,
         inside: Inside,
         behavior: Behavior,
-        stream: Stream,
+        generators: Generators,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._registry, self._inside = bodies, registry, inside
-        self._stream = stream
+        self._generators = generators
         self._behavior = behavior
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
@@ -95,7 +94,7 @@ class Serving:
                 value = _NOTHING_YET
         finally:
             if came and value is _NOTHING_YET:  # it raised, or may take as long as it likes
-                self._refs.accepting.without_answer(came)
+                self._refs.piggybacked.send_separately(came)
         if value is _NOTHING_YET:
             return
         if came:
@@ -113,7 +112,7 @@ class Serving:
         check_kept(keep, source.worker, self._agent.directory.me.id)
         self._agent.dispatch.inbound_requests.over(source)  # others may hold the reference by now
         try:
-            self._refs.check_room(source.worker)
+            self._refs.check_limit(source.worker)
             promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
         except GradwireError:
             self._refs.release(call.body.references)
@@ -173,7 +172,7 @@ class Serving:
         if call.draws is None:
             return self._returned(call, payload, source.worker, deadline)
         me = self._agent.directory.me.name
-        served = Served(self._stream, call.draws, call.function, me)
+        served = CalleeRun(self._generators, call.draws, call.function, me)
         try:
             with served:
                 value = self._returned(call, payload, source.worker, deadline)
@@ -242,10 +241,10 @@ class Serving:
         """The function that a call brings with its arguments, and the rest of these."""
         if name.startswith("!"):
             return self._sent(name, args)
-        hold = getattr(args[0], "hold", None) if args else None
-        if not isinstance(hold, RefHandle):
+        handle = getattr(args[0], "handle", None) if args else None
+        if not isinstance(handle, RefHandle):
             raise BadMessage(f"the method {name[1:]} was called on no reference")
-        value = self._refs.value_here(hold, deadline)
+        value = self._refs.value_here(handle, deadline)
         return self._registry.method(value, name[1:]), args[1:]
 
     def _sent(
@@ -271,7 +270,7 @@ class Serving:
     ) -> None:
         """`came` are the references of the call.
 
-        See Note [An answer accepts], refs/accepting.py.
+        See Note [An answer accepts], refs/server.py.
         """
         left = False
         try:
@@ -279,13 +278,13 @@ class Serving:
                 failure = noted(content.failure, source.note)
                 self._agent.answer(source, failure, deadline=deadline)
             elif not source.cancelled:
-                accepted = self._refs.accepting.came_home(came) if came else ()
+                accepted = self._refs.piggybacked.accepted_by_answer(came) if came else ()
                 left = self._answer_value(source, content.value, context, deadline, accepted)
                 if accepted and left:
-                    self._refs.accepting.left(accepted)
+                    self._refs.piggybacked.answer_sent(accepted)
         finally:
             if came and not left:
-                self._refs.accepting.without_answer(came)
+                self._refs.piggybacked.send_separately(came)
 
     def _answer_value(
         self,

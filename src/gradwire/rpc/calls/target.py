@@ -11,7 +11,7 @@ from gradwire.agent.agent import Outcome
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.promise import Promise
 from gradwire.ids import CallId, WorkerId
-from gradwire.rpc.recompute.session import Asked
+from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall
 from gradwire.rpc.refs.handles_state import RefHandle
 
 
@@ -42,12 +42,12 @@ class Sent(msgspec.Struct, frozen=True):
     call: CallId
     promise: Promise[Outcome]
     size: int
-    asked: Asked | None
+    asked: CheckpointedCall | None
     """if it is made for a checkpoint"""
 
 
 class Created(NamedTuple):
     """A reference to a value that is being made, and the answer to the call that makes it."""
 
-    hold: RefHandle
+    handle: RefHandle
     answer: Promise[Outcome]

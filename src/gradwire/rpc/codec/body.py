@@ -161,7 +161,7 @@ class Bodies:
     ) -> Unpacked:
         """The value, its references held and, if that is recorded, its graph attached.
 
-        For `is_answered` see Note [An answer accepts], refs/accepting.py.
+        For `is_answered` see Note [An answer accepts], refs/server.py.
         """
         if not body.references:
             return self._opened(body, payload, source, context, is_recorded)

@@ -1,5 +1,5 @@
-"""Activation checkpoints around calls: callees draw the same random numbers again.
+"""Activation checkpoints whose function makes remote calls: callees repeat their random numbers.
 
-checkpoint_hooks.py learns from torch when a checkpoint runs; session.py is one such run.
-Read session.py first.
+checkpoint_hooks.py learns from torch when a checkpoint runs; checkpoint_run.py is one such run.
+Read the note in checkpoint_run.py first.
 """

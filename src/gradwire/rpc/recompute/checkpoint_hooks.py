@@ -1,9 +1,9 @@
-"""Learns from torch when a checkpoint runs its function, and when it runs it again.
+"""Wraps torch's checkpoints, to learn when one runs its function and when it recomputes it.
 
-torch does not tell: so its two kinds of checkpoint are wrapped, here and nowhere else, where
-each has the function in its hands. A worker that runs in this process takes over what
-preserve_rng_state asks for; see Note [Random numbers under a checkpoint], session.py. Without a
-worker, or with preserve_rng_state=False, torch does as ever.
+torch has no hook for this, so both kinds of checkpoint (reentrant and not) are wrapped where each
+has the function at hand. If this process has a worker, gradwire does what preserve_rng_state asks
+for; see Note [Random numbers under a checkpoint], checkpoint_run.py. Without a worker, or with
+preserve_rng_state=False, torch's own code runs unchanged.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any, final
 import torch
 from torch.utils import checkpoint as _checkpoint
 
-from gradwire.rpc.recompute.random_streams import Stream
-from gradwire.rpc.recompute.session import Session
-from gradwire.rpc.recompute.tape_state import Tape
+from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
+from gradwire.rpc.recompute.generators import Generators
+from gradwire.rpc.recompute.recording_state import Recording
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
-"""the one other module of torch that uses it, by a name of its own"""
+"""the one other module of torch that imports the generator function by name"""
 
-_find_stream: Callable[[], Stream | None] = lambda: None  # noqa: E731  # until there is a worker
+_find_generators: Callable[[], Generators | None] = lambda: None  # noqa: E731  # until there is a worker
 
 
-def watch_checkpoints(find_stream: Callable[[], Stream | None]) -> None:
-    """From now on, ask this for the generators of the worker that a checkpoint is run on."""
-    global _find_stream
-    _find_stream = find_stream
+def watch_checkpoints(find_generators: Callable[[], Generators | None]) -> None:
+    """Set how the generators of the current worker are found; None if there is no worker."""
+    global _find_generators
+    _find_generators = find_generators
 
 
 @final
-class _Again:
-    """The function of a reentrant checkpoint: run first by its forward, then by its backward."""
+class _ReentrantFunction:
+    """The function of a reentrant checkpoint: its first call is the forward."""
 
-    def __init__(self, function: Callable[..., Any], stream: Stream) -> None:
-        self._function, self._stream = function, stream
-        self._tape: Tape | None = None
+    def __init__(self, function: Callable[..., Any], generators: Generators) -> None:
+        self._function, self._generators = function, generators
+        self._recording: Recording | None = None
 
     def __call__(self, *args: Any) -> Any:  # noqa: ANN401
-        again = self._tape is not None
-        tape = self._tape = self._tape or Tape()
-        with Session(self._stream, tape, again=again):
+        again = self._recording is not None
+        recording = self._recording = self._recording or Recording()
+        with CheckpointRun(self._generators, recording, is_recomputation=again):
             return self._function(*args)
 
 
@@ -51,10 +51,10 @@ def _wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def watched(
         ctx: object, run_function: Callable[..., Any], preserve_rng_state: bool, *args: object
     ) -> Any:  # noqa: ANN401
-        stream = _find_stream() if preserve_rng_state else None
-        if stream is None:
+        generators = _find_generators() if preserve_rng_state else None
+        if generators is None:
             return forward(ctx, run_function, preserve_rng_state, *args)
-        return forward(ctx, _Again(run_function, stream), False, *args)
+        return forward(ctx, _ReentrantFunction(run_function, generators), False, *args)
 
     return watched
 
@@ -66,20 +66,20 @@ def _wrapped_generator(generator: Callable[..., Iterator[None]]) -> Callable[...
         *options_and_args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[None]:
-        # Without a graph nothing is computed again.
-        stream = _find_stream() if preserve_rng_state and torch.is_grad_enabled() else None
-        if stream is None:
+        # Without a graph nothing is recomputed.
+        generators = _find_generators() if preserve_rng_state and torch.is_grad_enabled() else None
+        if generators is None:
             yield from generator(fn, preserve_rng_state, *options_and_args, **kwargs)
             return
-        tape = Tape()
+        recording = Recording()
 
         def again(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            with Session(stream, tape, again=True):
+            with CheckpointRun(generators, recording, is_recomputation=True):
                 return fn(*args, **kwargs)
 
-        with Session(stream, tape, again=False):
+        with CheckpointRun(generators, recording, is_recomputation=False):
             yield from generator(again, False, *options_and_args, **kwargs)
-        if len(stream.state()) != len(tape.state):
+        if len(generators.get_state()) != len(recording.start):
             raise RuntimeError(
                 "PyTorch's device state was initialized in the forward pass of a Checkpoint, "
                 "which is not allowed."
@@ -89,7 +89,7 @@ def _wrapped_generator(generator: Callable[..., Iterator[None]]) -> Callable[...
 
 
 def _wrap() -> None:
-    """Once for each process, when this file is imported."""
+    """Replace torch's two functions, once per process, when this file is imported."""
     function = _checkpoint.CheckpointFunction
     lacking = [name for name in (_GENERATOR,) if not hasattr(_checkpoint, name)]
     if lacking:

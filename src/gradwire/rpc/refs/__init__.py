@@ -1,5 +1,5 @@
-"""Reference counting over many workers: who holds a value, and when its owner may drop it.
+"""Reference counting over many workers: which workers hold a value, and when its owner drops it.
 
-state.py and owner_state.py are pure and decide; refs.py drives them; sender.py and server.py talk.
-Read state.py first.
+state.py and owner_state.py decide and are pure; refs.py performs; sender.py and server.py exchange
+messages. Read state.py first.
 """

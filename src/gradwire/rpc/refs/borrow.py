@@ -1,11 +1,12 @@
-"""References that are lent: to the owner of their value, for as long as a call takes.
+"""References lent to the owner of their value for the duration of one call.
 
-A method runs where its value lives, for somebody who holds a reference and waits for the answer
-with it in hand. The value is kept all the time by what is counted already. So the call only names
-the reference, and nothing is counted, accepted or dropped for it.
+`rref.rpc_sync().method()` runs where the value lives, and the caller keeps its counted reference
+until the answer is there. So the call only names the reference: nothing is counted, accepted or
+dropped for it.
 
-Who does not wait may drop its reference before the call has begun; and what is not counted yet may
-be named before it is there. Then a reference travels, as in any other argument.
+This does not work if the caller does not wait (it may drop its reference before the call begins),
+or if its reference is not counted yet (the owner may not know it). Then a counted reference
+travels, as in any other argument.
 """
 
 from __future__ import annotations
@@ -17,39 +18,42 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.errors import BadMessage
 from gradwire.ids import RefId, WorkerId
 from gradwire.rpc.refs.handles_state import RefHandle
-from gradwire.rpc.refs.permissions import earlier_life
+from gradwire.rpc.refs.permissions import stale_incarnation
 from gradwire.rpc.refs.state import RefTable
 from gradwire.rpc.scope import current_inbound
 
 
 @final
 class LentRef:
-    """A reference on its way to the owner of its value. Whoever made it holds it, and waits."""
+    """A reference on its way to the owner of its value; the caller holds it and waits."""
 
-    __slots__ = ("hold",)
+    __slots__ = ("handle",)
 
-    def __init__(self, hold: RefHandle) -> None:
-        self.hold = hold
+    def __init__(self, handle: RefHandle) -> None:
+        self.handle = handle
 
     def pack(self) -> list[int]:
-        """Its name; the codec calls this."""
-        hold = self.hold
-        return [hold.ref.worker, hold.ref.n, hold.life]
+        """Its name, as it travels; called by the codec."""
+        handle = self.handle
+        return [handle.ref.worker, handle.ref.n, handle.life]
 
 
 @final
-class Borrowed:
-    """The same on the owner. It cannot be passed on."""
+class BorrowedRef:
+    """A lent reference as it arrives on the owner. It cannot be passed on."""
 
-    __slots__ = ("hold",)
+    __slots__ = ("handle",)
 
-    def __init__(self, hold: RefHandle) -> None:
-        self.hold = hold
+    def __init__(self, handle: RefHandle) -> None:
+        self.handle = handle
 
 
 @final
 class Lending:
-    """For one worker; `check` raises if a peer does not hold a value of ours."""
+    """Makes LentRefs and BorrowedRefs for one worker.
+
+    `check` raises if a peer does not hold a value of this worker.
+    """
 
     def __init__(
         self,
@@ -59,25 +63,25 @@ class Lending:
     ) -> None:
         self._directory, self._table, self._check = directory, table, check
 
-    def maybe_lent(self, hold: RefHandle) -> LentRef | None:
-        """What stands for a reference in a call that is waited for; None if it must travel itself.
+    def maybe_lent(self, handle: RefHandle) -> LentRef | None:
+        """The LentRef for a call that the caller waits for; None if a reference has to travel.
 
-        Without the lock: what is asked of the table is one look into it.
+        Takes no lock: is_lendable reads one dict entry.
         """
-        fork = hold.fork
+        fork = handle.fork
         if fork is None or not self._table.is_lendable(fork):
             return None
-        return None if hold.life < self._directory.life(hold.owner) else LentRef(hold)
+        return None if handle.life < self._directory.life(handle.owner) else LentRef(handle)
 
-    def borrowed(self, said: object) -> Borrowed:
-        """What a call has named; the codec calls this."""
-        if type(said) is not list or [type(part) for part in said] != [int, int, int]:
-            raise BadMessage(f"a call names {said!r:.100} where a reference was due")
-        worker, n, life = said
+    def borrowed(self, name: object) -> BorrowedRef:
+        """The reference that a call names; called by the codec."""
+        if type(name) is not list or [type(part) for part in name] != [int, int, int]:
+            raise BadMessage(f"a call names {name!r:.100} where a reference was expected")
+        worker, n, life = name
         ref, inbound, me = RefId(worker, n), current_inbound(), self._directory.myself
         if inbound is None:
             raise BadMessage(f"{ref} was lent without a call")
         if life < me.life:
-            raise earlier_life(ref, me.name, life, me.life)
+            raise stale_incarnation(ref, me.name, life, me.life)
         self._check(ref, inbound.worker)
-        return Borrowed(RefHandle(ref, me.id, None, life))
+        return BorrowedRef(RefHandle(ref, me.id, None, life))

@@ -1,7 +1,7 @@
-"""Notes that objects have died: those which stand for references, and futures that failed unseen.
+"""A queue for finalizers: what has to happen when a reference or a future is garbage collected.
 
-A finalizer may run on any thread, in the middle of anything: it puts a note in a queue and does
-nothing else. A thread of the worker's own takes the notes out.
+A finalizer may run on any thread, between any two instructions, with any lock held. So it only puts
+an entry into a queue; a thread of the worker takes the entries out and acts.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ _JOIN_SECONDS = 5.0
 
 @final
 class FinalizerQueue:
-    """For one worker; `ended` is told of every hold that is over."""
+    """The queue and thread of one worker; `ended` is called for each handle that has ended."""
 
     def __init__(self, name: str, ended: Callable[[RefHandle], None]) -> None:
         self._name, self._ended = name, ended
         self._lock = threading.RLock()
-        self._deaths: queue.SimpleQueue[RefHandle | Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[RefHandle | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are notes that nobody has taken."""
-        return not self._deaths.empty()
+        """Whether the queue has entries."""
+        return not self._queue.empty()
 
-    def watch(self, rref: object, hold: RefHandle) -> None:
-        """When this object dies, the hold ends."""
+    def watch(self, rref: object, handle: RefHandle) -> None:
+        """When `rref` dies, its handle ends."""
         self._begin()
         # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
-        weakref.finalize(rref, self._deaths.put, hold).atexit = False
+        weakref.finalize(rref, self._queue.put, handle).atexit = False
 
     def on_death(self, what: object, call: Callable[[], None]) -> None:
-        """When this object dies, `call` is called, on the thread of this finalizer queue."""
+        """When `what` dies, run `call` on the thread of this queue."""
         self._begin()
         weakref.finalize(what, self._died, call).atexit = False
 
     def close(self) -> None:
-        """Take what is there, and stop."""
+        """Process what is in the queue, and stop the thread."""
         self._closed = True
-        self._deaths.put(None)
+        self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
     def _begin(self) -> None:
         if self._thread is not None or self._closed:
             return
-        thread = threads.thread(self._name, self._clean)
+        thread = threads.thread(self._name, self._run)
         with self._lock:  # no calls in here, see docs/threads.md
             is_first = self._thread is None and not self._closed
             if is_first:
@@ -64,15 +64,15 @@ class FinalizerQueue:
             thread.start()
 
     def _died(self, call: Callable[[], None]) -> None:
-        """Runs in a finalizer. When the worker has left, no thread takes notes any more."""
+        """Runs in a finalizer. After close() no thread would take the entry, so call it here."""
         if self._closed:
             call()
         else:
-            self._deaths.put(call)
+            self._queue.put(call)
 
-    def _clean(self) -> None:
-        while (note := self._deaths.get()) is not None:
-            if isinstance(note, RefHandle):
-                self._ended(note)
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            if isinstance(entry, RefHandle):
+                self._ended(entry)
             else:
-                note()
+                entry()

@@ -1,6 +1,6 @@
-"""Holds on values, and what is to be done about them: the words of the counting of references.
+"""The types of reference counting: handles, and the actions, verdicts and counts of a table.
 
-Why they are said, and when, is in state.py.
+state.py says when each is used, and why.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from gradwire.ids import ForkId, RefId, WorkerId
 
 
 class RefHandle(NamedTuple):
-    """One RRef object of this worker; without a fork on the owner itself.
+    """What one RRef object of this worker stands for. On the owner it has no fork.
 
-    `life` is the one of the owner's in which the value was made.
+    `life` is the incarnation of the owner in which the value was made.
     """
 
     ref: RefId
@@ -26,7 +26,7 @@ class RefHandle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendFork:
-    """Ask the owner to count our fork; always by the same number."""
+    """Ask the owner to count our fork. A repeated request has the same number."""
 
     ref: RefId
     fork: ForkId
@@ -36,7 +36,7 @@ class SendFork:
 
 @dataclass(frozen=True, slots=True)
 class AskMaker:
-    """Ask the maker of our fork whether the value that its owner does not know may still come."""
+    """Ask the maker of our fork whether a value unknown to its owner may still be created."""
 
     fork: ForkId
     to: WorkerId
@@ -44,7 +44,7 @@ class AskMaker:
 
 @dataclass(frozen=True, slots=True)
 class SendAccept:
-    """Tell the maker of our fork that its own may go."""
+    """Tell the maker of our fork that it may release the fork it was made from."""
 
     fork: ForkId
     to: WorkerId
@@ -52,7 +52,7 @@ class SendAccept:
 
 @dataclass(frozen=True, slots=True)
 class SendDrop:
-    """Tell the owner that our fork is gone."""
+    """Tell the owner that we no longer hold our fork."""
 
     ref: RefId
     fork: ForkId
@@ -61,7 +61,7 @@ class SendDrop:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The owner has counted a fork that had to wait for it; never said of forks the owner made."""
+    """The owner has counted our fork. Not reported for forks that the owner made."""
 
     ref: RefId
     fork: ForkId
@@ -69,9 +69,9 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The value will not be had: its owner was lost, or whoever passed it before it was counted.
+    """The value cannot be reached: its owner was lost, or the maker of a fork not yet counted.
 
-    Without a fork it is about a value of our own, and for all holds on it.
+    Without a fork: a value of this worker will never be created; this concerns all its handles.
     """
 
     ref: RefId
@@ -80,40 +80,40 @@ class Unreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Nobody holds the value of this worker: delete it, or discard it if it is still being made."""
+class ForgetValue:
+    """Nobody holds a value of this worker: delete it, or discard it once it is made."""
 
     ref: RefId
 
 
-Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Unreachable | Forget
+Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Unreachable | ForgetValue
 
 
 class Verdict(Enum):
-    """How an owner answers a Fork, and the maker of a fork whether its value may still come."""
+    """The answer of an owner to a Fork, and of the maker of a fork to an Expected."""
 
     COUNTED = "counted"
-    NOT_YET = "not yet"  # ask again; the owner should watch the fork's maker
-    NEVER = "never"  # its maker was lost, and the value with it
+    NOT_YET = "not yet"  # ask again
+    NEVER = "never"  # the value is gone, or its creating call is lost
 
 
 @dataclass(frozen=True, slots=True)
 class RefStatistics:
-    """What a table remembers, in numbers; all are 0 when nothing is held anywhere."""
+    """The sizes of a table; all are 0 when no reference is left anywhere."""
 
     owned: int
     """values that live here"""
     shared: int
-    """of those, the ones that others hold"""
+    """of those, the ones that other workers hold"""
     forks: int
-    """forks of them that others hold"""
+    """forks of them that other workers hold"""
     tombstones: int
-    """forks of them that were dropped, may be asked for again, and must not be counted then"""
+    """forks of them that were dropped, while a late request must not count them again"""
     held: int
     """forks that this worker holds"""
     pending_users: int
     """of those, the ones not counted yet"""
     pending_children: int
-    """forks made here for others and not accepted yet"""
+    """forks made here for other workers and not accepted yet"""
     unacknowledged: int
-    """accepts and drops on their way"""
+    """Accepts and Drops that are not answered yet"""

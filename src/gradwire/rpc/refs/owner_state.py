@@ -1,126 +1,205 @@
-"""The owner's half of the counting of references: the values of one worker, and who holds them.
+"""The owner's half of reference counting: the values of one worker, and which workers hold them.
 
-The rules are those of state.py, where both halves meet; so are the notes named here.
+The rules are those of state.py, which has the holder's half; so are the notes named here.
+
+Note [A Fork is counted once]
+A holder asks the owner to count a fork (Fork) and repeats the request until it has the answer. A
+late copy must not count again what was dropped meanwhile. So requests are numbered in the order in
+which they are first sent, and each message to the owner says `acked_below`: all requests below this
+number are answered. The owner remembers the requests from there on, for each value; an older
+request is recognized as a duplicate by its number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import final
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.ids import ForkId, RefId, WorkerId
-from gradwire.rpc.refs.dedup_state import Asked
-from gradwire.rpc.refs.handles_state import Action, Forget, Unreachable, Verdict
+from gradwire.rpc.refs.handles_state import Action, ForgetValue, Unreachable, Verdict
+
+_CountedFork = tuple[RefId, ForkId]
+
+
+@final
+class RequestNumbers:
+    """The unanswered requests of a holder, by owner; see Note [A Fork is counted once]."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._open: dict[WorkerId, dict[int, None]] = {}
+
+    def new(self, owner: WorkerId) -> int:
+        """The number of a new request."""
+        n = self._next
+        self._next += 1
+        self._open.setdefault(owner, {})[n] = None
+        return n
+
+    def settled(self, owner: WorkerId, n: int) -> None:
+        """A request is answered, or will not be repeated."""
+        waiting = self._open[owner]
+        del waiting[n]
+        if not waiting:
+            del self._open[owner]
+
+    def acked_below(self, owner: WorkerId) -> int:
+        """No request to this owner below this number will be repeated."""
+        return next(iter(self._open.get(owner, ())), self._next)
+
+
+@final
+class DuplicateFilter:
+    """Requests that holders may repeat; see Note [A Fork is counted once]."""
+
+    def __init__(self) -> None:
+        self._acked_below: dict[WorkerId, int] = {}
+        self._recent: dict[WorkerId, list[tuple[int, _CountedFork]]] = {}
+        """by holder, as heaps"""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._recent.values()))
+
+    def note(self, holder: WorkerId, n: int, counted: _CountedFork) -> None:
+        """Request `n` was granted: the fork is counted."""
+        heappush(self._recent.setdefault(holder, []), (n, counted))
+
+    def is_old(self, holder: WorkerId, n: int) -> bool:
+        """Whether the holder has the answer to this request already."""
+        return n < self._acked_below.get(holder, 0)
+
+    def forget_acked(self, holder: WorkerId, acked_below: int) -> list[_CountedFork]:
+        """A holder says what it will not repeat; returns the forks of those requests."""
+        self._acked_below[holder] = max(acked_below, self._acked_below.get(holder, 0))
+        recent = self._recent.get(holder, [])
+        settled = []
+        while recent and recent[0][0] < acked_below:
+            settled.append(heappop(recent)[1])
+        if not recent:
+            self._recent.pop(holder, None)
+        return settled
+
+    def lost(self, holder: WorkerId) -> list[_CountedFork]:
+        """A worker is gone and repeats nothing; returns what it could have repeated."""
+        self._acked_below.pop(holder, None)
+        return [counted for _, counted in self._recent.pop(holder, [])]
+
+    def of(self, holder: WorkerId) -> list[_CountedFork]:
+        """The forks that a holder may ask for again."""
+        return [counted for _, counted in self._recent.get(holder, [])]
 
 
 @dataclass(slots=True)
-class _Value:
-    """A value owned here. `asked` are those of its forks that may be asked for again.
+class _OwnedValue:
+    """A value that lives on this worker, or is about to."""
 
-    An `awaited` one is `lost` when its creator is. One that `is_gone` was forgotten before a
-    reference to it came home; it stands for that hold only, its tombstones are no more.
-    """
-
-    holds: int = 0
+    handles: int = 0
+    """RRef objects on this worker"""
     forks: dict[ForkId, WorkerId] = field(default_factory=dict)
-    asked: set[ForkId] = field(default_factory=set)
+    """forks that other workers hold"""
+    requested: set[ForkId] = field(default_factory=set)
+    """forks that were counted on request, while the request may be repeated"""
     awaited: bool = False
+    """whether its creating call has not arrived yet"""
     lost: WorkerId | None = None
+    """the creator, if it was lost before its call arrived"""
     is_gone: bool = False
+    """whether it was forgotten before a reference to it arrived; `requested` is not known then"""
 
 
 @final
 class Owned:
-    """The values of one worker. `lost` are the peers that are gone, as its table knows them."""
+    """The values of one worker, and their holders. `lost` is the table's set of lost peers."""
 
     def __init__(self, me: WorkerId, lost: set[WorkerId]) -> None:
         self._me, self._lost = me, lost
-        self.values: dict[RefId, _Value] = {}
-        self.asked = Asked()
+        self.values: dict[RefId, _OwnedValue] = {}
+        self.requests = DuplicateFilter()
 
-    # Holds of this worker itself, and forks that it makes.
+    # Handles of this worker itself, and forks that it makes.
 
     def made(self, ref: RefId) -> None:
-        """A new value of this worker's own, with one hold on it."""
-        self.values[ref] = _Value(holds=1)
+        """A new value of this worker, with one handle."""
+        self.values[ref] = _OwnedValue(handles=1)
 
     def passed_on(self, ref: RefId, child: ForkId, to: WorkerId) -> None:
-        """A fork is about to travel; PeerLost if there will be no value."""
+        """A new fork is about to travel; PeerLost if the value will never exist."""
         value = self.values.get(ref)
-        assert value is not None, f"{ref} is passed on without a hold on it"
+        assert value is not None, f"{ref} is passed on without a handle"
         if value.lost is not None:
             raise PeerLost(f"{ref} cannot be passed on: w{value.lost} was lost before creating it")
         value.forks[child] = to
 
-    def came_home(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """A reference to a value of ours came: one more hold on it."""
+    def returned(self, ref: RefId, fork: ForkId) -> list[Action]:
+        """A reference to a value of this worker arrived: one more handle."""
         value = self.values.get(ref)
         actions: list[Action] = []
         if value is None:
             value = self.values[ref] = self._value_before_creation(ref, fork)
             if value.lost is not None:
                 actions.append(Unreachable(ref, None, value.lost))
-        value.holds += 1
-        value.forks.pop(fork, None)  # there if we passed it to ourselves
+        value.handles += 1
+        value.forks.pop(fork, None)  # present if this worker passed it to itself
         return actions
 
-    def hold_ended(self, ref: RefId) -> list[Action]:
-        """One hold less."""
+    def handle_ended(self, ref: RefId) -> list[Action]:
+        """A handle of this worker ended."""
         value = self.values[ref]
-        assert value.holds > 0, f"a hold on {ref} ended twice"
-        value.holds -= 1
+        assert value.handles > 0, f"a handle of {ref} ended twice"
+        value.handles -= 1
         return self._maybe_forget(ref)
 
-    # What holders and creators say.
+    # Messages of holders and creators.
 
     def creation_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """The creating call reached us, the owner; its creator holds the fork."""
-        value = self.values.setdefault(ref, _Value())
+        """The creating call arrived; its creator holds the fork."""
+        value = self.values.setdefault(ref, _OwnedValue())
         value.awaited = False
-        # Whoever asked was counted then, and may have dropped it since.
-        if fork not in value.asked and fork.worker not in self._lost:
+        # A fork that was requested is counted already, and may have been dropped since.
+        if fork not in value.requested and fork.worker not in self._lost:
             value.forks[fork] = fork.worker
         return self._maybe_forget(ref)
 
-    def settled_below(self, holder: WorkerId, floor: int) -> None:
-        """A holder has heard the answers to what it asked us below this number."""
-        for ref, fork in self.asked.settled_below(holder, floor):
+    def forget_acked(self, holder: WorkerId, acked_below: int) -> None:
+        """A holder has the answers to its requests below this number."""
+        for ref, fork in self.requests.forget_acked(holder, acked_below):
             value = self.values.get(ref)
             if value is not None and not value.awaited:  # its creating call may be late
-                value.asked.discard(fork)
+                value.requested.discard(fork)
 
     def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId, n: int = 0) -> Verdict:
-        """A holder asks us, the owner, to count its fork; it gets the verdict as the answer."""
-        if holder in self._lost or self.asked.is_old(holder, n):
+        """A holder asks to count its fork; the verdict is the answer."""
+        if holder in self._lost or self.requests.is_old(holder, n):
             return Verdict.NEVER
         value = self.values.get(ref)
         if value is None or value.is_gone:
             return self._verdict_on_unknown(ref, fork)
-        if fork not in value.asked:
-            value.asked.add(fork)
+        if fork not in value.requested:
+            value.requested.add(fork)
             value.forks[fork] = holder
-            self.asked.note(holder, n, (ref, fork))
+            self.requests.note(holder, n, (ref, fork))
         return Verdict.COUNTED
 
     def drop_arrived(self, ref: RefId, fork: ForkId) -> list[Action]:
-        """A fork of our value is no longer held; news of what we do not know is old news."""
+        """A fork is no longer held. One that is not known here was dropped before."""
         value = self.values.get(ref)
         if value is None or value.forks.pop(fork, None) is None:
             return []
         return self._maybe_forget(ref)
 
     def holder_lost(self, worker: WorkerId) -> list[Action]:
-        """A peer is gone, with what it held, asked and was about to create."""
-        for ref, fork in self.asked.lost(worker):
+        """A peer is gone, with what it held, requested and was about to create."""
+        for ref, fork in self.requests.lost(worker):
             if ref in self.values:
-                self.values[ref].asked.discard(fork)
+                self.values[ref].requested.discard(fork)
         return [action for ref in list(self.values) for action in self._lost_to(ref, worker)]
 
-    # What is asked of it.
+    # Queries.
 
     def leaks(self) -> list[tuple[RefId, ForkId, WorkerId]]:
-        """The forks of our values that others still hold, and who."""
+        """The forks that other workers still hold, with their holders."""
         return [
             (ref, fork, holder)
             for ref, value in self.values.items()
@@ -128,9 +207,9 @@ class Owned:
         ]
 
     def may_use(self, ref: RefId, worker: WorkerId) -> bool:
-        """Whether a value of ours is for this worker: its creator, a holder, or one that was lost.
+        """Whether a worker may use a value: as its creator, as a holder, or if it was lost.
 
-        Of a value that is not here there is nothing to be had.
+        True for an unknown value: there is nothing to protect.
         """
         value = self.values.get(ref)
         if value is None or value.is_gone or worker in (self._me, ref.worker):
@@ -138,23 +217,23 @@ class Owned:
         return worker in value.forks.values() or worker in self._lost
 
     def holder_of(self, ref: RefId, fork: ForkId) -> WorkerId | None:
-        """Who holds a fork of a value of ours, if that is counted."""
+        """The holder of a fork, if it is counted."""
         value = self.values.get(ref)
         return None if value is None else value.forks.get(fork)
 
     def forks_of(self, worker: WorkerId) -> int:
-        """How many forks of our values a worker holds, or may ask for again."""
-        dropped = sum(self.holder_of(*asked) != worker for asked in self.asked.of(worker))
+        """How many forks a worker holds, or may ask for again."""
+        dropped = sum(self.holder_of(*counted) != worker for counted in self.requests.of(worker))
         return dropped + sum(
             holder == worker for value in self.values.values() for holder in value.forks.values()
         )
 
-    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _Value:
+    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _OwnedValue:
         # See Note [A fork may come before its value].
         if fork.worker in self._lost:
-            return _Value(lost=fork.worker, is_gone=True)
+            return _OwnedValue(lost=fork.worker, is_gone=True)
         if fork.worker == ref.worker:
-            return _Value(awaited=True)
+            return _OwnedValue(awaited=True)
         raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
 
     def _verdict_on_unknown(self, ref: RefId, fork: ForkId) -> Verdict:
@@ -172,9 +251,9 @@ class Owned:
         return [Unreachable(ref, None, worker), *self._maybe_forget(ref)]
 
     def _maybe_forget(self, ref: RefId) -> list[Action]:
-        # Kept while awaited though nobody holds it: tombstones must last until the call comes.
+        # An awaited value is kept though nobody holds it: `requested` must outlast the call.
         value = self.values[ref]
-        if value.holds or value.forks or value.awaited:
+        if value.handles or value.forks or value.awaited:
             return []
         del self.values[ref]
-        return [Forget(ref)]
+        return [ForgetValue(ref)]

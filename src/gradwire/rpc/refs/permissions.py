@@ -1,9 +1,8 @@
-"""Who may speak of which reference.
+"""Permissions: which peer may use, pass on, accept or drop which reference.
 
-The numbers of references can be guessed. So a peer is asked for more than a number: it may use,
-pass on and let go of what it holds itself, and keep what it makes under numbers of its own. What is
-not its own is refused. It may say of a fork that a third worker made it, if that worker holds the
-value: only that one could know better.
+The ids of references can be guessed, so an id alone gives no rights. A peer may use, pass on and
+drop what it holds, and keep results under its own ids. It may claim that a third worker made its
+fork, if that worker holds the value: only that worker could contradict.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gradwire.rpc.refs.state import RefTable
 
 
 def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
-    """A call that leaves a value here, under a number of its caller's."""
+    """A call may keep its result here only under an id of its caller."""
     maker = source if keep.fork is None else keep.fork.worker
     if keep.ref.worker != source or maker != source or (keep.fork is None and source != me):
         raise BadMessage(f"w{source} wants to keep a value as {keep.ref}, which is not its own")
@@ -31,39 +30,42 @@ def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
 def check_passed(
     table: RefTable, references: Sequence[Reference], source: WorkerId, me: Member
 ) -> None:
-    """References that came with a message."""
+    """A peer may pass on forks that it made, of values that it may use."""
     for came in references:
         if came.fork.worker != source:
             raise BadMessage(f"w{source} passed {came.fork}, which it did not make")
         if came.owner == me.id and came.life < me.life:
-            raise earlier_life(came.ref, me.name, came.life, me.life)
+            raise stale_incarnation(came.ref, me.name, came.life, me.life)
         if came.owner == me.id:
             check_use(table, came.ref, source)
 
 
-def earlier_life(ref: RefId, owner: str, life: int, now: int) -> StaleIncarnation:
-    """What is said of a reference to a value that its owner has lost."""
+def stale_incarnation(ref: RefId, owner: str, life: int, now: int) -> StaleIncarnation:
+    """The error for a reference to a value of an earlier incarnation of its owner."""
     return StaleIncarnation(
         f"{ref} belonged to life {life} of {owner}, which is in life {now}: it was started again",
         hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
     )
 
 
-def check_life(directory: Directory, hold: RefHandle) -> None:
-    """StaleIncarnation if the owner of a value was started again since it was made."""
-    now = directory.life(hold.owner)
-    if hold.life < now:
-        raise earlier_life(hold.ref, directory.name(hold.owner), hold.life, now)
+def check_life(directory: Directory, handle: RefHandle) -> None:
+    """StaleIncarnation if the owner was restarted since the value was made."""
+    now = directory.life(handle.owner)
+    if handle.life < now:
+        raise stale_incarnation(handle.ref, directory.name(handle.owner), handle.life, now)
 
 
 def check_use(table: RefTable, ref: RefId, source: WorkerId) -> None:
-    """A value of ours that a peer wants to use."""
+    """A peer may use a value of this worker if it holds a reference."""
     if not table.owned.may_use(ref, source):
-        raise BadMessage(f"w{source} does not hold {ref}", hint="only who holds it may use it")
+        raise BadMessage(
+            f"w{source} does not hold {ref}",
+            hint="only a worker that holds a reference may use its value",
+        )
 
 
 def check_fork(table: RefTable, asked: Fork, source: WorkerId, me: WorkerId) -> None:
-    """A fork of a value of ours that a peer wants to be counted; those of our own making are."""
+    """A peer may ask to count a fork that a holder made; forks made here are counted already."""
     ref, fork = asked.ref, asked.fork
     is_another = table.owned.holder_of(ref, fork) not in (None, source)
     if is_another or fork.worker == me or not table.owned.may_use(ref, fork.worker):
@@ -71,30 +73,31 @@ def check_fork(table: RefTable, asked: Fork, source: WorkerId, me: WorkerId) -> 
 
 
 def check_end(table: RefTable, said: Accept | Drop, source: WorkerId) -> None:
-    """What only the holder of a fork may say of it."""
+    """Only the holder of a fork may accept or drop it."""
     fork = said.fork
     holder = (
         table.owned.holder_of(said.ref, fork) if isinstance(said, Drop) else table.taker_of(fork)
     )
     if holder not in (None, source):
-        raise BadMessage(f"w{source} speaks of {fork}, which is w{holder}'s")
+        raise BadMessage(f"w{source} may not end {fork}, which w{holder} holds")
 
 
 @final
-class Room:
-    """How many references to our values a peer may hold.
+class ReferenceLimit:
+    """The limit on how many references to values of this worker a peer may hold.
 
-    They are counted now and then: the more often, the fewer it may hold.
+    Not a PeerLimit: the table has the counts already, and a lost peer clears them there. To count
+    takes a scan of the table, so only every n-th request is checked; n grows with the limit.
     """
 
     def __init__(self, table: RefTable, me: WorkerId, most: int) -> None:
         self._table, self._me, self._most = table, me, most
-        self._asked = 0
+        self._requests = 0
 
     def check(self, peer: WorkerId) -> None:
-        """OverLimit if a peer may not have one more."""
-        self._asked += 1
-        if self._asked % (1 + self._most // 64) or peer == self._me:
+        """OverLimit if a peer may not hold one more."""
+        self._requests += 1
+        if self._requests % (1 + self._most // 64) or peer == self._me:
             return
         if self._table.owned.forks_of(peer) >= self._most:
             raise over("references", self._most)

@@ -1,8 +1,8 @@
-"""References of one worker: the driver of the counting in state.py.
+"""The references of one worker: performs what the counting in state.py decides.
 
-Values that live here are kept under their ids, each in a promise, as a reference may be used before
-its value is made. Messages to other workers leave from the service threads: a reference may end
-anywhere, also in the middle of a garbage collection that interrupted code holding our lock.
+Values that live here are kept under their ids, each in a promise, because a reference may be used
+before its value is made. Messages to other workers are sent from the service threads: a reference
+may end anywhere, even in a garbage collection that interrupts code which holds the lock.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import assert_never, final
+from typing import NamedTuple, assert_never, final
 
 from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.messages import Failure
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.inbound_request import Source
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
-from gradwire.rpc.recompute.session import current_session, waiting
+from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
 from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.accepting import Acknowledging, but_accepts
 from gradwire.rpc.refs.borrow import Lending
-from gradwire.rpc.refs.contents import Content, Raised
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
     Confirmed,
-    Forget,
+    ForgetValue,
     RefHandle,
     RefStatistics,
     SendAccept,
@@ -37,25 +36,93 @@ from gradwire.rpc.refs.handles_state import (
     Unreachable,
     Verdict,
 )
-from gradwire.rpc.refs.packing import Packing, Unpacking
 from gradwire.rpc.refs.sender import RefSender, Sending
-from gradwire.rpc.refs.server import RefServing
+from gradwire.rpc.refs.server import PiggybackedAccepts, RefServer, without_accepts
 from gradwire.rpc.refs.state import RefTable
 
-_LOOK_AGAIN_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 
 
-Made = Callable[[RefHandle], object]
-"""Makes the public object for a hold: an RRef, which refs knows nothing of."""
+class Value(NamedTuple):
+    """What a reference points to."""
+
+    value: object
+
+
+class Raised(NamedTuple):
+    """What the function that should have made the value raised instead.
+
+    As data: an exception would keep the frames it was raised in alive, and all their values.
+    """
+
+    failure: Failure
+
+
+Content = Value | Raised
+
+
+@final
+class OutgoingRefs:
+    """A block in which a message is packed: collects its references; takes them back on an error.
+
+    hot: around every argument list and result
+    """
+
+    __slots__ = ("_local", "_outer", "_undo", "deadline", "packed", "to")
+
+    def __init__(
+        self,
+        local: threading.local,
+        undo: Callable[[Sequence[Reference]], None],
+        to: WorkerId,
+        deadline: float,
+    ) -> None:
+        self._local, self._undo, self.to, self.deadline = local, undo, to, deadline
+        self.packed: list[Reference] = []
+
+    def __enter__(self) -> list[Reference]:
+        # A finalizer that makes its own call may interrupt this block: it restores what it found.
+        self._outer = getattr(self._local, "outgoing", None)
+        self._local.outgoing = self
+        return self.packed
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._local.outgoing = self._outer
+        if kind is not None:
+            self._undo(self.packed)
+
+
+@final
+class IncomingRefs:
+    """A block in which a message is unpacked: the codec finds its references in `unpacked`.
+
+    hot: around every argument list and result
+    """
+
+    __slots__ = ("_came", "_local", "_outer")
+
+    def __init__(self, local: threading.local, came: list[object]) -> None:
+        self._local, self._came = local, came
+
+    def __enter__(self) -> None:
+        self._outer = getattr(self._local, "incoming", None)
+        self._local.incoming = self._came
+
+    def __exit__(self, *_: object) -> None:
+        self._local.incoming = self._outer
 
 
 @final
 class Refs:
-    """See the top of this file."""
+    """The references of one worker: its values, and its handles on values of other workers.
 
-    def __init__(self, agent: Agent) -> None:
+    `make` makes the public object for a handle, an RRef; this layer does not know that class.
+    """
+
+    def __init__(self, agent: Agent, make: Callable[[RefHandle], object]) -> None:
         me = self._me = agent.directory.myself
         self._agent = agent
+        self.make = make
         self._lock = agent.directory.lock
         self._counted = threading.Condition(self._lock)
         self._table = RefTable(me.id, first=first_of(me.life))
@@ -64,37 +131,36 @@ class Refs:
         self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
         self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
         self._closed = False
-        self.accepting = Acknowledging(me.id, self._table, self._lock, self._perform)
+        self.piggybacked = PiggybackedAccepts(me.id, self._table, self._lock, self._perform)
         self.lending = Lending(agent.directory, self._table, self.content)
-        self._room = permissions.Room(self._table, me.id, agent.limits.references)
+        self._limit = permissions.ReferenceLimit(self._table, me.id, agent.limits.references)
         self.abandoned = False
-        """whether this worker has let go of all that lives elsewhere"""
-        self.make: Made
-        RefServing(agent, self._table, self._lock, self.check_room, self._perform)
+        """whether this worker has ended all its handles on values of other workers"""
+        RefServer(agent, self._table, self.check_limit, self._perform)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed, self._floor, self._peer_lost)
+        self._sender = RefSender(agent, self._heard, self._owed, self._acked_below, self._peer_lost)
 
     # -- values of this worker
 
     def keep_here(self, content: Content | None = None) -> RefHandle:
-        """A new value of this worker's own; made later if there is no content yet."""
+        """A new value of this worker; without `content` it is made later."""
         with self._lock:
-            hold = self._table.create(self._me.id, self._me.life)
-            promise = self._values[hold.ref] = Promise()
+            handle = self._table.create(self._me.id, self._me.life)
+            promise = self._values[handle.ref] = Promise()
         if content is not None:
             promise.settle(content)
-        return hold
+        return handle
 
     def keep_elsewhere(self, owner: WorkerId) -> RefHandle:
-        """A new value that a call is about to make on another worker."""
+        """A new value that a call is about to create on another worker."""
         with self._lock:
             return self._table.create(owner, self._agent.directory.life(owner))
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
-        """The value of a reference that this worker owns. It may be used before it is made.
+        """The value of this worker that `ref` points to, maybe not made yet.
 
-        For a peer, if it holds the reference.
+        With `peer`: raises unless that peer may use it.
         """
         with self._lock:
             if peer is not None:
@@ -103,28 +169,28 @@ class Refs:
         if kept is None:
             raise UsageError(
                 f"{ref} is not kept on {self._agent.directory.me.name} any more",
-                hint="its last reference was dropped, or the connection over which it was counted",
+                hint="its last reference was dropped, or the connection that counted it was lost",
             )
         return kept
 
-    def value_here(self, hold: RefHandle, deadline: float) -> object:
-        """The value of a reference of our own, once made; raises what its function raised."""
-        if hold.fork is not None:
+    def value_here(self, handle: RefHandle, deadline: float) -> object:
+        """The value, on its owner, once made; raises what the function that makes it raised."""
+        if handle.fork is not None:
             directory = self._agent.directory
-            me, owner = directory.me, directory.name(hold.owner)
+            me, owner = directory.me, directory.name(handle.owner)
             raise UsageError(
-                f"For {hold.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
+                f"For {handle.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
                 hint="to_here() fetches a copy of the value",
             )
-        return self._made(self.content(hold.ref), hold.ref, deadline)
+        return self._made(self.content(handle.ref), handle.ref, deadline)
 
     def value_for(self, peer: WorkerId, ref: RefId, deadline: float) -> object:
-        """The same, for a peer that must hold the reference."""
+        """The same for a peer, which must hold the reference."""
         return self._made(self.content(ref, peer), ref, deadline)
 
     def _made(self, promise: Promise[Content], ref: RefId, deadline: float) -> object:
         agent = self._agent
-        if promise.settled and current_session() is None:
+        if promise.settled and current_checkpoint_run() is None:
             content = promise.wait()
         else:
             try:
@@ -139,17 +205,17 @@ class Refs:
             raise agent.revive(content.failure)
         return content.value
 
-    # -- a creating call
+    # -- creating calls
 
-    def check_room(self, peer: WorkerId) -> None:
-        """OverLimit if a peer holds as many references to our values as it may."""
+    def check_limit(self, peer: WorkerId) -> None:
+        """OverLimit if a peer holds as many references to values of this worker as it may."""
         with self._lock:
-            self._room.check(peer)
+            self._limit.check(peer)
 
     def creation_arrived(self, ref: RefId, fork: ForkId | None, source: Source) -> Promise[Content]:
-        """A call has come whose result stays here; without a fork, from this worker itself.
+        """A call arrived whose result stays here; without a fork this worker is the caller.
 
-        The promise is to be settled even if nobody holds the reference any more.
+        The promise must be settled even if no worker holds the reference any more.
         """
         with self._lock:
             self._agent.check_asker(source)
@@ -158,13 +224,13 @@ class Refs:
         self._perform(actions)
         return promise
 
-    def creation_undone(self, hold: RefHandle) -> None:
-        """The creating call did not leave."""
-        if hold.fork is None:
-            self.ended(hold)
+    def creation_undone(self, handle: RefHandle) -> None:
+        """The creating call was not sent."""
+        if handle.fork is None:
+            self.ended(handle)
             return
         with self._lock:
-            self._table.creation_undone(hold.fork)
+            self._table.creation_undone(handle.fork)
 
     def creation_ended(self, fork: ForkId, outcome: Outcome) -> None:
         """The creating call was answered, or given up."""
@@ -174,42 +240,42 @@ class Refs:
             actions = (table.creation_lost if isinstance(outcome, PeerLost) else ended)(fork)
         self._perform(actions)
 
-    # -- references on their way
+    # -- references in messages
 
-    def packing(self, to: WorkerId, deadline: float) -> Packing:
-        """Inside the block `pack` adds to this list; if it raises, all of them are taken back."""
-        return Packing(self._local, self.pack_undone, to, deadline)
+    def packing(self, to: WorkerId, deadline: float) -> OutgoingRefs:
+        """A block in which `pack` adds to a list of references; an error takes them back."""
+        return OutgoingRefs(self._local, self.pack_undone, to, deadline)
 
-    def pack(self, hold: RefHandle) -> int:
-        """A reference is part of the value being packed; its place in the list."""
-        packing: Packing = self._local.packing
-        to, packed, deadline = packing.to, packing.packed, packing.deadline
-        permissions.check_life(self._agent.directory, hold)
-        self._wait_while(self._table.is_asking, hold, deadline)
+    def pack(self, handle: RefHandle) -> int:
+        """Add a reference to the message being packed; returns its index."""
+        outgoing: OutgoingRefs = self._local.outgoing
+        to, packed, deadline = outgoing.to, outgoing.packed, outgoing.deadline
+        permissions.check_life(self._agent.directory, handle)
+        self._wait_while(self._table.is_asking, handle, deadline)
         with self._lock:
-            fork = self._table.pack(hold, to)
-        packed.append(Reference(hold.ref, hold.owner, fork, hold.life))
+            fork = self._table.pack(handle, to)
+        packed.append(Reference(handle.ref, handle.owner, fork, handle.life))
         return len(packed) - 1
 
-    def wait_until_counted(self, hold: RefHandle, deadline: float) -> None:
-        """A value is fetched when its owner has counted us: a fetch may overtake its making."""
-        permissions.check_life(self._agent.directory, hold)
-        self._wait_while(self._table.is_uncounted, hold, deadline)
+    def wait_until_counted(self, handle: RefHandle, deadline: float) -> None:
+        """Wait until the owner has counted a handle: a fetch may overtake the creating call."""
+        permissions.check_life(self._agent.directory, handle)
+        self._wait_while(self._table.is_uncounted, handle, deadline)
 
     def _wait_while(
-        self, uncounted: Callable[[ForkId], bool], hold: RefHandle, deadline: float
+        self, uncounted: Callable[[ForkId], bool], handle: RefHandle, deadline: float
     ) -> None:
-        fork = hold.fork
+        fork = handle.fork
         if fork is None or not uncounted(fork):
             return
         self._agent.wait(
-            hold.owner,
+            handle.owner,
             lambda: not uncounted(fork),
             lambda: self._sleep_while(uncounted, fork, deadline),
         )
         if uncounted(fork):
-            owner = self._agent.directory.name(hold.owner)
-            raise CallTimeout(f"{owner} did not count {fork} of {hold.ref} in time")
+            owner = self._agent.directory.name(handle.owner)
+            raise CallTimeout(f"{owner} did not count {fork} of {handle.ref} in time")
 
     def _sleep_while(
         self, uncounted: Callable[[ForkId], bool], fork: ForkId, deadline: float
@@ -219,95 +285,95 @@ class Refs:
             self._counted.wait_for(lambda: not uncounted(fork), left)
 
     def wait_until_all_counted(self, references: Sequence[Reference], deadline: float) -> None:
-        """Of references that came with one message."""
+        """The same for the references of one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                hold = RefHandle(came.ref, came.owner, came.fork, came.life)
-                self.wait_until_counted(hold, deadline)
+                handle = RefHandle(came.ref, came.owner, came.fork, came.life)
+                self.wait_until_counted(handle, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
-        """What was packed did not leave."""
+        """The message with these references was not sent."""
         me = self._agent.directory.me.id
         actions: list[Action] = []
         with self._lock:
             for made in references:
-                hold = RefHandle(made.ref, made.owner, None if made.owner == me else made.fork)
-                actions += self._table.pack_undone(hold, made.fork)
+                handle = RefHandle(made.ref, made.owner, None if made.owner == me else made.fork)
+                actions += self._table.pack_undone(handle, made.fork)
         self._perform(actions)
 
     def unpacking(
         self, references: Sequence[Reference], source: WorkerId, *, is_answered: bool = False
-    ) -> Unpacking:
-        """Inside the block `unpacked` gives these; one that nobody asks for ends with it."""
+    ) -> IncomingRefs:
+        """A block in which `unpacked` returns these; those not asked for end with the block."""
         if not references:
-            return Unpacking(self._local, [])
+            return IncomingRefs(self._local, [])
         with self._lock:
             permissions.check_passed(self._table, references, source, self._agent.directory.myself)
-        holds = self.arrived(references, is_answered=is_answered)
-        return Unpacking(self._local, [self.make(hold) for hold in holds])
+        handles = self.arrived(references, is_answered=is_answered)
+        return IncomingRefs(self._local, [self.make(handle) for handle in handles])
 
-    def unpacked(self, place: object) -> object:
-        """The reference at this place of the list, in the value being unpacked."""
-        came: list[object] = self._local.unpacking
-        if not isinstance(place, int) or not 0 <= place < len(came):
-            raise BadMessage(f"a message names its reference {place!r} of {len(came)}")
-        return came[place]
+    def unpacked(self, index: object) -> object:
+        """The reference at this index, in the message being unpacked."""
+        came: list[object] = self._local.incoming
+        if not isinstance(index, int) or not 0 <= index < len(came):
+            raise BadMessage(f"a message names its reference {index!r} of {len(came)}")
+        return came[index]
 
     def arrived(
         self, references: Sequence[Reference], *, is_answered: bool = False
     ) -> list[RefHandle]:
-        """References came with a message: all of them, even if it is then refused.
+        """References arrived with a message. Must be called even if the message is then refused.
 
-        For `is_answered` see Note [An answer accepts], accepting.py.
+        `is_answered`: the answer will accept them; see Note [An answer accepts], server.py.
         """
-        holds: list[RefHandle] = []
+        handles: list[RefHandle] = []
         actions: list[Action] = []
         with self._lock:
             for came in references:
                 stale = came.life < self._agent.directory.life(came.owner)
-                if not stale:  # who passes it on may have better news of its owner; or asking tells
+                if not stale:  # the sender may know that the owner is back; else asking will tell
                     self._table.peer_joined(came.owner)
-                hold, more = self._table.arrived(
+                handle, more = self._table.arrived(
                     came.ref, came.owner, came.fork, came.life, is_stale=stale
                 )
-                holds.append(hold)
-                if hold.fork is None:
-                    self._values.setdefault(hold.ref, Promise())
+                handles.append(handle)
+                if handle.fork is None:
+                    self._values.setdefault(handle.ref, Promise())
                     if is_answered:
-                        more = but_accepts(more)
+                        more = without_accepts(more)
                 actions += more
         self._perform(actions)
-        return holds
+        return handles
 
     def release(self, references: Sequence[Reference]) -> None:
-        """References came with a message that nobody wants any more."""
-        for hold in self.arrived(references):
-            self.ended(hold)
+        """References arrived with a message that is of no use any more: end them."""
+        for handle in self.arrived(references):
+            self.ended(handle)
 
-    # -- the end of references
+    # -- the end of handles
 
-    def ended(self, hold: RefHandle) -> None:
-        """A hold is over."""
+    def ended(self, handle: RefHandle) -> None:
+        """A handle has ended."""
         with self._lock:
-            actions = self._table.hold_ended(hold)
+            actions = self._table.handle_ended(handle)
         self._perform(actions)
 
-    def is_confirmed(self, hold: RefHandle) -> bool:
-        """Whether the owner has counted it."""
+    def is_confirmed(self, handle: RefHandle) -> bool:
+        """Whether the owner has counted a handle."""
         with self._lock:
-            return hold.fork is None or self._table.is_confirmed(hold.fork)
+            return handle.fork is None or self._table.is_confirmed(handle.fork)
 
     def wait_until_settled(self, deadline: float) -> bool:
-        """Until no fork of ours is still to be counted, nor one made here to be accepted."""
+        """Wait until all forks held here are counted and all made here accepted; False if late."""
         with self._counted:
             while self._table.unsettled():
                 if self._agent.clock.now() >= deadline:
                     return False
-                self._counted.wait(_LOOK_AGAIN_SECONDS)
+                self._counted.wait(_POLL_SECONDS)
         return True
 
     def abandon(self) -> None:
-        """End every hold on values of others: this worker leaves."""
+        """End all handles on values of other workers: this worker shuts down."""
         self.abandoned = True
         with self._lock:
             actions = self._table.abandon()
@@ -315,18 +381,18 @@ class Refs:
 
     @property
     def pending(self) -> bool:
-        """Whether something is still to be confirmed."""
+        """Whether messages about references are still unanswered, or to be sent."""
         with self._lock:
             return not self._closed and (self._table.pending() or self._finalizers.is_busy)
 
     def leaks(self) -> list[str]:
-        """The forks of our values that others still hold, for people."""
+        """The forks of this worker's values that other workers still hold, as text."""
         with self._lock:
             leaks = self._table.owned.leaks()
         return [f"{ref} as {fork} on {self._agent.directory.name(w)}" for ref, fork, w in leaks]
 
     def statistics(self) -> RefStatistics:
-        """How much is remembered."""
+        """The sizes of the table."""
         with self._lock:
             return self._table.statistics()
 
@@ -335,45 +401,45 @@ class Refs:
         self._closed = True
         self._finalizers.close()
 
-    # -- what becomes of other workers
+    # -- peers lost and joined
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
             actions = self._table.peer_lost(worker)
-        # Off the thread that reads: a value that ends may run a finalizer of the user's.
+        # Not on the thread that reads: the end of a value may run a user's finalizer.
         self._agent.dispatch.service.submit(partial(self._perform, actions))
 
     def _peer_joined(self, worker: WorkerId) -> None:
         with self._lock:
             self._table.peer_joined(worker)
 
-    # -- performing
+    # -- performing actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case SendFork() | AskMaker() | SendAccept() | SendDrop():
                     self._sender.send_soon(action)
-                case Forget(ref):
+                case ForgetValue(ref):
                     with self._lock:
                         forgotten = self._values.pop(ref, None)
-                    del forgotten  # outside the lock: it may be the end of other references
+                    del forgotten  # outside the lock: this may end other references
                 case Confirmed():
                     with self._counted:
                         self._counted.notify_all()
                 case Unreachable(ref, fork, lost):
-                    self._broken(ref, fork, lost)
+                    self._report_unreachable(ref, fork, lost)
                 case _:
                     assert_never(action)
 
-    def _broken(self, ref: RefId, fork: ForkId | None, lost: WorkerId) -> None:
-        """Whoever waits for a value that will not come is told."""
+    def _report_unreachable(self, ref: RefId, fork: ForkId | None, lost: WorkerId) -> None:
+        """Wake the threads that wait for a value that will not come."""
         with self._counted:
             self._counted.notify_all()
             awaited = self._values.get(ref) if fork is None else None
         if awaited is not None:
             name = self._agent.directory.name(lost)
-            error = PeerLost(f"{ref} will not be made: {name} was lost before its call came")
+            error = PeerLost(f"{ref} will not be made: {name} was lost before its call arrived")
             awaited.settle(Raised(self._agent.describe(error)))
 
     def _heard(self, sending: Sending, verdict: Verdict | None) -> None:
@@ -390,14 +456,14 @@ class Refs:
                 case SendDrop():
                     self._table.drop_acknowledged(sending.fork)
                 case _:
-                    pass  # no answer to a Fork: it stays owed
-            self._counted.notify_all()  # also of a fork that was let go of meanwhile
+                    pass  # a Fork or AskMaker without a verdict: it stays unanswered
+            self._counted.notify_all()  # the fork may also have been given up meanwhile
         self._perform(actions)
 
     def _owed(self) -> list[Action]:
         with self._lock:
             return self._table.unacknowledged()
 
-    def _floor(self, owner: WorkerId) -> int:
+    def _acked_below(self, owner: WorkerId) -> int:
         with self._lock:
-            return self._table.floor(owner)
+            return self._table.acked_below(owner)

@@ -1,9 +1,8 @@
-"""What the counting of references has to say to other workers: sent, and sent again until heard.
+"""Sends the messages of reference counting, and sends them again until they are answered.
 
-All of it is idempotent (state.py), so repeating does no harm. What is still owed is not known
-here: the table is asked each time. A worker where nobody listens, or that could not be reached for
-so long that any message to it is given up, is reported lost: without a connection to it there is no
-end of one that would say so.
+All of them are idempotent (state.py), so repeating does no harm. The table knows what is still
+unanswered and is asked before each repetition. A worker that refuses connections, or that could not
+be reached for CONTROL_SECONDS, is reported lost: where there is no connection, none can break.
 """
 
 from __future__ import annotations
@@ -34,36 +33,39 @@ _AWAITED_SECONDS = 60.0
 
 Sending = SendFork | SendAccept | SendDrop | AskMaker
 Heard = Callable[[Sending, Verdict | None], None]
-"""Told that something was heard, and the verdict, if that was the answer."""
+"""Called when a message was answered, with the verdict if the answer has one."""
 
 
 @final
 class RefSender:
-    """Sends for one worker."""
+    """Sends one worker's messages about references, and repeats them until they are answered.
+
+    `owed` lists what is not acknowledged yet; `lost` is called for a peer that cannot be reached.
+    """
 
     def __init__(
         self,
         agent: Agent,
         heard: Heard,
         owed: Callable[[], list[Action]],
-        floor: Callable[[WorkerId], int],
+        acked_below: Callable[[WorkerId], int],
         lost: OnLost,
     ) -> None:
         self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
-        self._floor = floor
+        self._acked_below = acked_below
         self._lock = agent.directory.lock
         self._later: list[tuple[float, Sending]] = []
         self._soon: dict[WorkerId, deque[Sending]] = {}
         self._unreached: dict[WorkerId, float] = {}
-        """since when nothing has left for a worker"""
+        """when sending to a worker first failed"""
         self._awaited: dict[Sending, float] = {}
-        """since when an owner says that a value may still come"""
+        """when an owner first answered NOT_YET"""
         agent.timer.watch(self._expire)
 
     def send_soon(self, sending: Sending) -> None:
-        """From a service thread: whoever asks may hold locks, or be in a garbage collection.
+        """Send on a service thread: the caller may hold locks, or be in a garbage collection.
 
-        One thread for each peer at a time: a message may bring a hundred references.
+        At most one thread per peer: a message may bring a hundred references.
         """
         peer, mine = sending.to, deque([sending])
         with self._lock:
@@ -85,7 +87,7 @@ class RefSender:
             self._send(sending)
 
     def _send(self, sending: Sending) -> None:
-        message = _message(sending, self._floor(sending.to))
+        message = _message(sending, self._acked_below(sending.to))
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
             _, answer = self._agent.request(sending.to, message, deadline=limit, what=str(message))
@@ -99,7 +101,7 @@ class RefSender:
         answer.on_settled(partial(self._answered, sending))
 
     def _not_sent(self, sending: Sending, error: GradwireError) -> None:
-        """A peer that could not be reached is lost, unless it has reached us meanwhile."""
+        """Report a peer that cannot be reached as lost, unless it has connected to us meanwhile."""
         now = self._agent.clock.now()
         with self._lock:
             since = self._unreached.setdefault(sending.to, now)
@@ -120,7 +122,7 @@ class RefSender:
             waited = self._waited(sending)
             if waited < _AWAITED_SECONDS:
                 self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
-                if waited:  # mostly the value is there when it is asked for again
+                if waited:  # most values are there at the second request: do not ask the maker yet
                     self._heard(sending, verdict)
                 return
             verdict = Verdict.NEVER
@@ -128,13 +130,13 @@ class RefSender:
         self._heard(sending, verdict)
 
     def _waited(self, sending: Sending) -> float:
-        """How long the call that makes the value may have been on its way, if it is not lost."""
+        """How long the owner has answered NOT_YET."""
         now = self._agent.clock.now()
         with self._lock:
             return now - self._awaited.setdefault(sending, now)
 
     def _send_later(self, sending: Sending, seconds: float) -> None:
-        if isinstance(sending, AskMaker):  # who asks the owner again asks the maker again
+        if isinstance(sending, AskMaker):  # it is sent again with the next Fork
             return
         when = self._agent.clock.now() + seconds
         with self._lock:
@@ -146,7 +148,7 @@ class RefSender:
             due = [sending for when, sending in self._later if when <= now]
             self._later = [entry for entry in self._later if entry[0] > now]
             following = min((when for when, _ in self._later), default=None)
-        owed = set(self._owed()) if due else set()  # the loss of a peer ends what it was owed
+        owed = set(self._owed()) if due else set()  # a lost peer is owed nothing any more
         for sending in due:
             if sending in owed:
                 self.send_soon(sending)
@@ -159,13 +161,13 @@ class RefSender:
             self._awaited.pop(sending, None)
 
 
-def _message(sending: Sending, floor: int) -> Message:
+def _message(sending: Sending, acked_below: int) -> Message:
     match sending:
         case SendFork(ref, fork, _, n):
-            return Fork(ref, fork, n, floor)
+            return Fork(ref, fork, n, acked_below)
         case AskMaker(fork, _):
             return Expected(fork)
         case SendAccept(fork, _):
             return Accept(fork)
         case SendDrop(ref, fork, _):
-            return Drop(ref, fork, floor)
+            return Drop(ref, fork, acked_below)

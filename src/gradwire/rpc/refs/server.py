@@ -1,6 +1,11 @@
-"""What other workers say of references: that they hold a fork, no longer need ours, or let one go.
+"""The messages about references that other workers send: Fork, Accept, Drop, Expected, and answers.
 
-What is decided is in state.py; who may say what, in permissions.py.
+state.py decides what they change; permissions.py decides which peer may send which.
+
+Note [An answer accepts]
+A reference that is passed to its owner depends on the fork it was made from until the owner holds
+the value itself. The answer to the call carries this acknowledgement ("piggybacked"): it is lost
+only together with the peer. If a call fails or is given up, separate Accept messages are sent.
 """
 
 from __future__ import annotations
@@ -13,29 +18,31 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
-from gradwire.ids import WorkerId
-from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
+from gradwire.ids import ForkId, WorkerId
+from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork, Reference
 from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.handles_state import Action
+from gradwire.rpc.refs.handles_state import Action, SendAccept
 from gradwire.rpc.refs.sender import CONTROL_SECONDS
 from gradwire.rpc.refs.state import RefTable
 from gradwire.wire.message import Message
 
+Perform = Callable[[Sequence[Action]], None]
+"""Performs what the table decided. Called without the lock: it may send, and run finalizers."""
+
 
 @final
-class RefServing:
-    """For one worker; `perform` does what the table decides, without the lock."""
+class RefServer:
+    """The handlers of the messages about references, for one worker."""
 
     def __init__(
         self,
         agent: Agent,
         table: RefTable,
-        lock: RLock,
-        check_room: Callable[[WorkerId], None],
-        perform: Callable[[Sequence[Action]], None],
+        check_limit: Callable[[WorkerId], None],
+        perform: Perform,
     ) -> None:
-        self._agent, self._table, self._lock = agent, table, lock
-        self._check_room, self._perform = check_room, perform
+        self._agent, self._table, self._lock = agent, table, agent.directory.lock
+        self._check_limit, self._perform = check_limit, perform
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
         agent.handle(Drop, self._serve_drop, Lane.SERVICE)
@@ -43,11 +50,11 @@ class RefServing:
         agent.kinds.add(Counted)
 
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
-        self._check_room(source.worker)
+        self._check_limit(source.worker)
         with self._lock:
             permissions.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
             self._agent.check_asker(source)
-            self._table.owned.settled_below(source.worker, message.floor)
+            self._table.owned.forget_acked(source.worker, message.acked_below)
             verdict = self._table.owned.fork_arrived(
                 message.ref, message.fork, source.worker, message.n
             )
@@ -68,10 +75,53 @@ class RefServing:
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
             permissions.check_end(self._table, message, source.worker)
-            self._table.owned.settled_below(source.worker, message.floor)
+            self._table.owned.forget_acked(source.worker, message.acked_below)
             actions = self._table.owned.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
         self._perform(actions)
 
     def _answer(self, source: Source, message: Message) -> None:
         self._agent.answer(source, message, deadline=self._agent.clock.now() + CONTROL_SECONDS)
+
+
+@final
+class PiggybackedAccepts:
+    """Accepts that travel with the answers of calls; see Note [An answer accepts]."""
+
+    def __init__(self, me: WorkerId, table: RefTable, lock: RLock, perform: Perform) -> None:
+        self._me, self._table, self._lock, self._perform = me, table, lock, perform
+
+    # -- on the callee
+
+    def accepted_by_answer(self, references: Sequence[Reference]) -> list[ForkId]:
+        """The forks, among a call's references, that its answer accepts: those of our values."""
+        me = self._me
+        return [came.fork for came in references if came.owner == me != came.fork.worker]
+
+    def answer_sent(self, forks: Sequence[ForkId]) -> None:
+        """The answer that accepts these forks has left."""
+        with self._lock:
+            for fork in forks:
+                self._table.accept_acknowledged(fork)
+
+    def send_separately(self, references: Sequence[Reference]) -> None:
+        """No answer will accept a call's references: send an Accept for each."""
+        with self._lock:
+            actions = self._table.owed_accepts(self.accepted_by_answer(references))
+        self._perform(actions)
+
+    # -- on the caller
+
+    def answer_arrived(self, forks: Sequence[ForkId], source: WorkerId) -> None:
+        """The answer to a call of this worker accepts forks that were made for it."""
+        actions: list[Action] = []
+        with self._lock:
+            for fork in forks:
+                permissions.check_end(self._table, Accept(fork), source)
+                actions += self._table.accept_arrived(fork)
+        self._perform(actions)
+
+
+def without_accepts(actions: Sequence[Action]) -> list[Action]:
+    """The actions to perform now if the answer to the call will carry the Accepts."""
+    return [action for action in actions if not isinstance(action, SendAccept)]

@@ -1,48 +1,48 @@
-"""Who may forget a value: the references of one worker, counted by fork.
+"""Distributed reference counting: which workers hold a value, and when its owner may drop it.
 
 Rules of this file:
   1. Pure. No torch, no threads, no clock: it never sees a value, only ids.
-  2. Inputs are methods, outputs are actions. Whoever owns the table performs them, in order.
-  3. It does not resend. `unacknowledged()` says what to send again, whenever someone wants to.
+  2. Inputs are methods, outputs are actions. The caller performs them, in order.
+  3. It does not resend. `unacknowledged()` lists what to send again.
 
-A value lives on its *owner*. A *hold* is one RRef object; its end is reported once. Holds on the
-owner are a plain count. Every hold elsewhere is one *fork* with an id of its own, even if a worker
-already holds the same value: forks are never shared, so each is born, counted and dropped once.
-The owner's half of all this is in owner_state.py, the holder's in this file.
+A value lives on its *owner*. A *handle* is one RRef object; its end is reported once. Handles on
+the owner are a plain count. Every handle elsewhere is one *fork* with its own id, even if a worker
+already holds the same value: forks are never shared, so each is made, counted and dropped once.
+A fork is made from another one (its parent) by the worker that passes the reference (its maker).
+The owner's half is in owner_state.py, the holder's in this file.
 
     SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
-    SendAccept   holder -> maker    "the fork you made for me needs you no longer"
-    SendDrop     holder -> owner    "I hold this fork no longer"
-    AskMaker     holder -> maker    "the owner does not know the value: may it still come?"
+    SendAccept   holder -> maker    "the fork you made for me no longer needs its parent"
+    SendDrop     holder -> owner    "I no longer hold this fork"
+    AskMaker     holder -> maker    "the owner does not know the value: may it still be created?"
 
 All four may be lost, repeated, late and overtaken. The calls and answers that carry references
-come at most once, may be late, and are lost only together with a peer. Why nothing is forgotten
+arrive at most once, may be late, and are lost only together with a peer. Why no value is dropped
 too early or kept for ever:
 
-  * A fork is released only when counted, its hold has ended, and every fork made from it is
-    accepted. So whoever waits to be counted has a maker whose own fork keeps the value there.
+  * A fork is released only when it is counted, its handle has ended, and every fork made from it
+    is accepted. So while a fork is not counted yet, its parent keeps the value alive.
   * A Drop is only sent once the owner has counted the fork, so it never overtakes the counting.
-  * A repeated Fork must not count again what was dropped: a fork that asked is remembered as long
-    as its value, or until its holder says that it has heard the answer (dedup_state.py). Forks
-    that the owner made itself never ask, and leave nothing behind.
+  * A repeated Fork must not count again what was dropped: see Note [A Fork is counted once],
+    owner_state.py. Forks that the owner made need no request, and leave nothing behind.
 
 Note [A fork may come before its value]
-The creator may pass on a reference whose creating call is still on its way, so a Fork, or the
-reference itself, can reach the owner first. A Fork is then answered NOT_YET and asked again; it
+The creator may pass on a reference while the creating call is still on its way. So a Fork, or the
+reference itself, can reach the owner first. Such a Fork is answered NOT_YET and asked again. It
 cannot be counted in advance, as it looks the same as a late copy about a value long forgotten. The
-creating call may also have gone with a connection, or the value with one after it: the creator then
-keeps nothing of the fork, and says so when it is asked (AskMaker). A reference comes once, so its
-value is awaited. Others than the creator may pass on only what is counted: then an unknown value in
-a fork of theirs is a forgotten one, and the answer is NEVER.
+creating call, or the value, may also be lost with a connection. Then the creator keeps nothing of
+the fork, and answers so when it is asked (AskMaker). A reference arrives once, so its value is
+awaited. Workers other than the creator may pass on only counted forks: an unknown value in a fork
+of theirs is a forgotten one, and the answer is NEVER.
 
 Note [A creation that timed out is asked about]
-Its call may still be on the way. A Drop at once would be ignored by an owner that knows no such
-value, and the late call would then count a fork that nobody drops. So the creator asks like any
-other holder, and drops once it is counted.
+Its call may still be on the way. An owner that does not know the value would ignore a Drop, and the
+late call would then count a fork that nobody drops. So the creator asks like any other holder, and
+drops the fork once it is counted.
 
-What the file relies on: the owner reports `creation_arrived` for every creating call, even one it
-then refuses; a receiver reports `arrived` for every reference of a call, even one it then refuses;
-peers are reported lost also to workers that only heard of them (a NOT_YET names whom to watch).
+What the file relies on: the owner reports `creation_arrived` for every creating call, even if it
+refuses the call then; a receiver reports `arrived` for every reference of a call, even if it
+refuses the call; a lost peer is reported also to workers that have no connection to it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ from typing import NamedTuple, final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
-from gradwire.rpc.refs.dedup_state import Asking
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
@@ -67,63 +66,70 @@ from gradwire.rpc.refs.handles_state import (
     Unreachable,
     Verdict,
 )
-from gradwire.rpc.refs.owner_state import Owned
+from gradwire.rpc.refs.owner_state import Owned, RequestNumbers
 
 
 class _Stage(Enum):
-    CREATING = "creating"
-    ASKING = "asking"
+    """How far the counting of a fork held here has come."""
+
+    CREATING = "creating"  # its creating call is not answered yet
+    ASKING = "asking"  # its Fork is not answered yet
     COUNTED = "counted"
-    BROKEN = "broken"
+    UNREACHABLE = "unreachable"  # for ever
 
 
 _WAITING = (_Stage.CREATING, _Stage.ASKING)
 
 
 @dataclass(slots=True)
-class _Held:
-    """A fork held here, until it is dropped. `children` were made from it and still need it."""
+class _HeldFork:
+    """A fork that this worker holds, until it is dropped."""
 
     ref: RefId
     fork: ForkId
     owner: WorkerId
     stage: _Stage
     n: int | None = None
-    """of the question to count it, while that is asked"""
+    """the number of the request to count it, while that is not answered"""
     alive: bool = True
+    """whether its handle has not ended"""
     children: set[ForkId] = field(default_factory=set)
+    """forks that were made from it and are not accepted yet"""
     lost: WorkerId | None = None
+    """the worker whose loss made it unreachable"""
 
 
 class _Child(NamedTuple):
+    """A fork that this worker made for another one."""
+
     parent: ForkId
     to: WorkerId
 
 
 @final
 class RefTable:
-    """The references of one worker.
+    """The references of one worker: its own values, and the forks that it holds and makes.
 
-    Ids start at `first`; a worker that comes back under the same number must start above all ids
-    of its earlier lives.
+    Ids start at `first`. A worker that restarts under the same number must start above all ids of
+    its earlier incarnations.
     """
 
     def __init__(self, me: WorkerId, *, first: int = 0) -> None:
         self._me = me
         self._next = first
-        self._held: dict[ForkId, _Held] = {}
+        self._held: dict[ForkId, _HeldFork] = {}
         self._children: dict[ForkId, _Child] = {}
         self._accepts: dict[ForkId, SendAccept] = {}
         self._drops: dict[ForkId, SendDrop] = {}
-        self._asking = Asking(first)
+        self._requests = RequestNumbers(first)
         self._lost: set[WorkerId] = set()
         self.owned = Owned(me, self._lost)
-        """the values of this worker, and who holds them"""
+        """the values of this worker, and their holders"""
 
     def __repr__(self) -> str:
         return f"<RefTable of w{self._me}: {self.statistics()}>"
 
-    # Making, passing and ending holds.
+    # Making, passing and ending handles.
 
     def create(self, owner: WorkerId, life: int = 0) -> RefHandle:
         """A new value: here at once, on another worker when the creating call arrives there."""
@@ -132,64 +138,64 @@ class RefTable:
             self.owned.made(ref)
             return RefHandle(ref, owner, None, life)
         fork = ForkId(self._me, self._number())
-        self._held[fork] = _Held(ref, fork, owner, _Stage.CREATING)
+        self._held[fork] = _HeldFork(ref, fork, owner, _Stage.CREATING)
         return RefHandle(ref, owner, fork, life)
 
-    def pack(self, hold: RefHandle, to: WorkerId) -> ForkId:
-        """A new fork, about to travel to `to` with the hold's ref and owner."""
+    def pack(self, handle: RefHandle, to: WorkerId) -> ForkId:
+        """A new fork, about to travel to the worker `to`."""
         child = ForkId(self._me, self._number())
-        if hold.fork is None:
-            self.owned.passed_on(hold.ref, child, to)
+        if handle.fork is None:
+            self.owned.passed_on(handle.ref, child, to)
         else:
-            self._passable_fork(hold.ref, hold.fork).children.add(child)
-            self._children[child] = _Child(hold.fork, to)
+            self._passable_fork(handle.ref, handle.fork).children.add(child)
+            self._children[child] = _Child(handle.fork, to)
         return child
 
-    def pack_undone(self, hold: RefHandle, child: ForkId) -> list[Action]:
-        """What was packed has certainly not left."""
-        if hold.fork is None:
-            return self.owned.drop_arrived(hold.ref, child)
+    def pack_undone(self, handle: RefHandle, child: ForkId) -> list[Action]:
+        """The message with this fork was certainly not sent."""
+        if handle.fork is None:
+            return self.owned.drop_arrived(handle.ref, child)
         return self._child_settled(child)
 
     def arrived(
         self, ref: RefId, owner: WorkerId, fork: ForkId, life: int = 0, *, is_stale: bool = False
     ) -> tuple[RefHandle, list[Action]]:
-        """A reference came with a call or an answer of the worker that made the fork.
+        """A reference arrived with a call or an answer of the worker that made the fork.
 
-        A stale one is to a value that was lost with an earlier life of its owner.
+        A stale reference is one to a value of an earlier incarnation of its owner.
         """
         if owner == self._me:
-            actions = self.owned.came_home(ref, fork)
+            actions = self.owned.returned(ref, fork)
             return RefHandle(ref, owner, None, life), actions + self._accept(fork)
         if fork in self._held:
-            raise BadMessage(f"{fork} came twice")
+            raise BadMessage(f"{fork} arrived twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
-        held = self._held[fork] = _Held(ref, fork, owner, stage)
-        actions = self._broke(held, owner) if is_stale else self._first_actions(held)
+        held = self._held[fork] = _HeldFork(ref, fork, owner, stage)
+        actions = self._mark_unreachable(held, owner) if is_stale else self._first_actions(held)
         return RefHandle(ref, owner, fork, life), actions
 
-    def hold_ended(self, hold: RefHandle) -> list[Action]:
-        """The RRef object is gone; to be reported once."""
-        if hold.fork is None:
-            return self.owned.hold_ended(hold.ref)
-        held = self._held.get(hold.fork)
+    def handle_ended(self, handle: RefHandle) -> list[Action]:
+        """The RRef object is gone. Must be reported once."""
+        if handle.fork is None:
+            return self.owned.handle_ended(handle.ref)
+        held = self._held.get(handle.fork)
         return [] if held is None else self._ended(held)
 
     def abandon(self) -> list[Action]:
-        """End all holds on values of others, as at shutdown; what still waits is dropped later."""
+        """End all handles on values of other workers; uncounted ones are dropped later."""
         return [action for held in list(self._held.values()) for action in self._ended(held)]
 
-    # What became of a creating call.
+    # The end of a creating call.
 
     def creation_answered(self, fork: ForkId) -> list[Action]:
-        """The owner answered the creating call, so it has counted the fork or never will."""
+        """The owner answered the creating call: it has counted the fork, or never will."""
         held = self._held.get(fork)
         if held is None or held.stage is not _Stage.CREATING:
             return []
         return self._counted(held)
 
     def creation_timed_out(self, fork: ForkId) -> list[Action]:
-        """Nobody waits for the answer any more."""
+        """The caller no longer waits for the answer."""
         # See Note [A creation that timed out is asked about].
         held = self._held.get(fork)
         if held is None or held.stage is not _Stage.CREATING:
@@ -197,18 +203,20 @@ class RefTable:
         return self._ask(held)
 
     def creation_lost(self, fork: ForkId) -> list[Action]:
-        """The creating call went with its connection to the owner."""
+        """The creating call was lost with the connection to the owner."""
         held = self._held.get(fork)
         if held is None or held.stage is not _Stage.CREATING:
             return []
-        return self._broke(held, held.owner)
+        return self._mark_unreachable(held, held.owner)
 
     def creation_undone(self, fork: ForkId) -> None:
-        """The creating call has certainly not left."""
+        """The creating call was certainly not sent."""
         held = self._held.pop(fork, None)
-        assert held is None or not held.children, f"{fork} was passed on before it was sent for"
+        assert held is None or not held.children, (
+            f"{fork} was passed on before its creating call was sent"
+        )
 
-    # What other workers say.
+    # Messages of other workers.
 
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The owner answered our Fork."""
@@ -217,59 +225,63 @@ class RefTable:
             return []
         if verdict is Verdict.NOT_YET:
             return [] if fork.worker == self._me else [AskMaker(fork, fork.worker)]
-        return self._counted(held) if verdict is Verdict.COUNTED else self._broke(held, fork.worker)
+        return (
+            self._counted(held)
+            if verdict is Verdict.COUNTED
+            else self._mark_unreachable(held, fork.worker)
+        )
 
     def maker_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
-        """The maker of our fork answered whether its value may still come."""
+        """The maker of our fork answered whether the value may still be created."""
         held = self._held.get(fork)
         if held is None or held.stage is not _Stage.ASKING or verdict is not Verdict.NEVER:
             return []
-        return self._broke(held, held.owner)
+        return self._mark_unreachable(held, held.owner)
 
     def fork_unwanted(self, asked: SendFork, verdict: Verdict) -> list[Action]:
-        """The owner answered; what it has counted, and we gave up meanwhile, is dropped."""
+        """The owner answered; drop the fork if it was counted but given up here meanwhile."""
         held = self._held.get(asked.fork)
-        is_wanted = held is not None and held.stage is not _Stage.BROKEN
+        is_wanted = held is not None and held.stage is not _Stage.UNREACHABLE
         if is_wanted or verdict is not Verdict.COUNTED or asked.to in self._lost:
             return []
         send = self._drops[asked.fork] = SendDrop(asked.ref, asked.fork, asked.to)
         return [send]
 
     def accept_arrived(self, fork: ForkId) -> list[Action]:
-        """The holder of a fork that we made no longer needs ours."""
+        """The holder of a fork that we made no longer needs its parent."""
         return self._child_settled(fork)
 
     def accept_acknowledged(self, fork: ForkId) -> None:
-        """Our Accept was heard."""
+        """Our Accept was answered."""
         self._accepts.pop(fork, None)
 
     def owed_accepts(self, forks: Sequence[ForkId]) -> list[Action]:
-        """The Accepts for these that are not heard yet."""
+        """The Accepts for these forks that are not acknowledged yet."""
         return [self._accepts[fork] for fork in forks if fork in self._accepts]
 
     def drop_acknowledged(self, fork: ForkId) -> None:
-        """Our Drop was heard."""
+        """Our Drop was answered."""
         self._drops.pop(fork, None)
 
     def peer_lost(self, worker: WorkerId) -> list[Action]:
-        """A peer is gone, with what it held, what it owned, and what was on its way to it."""
+        """A peer is gone, with what it held, what it owned, and the messages on their way to it."""
         self._lost.add(worker)
         self._accepts = {fork: send for fork, send in self._accepts.items() if send.to != worker}
         self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
         actions = self.owned.holder_lost(worker)
         for held in list(self._held.values()):
-            # A creating call may leave only after the loss; its own end says what became of it.
+            # A creating call may be sent after the loss; it is settled when that call ends.
             if held.owner == worker and held.stage is not _Stage.CREATING:
-                actions += self._broke(held, worker)
+                actions += self._mark_unreachable(held, worker)
         for child in [child for child, made in self._children.items() if made.to == worker]:
             actions += self._child_settled(child)
         return actions
 
     def peer_joined(self, worker: WorkerId) -> None:
-        """A lost peer's number is in use again; nothing of its old life may be reported."""
+        """A lost peer's number is in use again; nothing of its old incarnation may be reported."""
         self._lost.discard(worker)
 
-    # What is asked of the table.
+    # Queries.
 
     def is_confirmed(self, fork: ForkId) -> bool:
         """Whether the owner has counted a fork that we hold."""
@@ -277,12 +289,12 @@ class RefTable:
         return held is not None and held.stage is _Stage.COUNTED
 
     def is_lendable(self, fork: ForkId) -> bool:
-        """Whether the owner has counted a fork, and we hold it: it keeps the value meanwhile."""
+        """Whether a fork is counted and its handle has not ended: it keeps the value alive."""
         held = self._held.get(fork)
         return held is not None and held.alive and held.stage is _Stage.COUNTED
 
     def is_asking(self, fork: ForkId) -> bool:
-        """Whether we wait for the owner to count a fork; until then it cannot be passed on."""
+        """Whether the owner has still to count a fork; until then it cannot be passed on."""
         held = self._held.get(fork)
         return held is not None and held.stage is _Stage.ASKING
 
@@ -292,12 +304,12 @@ class RefTable:
         return held is not None and held.stage in _WAITING
 
     def pending(self) -> bool:
-        """Whether a graceful shutdown should still wait for others."""
+        """Whether a graceful shutdown has to wait for messages about references."""
         waiting = any(held.stage in _WAITING for held in self._held.values())
         return waiting or bool(self._children or self._accepts or self._drops)
 
     def unacknowledged(self) -> list[Action]:
-        """All that was sent and not heard: send it again."""
+        """All that was sent and not answered: to be sent again."""
         forks = [
             SendFork(held.ref, held.fork, held.owner, held.n)
             for held in self._held.values()
@@ -306,17 +318,17 @@ class RefTable:
         return [*forks, *self._accepts.values(), *self._drops.values()]
 
     def may_come(self, fork: ForkId, asker: WorkerId) -> Verdict:
-        """Whether the value of a fork may still come: NOT_YET, while we keep it for who asks."""
+        """Whether a value may still be created: NOT_YET while we keep the fork for `asker`."""
         return Verdict.NOT_YET if self.taker_of(fork) == asker else Verdict.NEVER
 
     def taker_of(self, fork: ForkId) -> WorkerId | None:
-        """For whom we made a fork of another's value that is not accepted yet."""
+        """The worker for which we made a fork, if it has not accepted it yet."""
         made = self._children.get(fork)
         return None if made is None else made.to
 
-    def floor(self, owner: WorkerId) -> int:
-        """Below this number we have heard what an owner said to our questions."""
-        return self._asking.floor(owner)
+    def acked_below(self, owner: WorkerId) -> int:
+        """All requests to this owner below this number are answered."""
+        return self._requests.acked_below(owner)
 
     def unsettled(self) -> bool:
         """Whether a fork held here is not counted yet, or one made here not accepted."""
@@ -324,13 +336,13 @@ class RefTable:
         return waiting or bool(self._children)
 
     def statistics(self) -> RefStatistics:
-        """How much is remembered."""
+        """The sizes of the table."""
         values, held = self.owned.values.values(), self._held.values()
         return RefStatistics(
             owned=len(values),
             shared=sum(bool(value.forks) for value in values),
             forks=sum(len(value.forks) for value in values),
-            tombstones=sum(len(value.asked - value.forks.keys()) for value in values),
+            tombstones=sum(len(value.requested - value.forks.keys()) for value in values),
             held=len(held),
             pending_users=sum(fork.stage in _WAITING for fork in held),
             pending_children=len(self._children),
@@ -341,9 +353,9 @@ class RefTable:
         self._next += 1
         return self._next - 1
 
-    # The holder's part.
+    # The forks that are held here.
 
-    def _passable_fork(self, ref: RefId, fork: ForkId) -> _Held:
+    def _passable_fork(self, ref: RefId, fork: ForkId) -> _HeldFork:
         held = self._held.get(fork)
         if held is None or not held.alive:
             raise UsageError(
@@ -351,7 +363,9 @@ class RefTable:
                 hint="pass references on before shutdown()",
             )
         if held.lost is not None:
-            raise PeerLost(f"{ref} cannot be passed on: w{held.lost}, or the way to it, was lost")
+            raise PeerLost(
+                f"{ref} cannot be passed on: w{held.lost} or the connection to it was lost"
+            )
         if held.stage is _Stage.ASKING:
             raise UsageError(
                 f"{ref} cannot be passed on before w{held.owner} has counted {fork}",
@@ -359,51 +373,51 @@ class RefTable:
             )
         return held
 
-    def _first_actions(self, held: _Held) -> list[Action]:
+    def _first_actions(self, held: _HeldFork) -> list[Action]:
         if held.owner in self._lost:
-            return self._broke(held, held.owner)
+            return self._mark_unreachable(held, held.owner)
         return [] if held.stage is _Stage.COUNTED else self._ask(held)
 
-    def _ask(self, held: _Held) -> list[Action]:
-        n = held.n = self._asking.asked(held.owner)
+    def _ask(self, held: _HeldFork) -> list[Action]:
+        n = held.n = self._requests.new(held.owner)
         held.stage = _Stage.ASKING
         return [SendFork(held.ref, held.fork, held.owner, n)]
 
-    def _ask_no_more(self, held: _Held) -> None:
+    def _ask_no_more(self, held: _HeldFork) -> None:
         if held.n is not None:
-            self._asking.settled(held.owner, held.n)
+            self._requests.settled(held.owner, held.n)
             held.n = None
 
-    def _counted(self, held: _Held) -> list[Action]:
+    def _counted(self, held: _HeldFork) -> list[Action]:
         self._ask_no_more(held)
         held.stage = _Stage.COUNTED
         confirmed: list[Action] = [Confirmed(held.ref, held.fork)] if held.alive else []
         return confirmed + self._accept(held.fork) + self._maybe_drop(held)
 
-    def _broke(self, held: _Held, lost: WorkerId) -> list[Action]:
-        if held.stage is _Stage.BROKEN:
+    def _mark_unreachable(self, held: _HeldFork, lost: WorkerId) -> list[Action]:
+        if held.stage is _Stage.UNREACHABLE:
             return []
         self._ask_no_more(held)
-        # The maker may not know of the loss, and waits for us.
+        # The maker may not know of the loss: without an Accept it would keep the parent for ever.
         accepted = self._accept(held.fork) if held.stage is _Stage.ASKING else []
         for child in held.children:
             del self._children[child]
         held.children.clear()
-        held.stage = _Stage.BROKEN
+        held.stage = _Stage.UNREACHABLE
         held.lost = lost
         if held.alive:
             return [Unreachable(held.ref, held.fork, lost), *accepted]
         del self._held[held.fork]
         return accepted
 
-    def _ended(self, held: _Held) -> list[Action]:
+    def _ended(self, held: _HeldFork) -> list[Action]:
         held.alive = False
-        if held.stage is _Stage.BROKEN:
+        if held.stage is _Stage.UNREACHABLE:
             del self._held[held.fork]
             return []
         return self._maybe_drop(held)
 
-    def _maybe_drop(self, held: _Held) -> list[Action]:
+    def _maybe_drop(self, held: _HeldFork) -> list[Action]:
         if held.alive or held.children or held.stage is not _Stage.COUNTED:
             return []
         del self._held[held.fork]

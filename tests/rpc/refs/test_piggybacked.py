@@ -1,4 +1,4 @@
-"""Values that come home with a call are accepted by its answer: rpc/refs/accepting.py."""
+"""The answer to a call accepts references that were passed to their owner."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_a_fork_of_another_worker_is_not_accepted_by_an_answer(workers):
         call = box.rpc_async().wait()  # w1 has yet to accept its fork
         assert eventually(lambda: children(workers[0]) == 1)
         (fork,) = workers[0].worker.refs._table._children
-        with pytest.raises(BadMessage, match="w2 speaks of"):
-            workers[0].worker.refs.accepting.heard([fork], 2)
+        with pytest.raises(BadMessage, match="w2 may not end"):
+            workers[0].worker.refs.piggybacked.answer_arrived([fork], 2)
         assert children(workers[0]) == 1
         GATES["box"].set()
         call.wait()

@@ -1,6 +1,6 @@
-"""The generators that the functions of a worker draw random numbers from, and whose turn it is.
+"""The random generators of a worker, and a lock so that checkpointed functions use them in turn.
 
-See Note [Random numbers under a checkpoint], session.py.
+See Note [Random numbers under a checkpoint], checkpoint_run.py.
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ from typing import Any, final
 
 import torch
 
-from gradwire.rpc.recompute.tape_state import State
+from gradwire.rpc.recompute.recording_state import State
 from gradwire.rpc.scope import current_deadline
 
-_PATIENCE = 10.0
-"""Seconds to wait for a turn, at most; and at most half of the time that is left to this code. Who
-has the turn may wait for this code in a way that cannot be seen here (`torch.futures.wait_all`, an
-event, a thread pool). Then both go on, and what they draw meanwhile is not repeated but refused.
+_MAX_WAIT_SECONDS = 10.0
+"""The longest wait for a turn; half of the time left to the caller, if that is shorter. The code
+that has the turn may wait for this code where gradwire cannot see it (`torch.futures.wait_all`, an
+event, a thread pool). Then both run, and a recomputation of what they drew meanwhile is refused.
 """
 
 
 @final
-class Stream:
-    """The generators that functions of a worker draw from, and whose turn it is."""
+class Generators:
+    """The random generators that functions of a worker draw from, and the lock around their use."""
 
     def __init__(self, own: torch.Generator | None = None) -> None:
         self._own = own
         self._turn = threading.Lock()
-        self.patience = _PATIENCE
+        self.max_wait_seconds = _MAX_WAIT_SECONDS
         self.overlaps = 0
-        """changes when code begins or ends that runs without a turn, beside the one who has it"""
+        """changes when code that did not get a turn begins or ends"""
 
     def take_turn(self) -> bool:
-        """Whether it was had in time."""
+        """Acquire the lock; False if that took too long."""
         if self._turn.acquire(blocking=False):
             return True
         left = (current_deadline() - time.monotonic()) / 2
-        taken = self._turn.acquire(timeout=max(0.0, min(self.patience, left)))
+        taken = self._turn.acquire(timeout=max(0.0, min(self.max_wait_seconds, left)))
         self.overlaps += not taken
         return taken
 
     def end_turn(self) -> None:
-        """Let the next one draw."""
+        """Release the lock."""
         self._turn.release()
 
-    def state(self) -> State:
-        """All that decides which numbers come next."""
+    def get_state(self) -> State:
+        """The states of all generators in use: the CPU's, then those of the devices."""
         own = torch.default_generator if self._own is None else self._own
         states = [own.get_state()]
         if self._own is None:
             states += [device.get_rng_state(i) for device, i in _devices()]
         return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
-    def put(self, state: State) -> None:
-        """From now on, the numbers that come after this state."""
+    def set_state(self, state: State) -> None:
+        """Restore what `get_state` returned."""
         cpu, *others = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
         (torch.default_generator if self._own is None else self._own).set_state(cpu)
         if self._own is None:
@@ -63,16 +63,16 @@ class Stream:
                 device.set_rng_state(part, i)
 
 
-PROCESS = Stream()
-"""what all workers share that have no generator of their own"""
+PROCESS = Generators()
+"""shared by all workers of this process that have no generator of their own"""
 
 
 def _devices() -> list[tuple[Any, int]]:
-    """The devices of this process, with the module that knows their generators, if in use."""
+    """Each accelerator device of this process with its torch module; none before first use."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []
     device = torch.get_device_module(accelerator)
-    if not getattr(device, "_initialized", False):  # to ask for its state would initialize it
+    if not getattr(device, "_initialized", False):  # get_rng_state would initialize the device
         return []
     return [(device, i) for i in range(torch.accelerator.device_count())]

@@ -1,0 +1,417 @@
+"""One run of a checkpoint's function, forward or recomputation, on the caller or on a callee.
+
+Note [Random numbers under a checkpoint]:
+    `torch.utils.checkpoint` runs a function in the forward pass and again in the backward pass
+    (the recomputation). With preserve_rng_state it restores the state of the random generators
+    before the second run, so that dropout, for example, draws the same mask. This covers the
+    caller's process only: a callee draws from its own generators.
+
+    Forward: each call tells its callee that it runs under a checkpoint. The callee records the
+    state of its generators before the function starts and returns it with the answer, together
+    with the states that its own callees returned to it. If nothing was drawn, nothing is returned.
+    Recomputation: the k-th call sends back what the k-th call of the forward returned. The callee
+    sets its generators to that state, runs the function, and then restores its own state.
+
+    The state is encrypted: only the worker that made it can use it. An answer that is an error has
+    it, too, because the caller may catch the error and go on. A callee waits for the answers to
+    its own calls before it answers: their states are part of what it returns.
+
+    Generators belong to the process, and functions run in many threads. So code that runs for a
+    checkpoint takes turns (generators.py). It ends its turn while it waits for a call, a future or
+    a value, because the function it waits for may have to draw here. Waits are numbered, and if
+    other code drew during one, the state after it is recorded. Functions that no checkpoint calls
+    take no turns. If one of them draws in between, the recomputation on a callee ends in another
+    state than the forward, and is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Self, cast, final
+
+import msgspec
+
+from gradwire.agent.agent import Agent, Outcome
+from gradwire.agent.remote_errors import note_of
+from gradwire.agent.requests.promise import Promise
+from gradwire.errors import BadMessage, GradwireError, RemoteError, UsageError
+from gradwire.rpc.messages import Draws, Made, Result
+from gradwire.rpc.recompute.generators import Generators
+from gradwire.rpc.recompute.recording_state import (
+    UNKNOWN_CALL,
+    CallKey,
+    RecordedCall,
+    Recording,
+    State,
+    no_poll,
+)
+from gradwire.rpc.scope import current_run, enter_run, was_due
+
+# -- the random state that a callee returns, encrypted
+
+
+class _ReturnedState(msgspec.Struct, frozen=True, array_like=True):
+    """The recording of a callee, as it travels to the caller and back."""
+
+    start: State
+    end: bytes
+    raised: bool
+    after_waits: dict[int, State]
+    calls: list[tuple[CallKey, bool, bytes]]
+
+
+_decoder = msgspec.msgpack.Decoder(_ReturnedState)
+
+
+_NO_DIGEST = b"mixed"
+"""in place of the digest of `end`, for a run that cannot be repeated if it draws"""
+
+
+def _digest(state: State) -> bytes:
+    return hashlib.blake2b(b"".join(state), digest_size=16).digest()
+
+
+def _decoded(drawn: bytes, function: str) -> Recording:
+    """What this worker recorded when the call was made in the forward."""
+    if not drawn:
+        return Recording()
+    returned = _decoder.decode(decrypted(drawn, function))
+    recording = Recording(returned.start, returned.end, raised=returned.raised)
+    recording.after_waits = returned.after_waits
+    recording.calls = [
+        RecordedCall(key, known, drawn=drawn) for key, known, drawn in returned.calls
+    ]
+    return recording
+
+
+def _encoded(recording: Recording, function: str, *, wait: bool) -> bytes:
+    """What the answer carries; empty if there is nothing to repeat."""
+    calls = recording.answered_calls(wait=wait)
+    if not recording.has_drawn and all(call.known for call in calls):
+        return b""
+    assert isinstance(recording.end, tuple)
+    end = _NO_DIGEST if recording.is_interleaved else _digest(recording.end)
+    states = [(call.key, call.known, call.drawn) for call in calls]
+    returned = _ReturnedState(recording.start, end, recording.raised, recording.after_waits, states)
+    return encrypted(msgspec.msgpack.encode(returned), function)
+
+
+# A generator's state predicts every number it will draw, including noise that hides data and
+# secrets. So a caller that keeps a callee's state must not be able to read it, nor to choose one.
+_NONCE_BYTES = _TAG_BYTES = 16
+_key = secrets.token_bytes(32)
+"""of this process; a worker that was restarted cannot decrypt what it encrypted before"""
+
+
+def encrypted(content: bytes, function: str) -> bytes:
+    """Bytes that only this process can decrypt, and only for the same function."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    hidden = nonce + _xor_keystream(content, nonce)
+    return _tag(hidden, function) + hidden
+
+
+def decrypted(body: bytes, function: str) -> bytes:
+    """The content; BadMessage unless this process encrypted it for this function."""
+    tag, hidden = body[:_TAG_BYTES], body[_TAG_BYTES:]
+    if not secrets.compare_digest(tag, _tag(hidden, function)):
+        raise BadMessage(
+            f"the random state sent with a call of {function} was not made by this worker for it",
+            hint="a worker that was restarted cannot repeat what it drew before",
+        )
+    return _xor_keystream(hidden[_NONCE_BYTES:], hidden[:_NONCE_BYTES])
+
+
+def _xor_keystream(content: bytes, nonce: bytes) -> bytes:
+    stream = hashlib.shake_256(_key + nonce).digest(len(content))
+    number = int.from_bytes(content, "little") ^ int.from_bytes(stream, "little")
+    return number.to_bytes(len(content), "little")
+
+
+def _tag(hidden: bytes, function: str) -> bytes:
+    about = hashlib.blake2b(function.encode(), digest_size=16).digest()
+    return hashlib.blake2b(about + hidden, key=_key, digest_size=_TAG_BYTES).digest()
+
+
+# -- the caller
+
+
+class CheckpointedCall(NamedTuple):
+    """A call that is made under a checkpoint; `draws` travels with it."""
+
+    run: CheckpointRun
+    recorded: RecordedCall
+    draws: Draws
+
+    def sent(self, promise: Promise[Outcome], agent: Agent) -> Self:
+        """The call has left: record the random state that its answer carries."""
+        recorded = self.recorded
+        if not self.draws.again:
+
+            def poll(wait: bool) -> None:
+                if wait:
+                    agent.wait(recorded.key[0], lambda: promise.settled, promise.wait)
+                if promise.settled:
+                    _record_answer(recorded, promise.wait())
+
+            recorded.poll = poll
+            promise.on_settled(lambda outcome: _record_answer(recorded, outcome))
+        return self
+
+
+def _record_answer(recorded: RecordedCall, outcome: Outcome) -> None:
+    if isinstance(outcome, RemoteError):
+        recorded.answered(note_of(outcome))
+    elif isinstance(outcome, Exception):
+        recorded.failed()
+    elif isinstance(outcome.message, Result | Made):
+        recorded.answered(outcome.message.draws)
+    recorded.poll = no_poll  # the closure that was there keeps the answer alive
+
+
+@final
+class CheckpointRun:
+    """One run of a checkpoint's function, in one thread; `outer` is the run around it there.
+
+    A forward writes a recording (`recorded`). A recomputation reads one (`replayed`); it is not
+    part of the forwards around it, so it writes nothing into their recordings.
+    """
+
+    def __init__(
+        self, generators: Generators, recording: Recording, *, is_recomputation: bool
+    ) -> None:
+        self.generators = generators
+        self.replayed = recording if is_recomputation else None
+        self.recorded = None if is_recomputation else recording
+        self.thread = threading.get_ident()
+        self._calls = self._waits = 0
+        self._is_over = False
+        """callbacks of futures that the function left behind still find this run"""
+        self.is_interleaved = False
+        """whether code without a turn ran at the same time, and may have drawn"""
+        around = current_checkpoint_run()
+        self.outer = around if around is not None and around._encloses(generators) else None
+
+    def __enter__(self) -> Self:
+        replayed = self.replayed
+        if replayed is not None and replayed.is_interleaved and replayed.has_drawn_here:
+            raise UsageError(_INTERLEAVED, hint=_INTERLEAVED_HINT)
+        # The outermost run of a thread takes the turn for those inside it.
+        self._has_turn = self.outer is None and self.generators.take_turn()
+        self._overlaps = self.generators.overlaps if self._has_turn else -1
+        try:
+            self._before = self.generators.get_state()
+            if self.recorded is not None:
+                self.recorded.start = self._before
+            elif replayed is not None and replayed.start:
+                self.generators.set_state(replayed.start)
+        except BaseException:
+            self._end_turn()
+            raise
+        self._token = enter_run(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._is_over = True
+        try:
+            was_due(self._token)
+            now = self.generators.get_state()
+            self._find_overlaps()
+            if self.recorded is not None:
+                self.recorded.end = now
+                self.recorded.is_interleaved = self.is_interleaved
+            elif now != self._before:
+                self.generators.set_state(self._before)
+        finally:
+            self._end_turn()
+        begin = () if self.replayed is None else self.replayed.start or self._before
+        is_wrong = self.replayed is not None and self.is_interleaved and now != begin
+        # Other numbers than in the forward may have caused an error of the function, so it is
+        # replaced; so is the exception by which torch stops a recomputation early. An error of
+        # gradwire's explains itself.
+        if is_wrong and not isinstance(error, GradwireError):
+            raise UsageError(_INTERLEAVED, hint=_INTERLEAVED_HINT) from error
+
+    def _find_overlaps(self) -> None:
+        """Mark the runs of this thread if code without a turn ran since their turn began."""
+        runs = list(self._enclosing())
+        if self.generators.overlaps != runs[-1]._overlaps:
+            for run in runs:
+                run.is_interleaved = True
+
+    def _end_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self.generators.end_turn()
+        elif self.outer is None:  # this code had no turn: the one that has it must notice
+            self.generators.overlaps += 1
+
+    def _encloses(self, generators: Generators) -> bool:
+        """Whether a run that begins now, on this thread, is inside this one."""
+        is_here = self.thread == threading.get_ident()
+        return not self._is_over and is_here and self.generators is generators
+
+    def calling(self, key: CallKey) -> CheckpointedCall | None:
+        """This code makes a call; None if its callee need not know of the checkpoint."""
+        if self._is_over:
+            return None
+        runs = self._recording_runs()
+        replayed, is_elsewhere = runs[-1].replayed, threading.get_ident() != self.thread
+        if is_elsewhere:  # calls of other threads have no order: a recomputation must not draw
+            if replayed is None:
+                return None
+            return CheckpointedCall(self, UNKNOWN_CALL, Draws(True, b"", False))
+        call = RecordedCall(key) if replayed is None else replayed.repeated(runs[-1]._calls, key)
+        for run in runs:
+            run._calls += 1
+            if run.recorded is not None:
+                run.recorded.calls.append(call)
+        return CheckpointedCall(self, call, Draws(replayed is not None, call.drawn, call.known))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside the block this code waits for a call, and other code may draw."""
+        if self._is_over or threading.get_ident() != self.thread:
+            yield
+            return
+        generators, every = self.generators, list(self._enclosing())
+        mine = generators.get_state()
+        recomputations = [run for run in every if run.replayed is not None]
+        # Other code must see the state that was there before the outermost recomputation.
+        if recomputations:
+            generators.set_state(recomputations[-1]._before)
+        self._find_overlaps()
+        every[-1]._end_turn()
+        try:
+            yield
+        finally:
+            every[-1]._has_turn = generators.take_turn()
+            every[-1]._overlaps = generators.overlaps if every[-1]._has_turn else -1
+            now = generators.get_state()
+            if recomputations:
+                recomputations[-1]._before, now = now, self._recorded_after_wait(mine)
+                generators.set_state(now)
+            for run in self._recording_runs():
+                if run.recorded is not None and now != mine:
+                    run.recorded.after_waits[run._waits] = now
+                run._waits += 1
+
+    def _recorded_after_wait(self, mine: State) -> State:
+        last = self._recording_runs()[-1]
+        return mine if last.replayed is None else last.replayed.after_waits.get(last._waits, mine)
+
+    def _enclosing(self) -> Iterator[CheckpointRun]:
+        """This run and those around it, innermost first."""
+        run: CheckpointRun | None = self
+        while run is not None:
+            yield run
+            run = run.outer
+
+    def _recording_runs(self) -> list[CheckpointRun]:
+        """The runs whose forward this code is part of, up to the nearest recomputation."""
+        found: list[CheckpointRun] = []
+        for run in self._enclosing():
+            found.append(run)
+            if run.replayed is not None:
+                break
+        return found
+
+
+current_checkpoint_run = cast(Callable[[], CheckpointRun | None], current_run)
+"""the run that the current code is part of, if any"""
+
+
+def waiting() -> AbstractContextManager[None]:
+    """A block that waits for another worker; under a checkpoint, it ends the turn meanwhile."""
+    run = current_checkpoint_run()
+    return _NO_CHECKPOINT if run is None else run.waiting()
+
+
+_NO_CHECKPOINT: AbstractContextManager[None] = nullcontext()
+
+
+# -- the callee
+
+
+@final
+class CalleeRun:
+    """A function that a peer calls under a checkpoint, as it runs on this worker."""
+
+    def __init__(self, generators: Generators, draws: Draws, function: str, me: str) -> None:
+        self._draws, self._function, self._me = draws, function, me
+        self._recording = _decoded(draws.state, function) if draws.again else Recording()
+        self._run = CheckpointRun(generators, self._recording, is_recomputation=draws.again)
+        self._generators = generators
+        self._end: State = ()
+
+    def __enter__(self) -> None:
+        self._run.__enter__()
+        self._begin = self._generators.get_state()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end = self._generators.get_state()
+        self._run.__exit__(kind, error, traceback)
+
+    def note(self, error: BaseException | None = None, *, wait: bool = True) -> bytes:
+        """The function has returned or raised: the random state to send with the answer.
+
+        Waits for calls that the function made and did not wait for: in one process they would be
+        over by now. Their deadlines end before that of the function.
+        """
+        recording = self._recording
+        if not self._draws.again:
+            recording.raised = error is not None
+            return _encoded(recording, self._function, wait=wait)
+        if self._end == self._begin or _digest(self._end) == recording.end:
+            return b""
+        if error is None or recording.raised or not recording.start:
+            raise UsageError(self._mismatch(), hint=_HINT) from error
+        return b""  # only the recomputation raised: its error tells more than a count of draws
+
+    def later_note(self, error: BaseException | None = None) -> bytes:
+        """The same for a function that returned a future, once that is done.
+
+        Does not wait: the thread that completes a future may be the one that reads the answers.
+        """
+        if not self._draws.again and self._generators.get_state() != self._end:
+            raise UsageError(
+                f"random numbers were drawn on {self._me} between {self._function} and the future "
+                "that it returned: a checkpoint that calls it could not draw them again",
+                hint=_HINT,
+            )
+        return self.note(error, wait=False)
+
+    def _mismatch(self) -> str:
+        text = f"{self._function} on {self._me} draws random numbers in the recomputation of a "
+        if not self._draws.known:
+            return (
+                f"{text}checkpoint, and those of its forward are not known: its forward did not "
+                "call it here, or called it from another thread than the checkpoint's, or did not "
+                "wait for it before a future that depends on it was done"
+            )
+        if not self._recording.end:
+            return f"{text}checkpoint, but drew none in its forward"
+        return (
+            f"{text}checkpoint, but not those of its forward: it drew a different number of them, "
+            "or another function drew on the same worker meanwhile, or a device was first used "
+            "then"
+        )
+
+
+_INTERLEAVED = (
+    "the random numbers of a checkpoint's forward cannot be drawn again: another function that a "
+    "checkpoint calls ran on this worker at the same time. It got no turn, because the one before "
+    "it took too long, or waited for it where gradwire cannot see that (torch.futures.wait_all, an "
+    "event, a thread pool)"
+)
+_INTERLEAVED_HINT = (
+    "wait for each future with wait(), or checkpoint(preserve_rng_state=False) if it does not "
+    "matter which numbers are drawn"
+)
+_HINT = (
+    "let no other function draw there at the same time (Options(threads=1) runs one after the "
+    "other), or checkpoint(preserve_rng_state=False) if it does not matter which numbers are drawn"
+)
