@@ -109,5 +109,5 @@ def test_a_process_that_is_forked_while_a_thread_starts_collects():
             os._exit(0 if gc.isenabled() else 1)
         assert os.waitpid(child, 0)[1] == 0
     finally:
-        threads._collector.go_on()
+        threads._collector.resume()
     assert gc.isenabled()

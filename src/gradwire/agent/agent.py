@@ -15,7 +15,6 @@ import msgspec
 
 from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
 from gradwire.agent.framing import framed
-from gradwire.agent.held_locks import Sections, check_outside
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
@@ -35,8 +34,8 @@ from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, 
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
+from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_may_wait
 from gradwire.transport.base import Channel
-from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
 from gradwire.wire.message import Kinds, Message, encode
 
@@ -82,7 +81,7 @@ class Agent:
         self._closing = threading.Lock()
         self._calls = CallTable()
         pools = self.dispatch.user.lock, self.dispatch.service.lock
-        self.sections = Sections(directory.me.name, directory.lock, self.timer.lock, *pools)
+        self.locks = WorkerLocks(directory.me.name, directory.lock, self.timer.lock, *pools)
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
@@ -91,7 +90,7 @@ class Agent:
         self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
         self.timer.watch(self._expire)
         self._cancelling = Cancelling(directory, self.dispatch, clock, events, self._nested)
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     def start(self) -> None:
         """Begin to accept and serve; every handler is registered by now."""
@@ -154,7 +153,7 @@ class Agent:
         known = self._connections.channels.get(to)
         channel = known[0] if known else None
         pending = Pending(to, what, now, deadline, promise, phase, inbound, tells, channel)
-        check_outside(what)
+        check_may_wait(what)
         n = self._calls.opened(pending)
         if self._closed is not None:  # after it is there: of the two, close() sees the other
             self._calls.answered(n)
@@ -292,7 +291,7 @@ class Agent:
     def forked(self) -> None:
         """In a process forked from this one: this agent has left, without a word to anybody."""
         self._closed = FORKED
-        self.sections.forked()
+        self.locks.forked()
 
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool

@@ -39,10 +39,9 @@ from gradwire.errors import (
 )
 from gradwire.ids import WorkerId
 from gradwire.options import Options
-from gradwire.threads import Threads
+from gradwire.threads import FORKED, Threads, call_after_fork
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
-from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
@@ -112,7 +111,7 @@ class Connections:
         self.on_opened: Callable[[], None] = lambda: None
         self.on_reborn: Callable[[WorkerId, PeerLost], None] = lambda worker, error: None
         """told that a worker's earlier life is over, as a later one is there"""
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     def start(self, on_frame: OnFrame, on_end: OnEnd) -> None:
         """Begin to accept."""

@@ -40,11 +40,10 @@ from queue import SimpleQueue
 from typing import final
 
 from gradwire import threads
-from gradwire.agent.held_locks import MAKE_IT_ELSEWHERE, check_outside
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.threads import taking
+from gradwire.threads import MAKE_IT_ELSEWHERE, check_may_wait, taking
 from gradwire.transport.base import Channel, Reentered
 from gradwire.wire.frame import IS_ANSWER, Frame
 
@@ -166,7 +165,7 @@ class ChannelReaders:
             if self not in _of_process:
                 self._spawn_keeper()
             _of_process[self] = None
-        with threads.undisturbed():  # a finalizer here would wait, and nobody read this channel
+        with threads.no_collection():  # a finalizer here would wait, and nobody read this channel
             line = self._lines[channel] = ChannelReader(worker, channel, self)
             line.readers.append(None)
             self._spawn(f"read {name}", lambda: self._read(line, name), line)
@@ -219,7 +218,7 @@ class ChannelReaders:
         block: Callable[[], object],
     ) -> None:
         """What this thread interrupts may be sending: meanwhile others must be able to."""
-        check_outside("a wait")
+        check_may_wait("a wait")
         every = [channel for lines in tuple(_of_process) for channel in tuple(lines._lines)]
         lent = [channel for channel in every if channel.lend_turn()]
         try:

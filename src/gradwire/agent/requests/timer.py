@@ -59,7 +59,7 @@ class Timer:
             self._wake.notify()
 
     def hand_over(self, line: object) -> None:
-        """Nobody can take its place: `Sections` refuses the wait."""
+        """Nobody can take its place: `WorkerLocks` refuses the wait."""
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 from gradwire import threads
-from gradwire.transport.forking import let_go_in_forks
+from gradwire.threads import call_after_fork
 
 _log = logging.getLogger("gradwire")
 
@@ -55,7 +55,7 @@ class ElasticPool:
         self._guests: list[Callable[..., object]] = []
         """what runs on threads that are not ours; it grows and shrinks in one step, without lock"""
         self._closed = False
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     @property
     def active(self) -> int:
@@ -139,7 +139,7 @@ class ElasticPool:
 
     def forked(self) -> None:
         """In a process forked from this one: its threads are gone, and none is started."""
-        self._changed = threading.Condition(self.lock)  # which `Sections.forked` renews
+        self._changed = threading.Condition(self.lock)  # which `WorkerLocks.forked` renews
         self._closed = True
         self._jobs = deque()
 

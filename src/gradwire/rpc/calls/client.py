@@ -60,7 +60,7 @@ class Calls:
         self._bodies, self._behavior = bodies, behavior
         self._carries_modes = behavior.carries_modes
         self._window = Window(in_flight, agent.clock)
-        agent.sections.add(self._window.lock)
+        agent.locks.add(self._window.lock)
         self._around = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(Made)
