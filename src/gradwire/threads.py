@@ -55,13 +55,13 @@ class Duty(Protocol):
         """
 
 
-class _ThreadState(threading.local):
+class _CurrentDuty(threading.local):
     """The duty of each thread, for all workers of the process."""
 
     duty: Duty | None = None
 
 
-mine = _ThreadState()
+mine = _CurrentDuty()
 
 
 @final
@@ -109,7 +109,7 @@ def no_collection() -> Iterator[None]:
 
 
 @final
-class _Thread(threading.Thread):
+class _DutyThread(threading.Thread):
     """A daemon thread that enables garbage collection once it has recorded its duty."""
 
     def __init__(self, name: str, target: Callable[[], None], duty: Duty | None) -> None:
@@ -143,7 +143,7 @@ class Spawn(Protocol):
 
 def thread(name: str, target: Callable[[], None], duty: Duty | None = None) -> threading.Thread:
     """A daemon thread that is not started yet."""
-    return _Thread(name, target, duty)
+    return _DutyThread(name, target, duty)
 
 
 @final

@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire.agent.messages import Done, Failure
-from gradwire.agent.requests.state import CallTable, Pending
+from gradwire.agent.requests.state import Pending, RequestTable
 from gradwire.autograd.messages import (
     Forget,
     Gradients,
@@ -82,7 +82,7 @@ def private_value(workers) -> RefId:
 
 
 def test_an_answer_comes_from_whoever_was_asked():
-    table = CallTable()
+    table = RequestTable()
     n = table.opened(Pending(1, "a call", 0.0, 1.0, None))
     with pytest.raises(BadMessage, match=f"w2 answers request {n}, which it was not asked"):
         table.answered(n, 2)

@@ -30,8 +30,8 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.clock import Clock
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import Clock
+from gradwire.agent.serving.dispatch import Source
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId

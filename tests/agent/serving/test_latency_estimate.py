@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.agent.serving.latency_estimate import LatencyEstimate
+from gradwire.agent.serving.dispatch import LatencyEstimate
 
 
 def test_what_was_never_seen_is_not_short():

@@ -13,7 +13,7 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.links.readers import ChannelReaders
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.transport.base import Channel
 
 _NOTICE_SECONDS = 1.0

@@ -27,7 +27,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import (
     DeadlinePassed,

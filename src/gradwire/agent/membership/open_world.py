@@ -16,8 +16,7 @@ from gradwire.agent.membership.register import Register
 from gradwire.agent.membership.shutdown import Parted
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import WorkerId
 

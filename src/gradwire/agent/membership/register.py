@@ -14,7 +14,7 @@ from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_ro
 from gradwire.agent.peers.roster_state import Roster
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member, not_unique
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.errors import DeadlinePassed, JoinTimeout, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.transport.address import Transports

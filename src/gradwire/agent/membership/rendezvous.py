@@ -30,7 +30,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.roster_state import Roster
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, final
 from gradwire.agent.agent import Agent
 from gradwire.agent.membership.shutdown_state import OVER, QUIET, READY, Departure, Patience
 from gradwire.agent.messages import Leaving
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
 

@@ -14,8 +14,7 @@ from gradwire.agent.agent import Agent, Answer
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.anomaly import detecting

@@ -20,8 +20,7 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.context_table import Contexts
 from gradwire.autograd.messages import Attended, Forget, QueryContext
