@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from gradwire import threads
+from gradwire.errors import UsageError
 
 
 class Cycle:
@@ -111,3 +112,10 @@ def test_a_process_that_is_forked_while_a_thread_starts_collects():
     finally:
         threads._collector.resume()
     assert gc.isenabled()
+
+
+def test_a_worker_needs_the_global_interpreter_lock(monkeypatch):
+    threads.check_gil()
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(UsageError, match="interpreter lock, which is off"):
+        threads.check_gil()

@@ -12,6 +12,11 @@ Note [Waiting with a lock]: a thread that holds a lock may be interrupted by a f
 handler that makes a call. If the call waited, no other thread could take the lock, and the answer
 might need it. So `check_may_wait` refuses the call. See docs/threads.md, Rules.
 
+Note [One step of the interpreter]: tables that every call uses have no lock, as a thread that holds
+one may not wait. They rely on the GIL instead: one method of a builtin container (`list.pop`,
+`dict.pop`, `set.add`) is not interrupted by another thread or a finalizer, and what a thread
+writes first others see first. So `check_gil` refuses to open a worker without the GIL.
+
 Note [After a fork]: a forked process shares its parent's connections: a byte that it sends or
 reads, or a shutdown, would be its parent's. It has none of the threads that use them, and any lock
 may have been held at that moment. So each owner of a descriptor closes its copy, which the parent
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -214,6 +220,15 @@ class WorkerLocks:
     def forked(self) -> None:
         """In a forked process: threads that it does not have may have held them."""
         renew_after_fork(*self.locks)
+
+
+def check_gil() -> None:
+    """UsageError on a free-threaded Python that runs without the GIL."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise UsageError(
+            "gradwire relies on Python's global interpreter lock, which is off",
+            hint="use a Python that is not free-threaded, or set PYTHON_GIL=1",
+        )
 
 
 def check_may_wait(what: str) -> None:

@@ -38,7 +38,7 @@ from gradwire.errors import (
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
-from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_may_wait
+from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
 from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
 from gradwire.wire.message import Kinds, Message, encode
@@ -76,6 +76,7 @@ class Agent:
         name_of: NameOf,
         refusals: Refusals,
     ) -> None:
+        check_gil()
         self.noting = Noting(directory, refusals)
         self.directory, self.clock = directory, clock
         self.events, self.limits = events, limits

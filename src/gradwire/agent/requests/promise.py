@@ -19,11 +19,11 @@ class Promise(Generic[T]):
     Waiting has no deadline of its own: the maker of a promise settles it in time (the agent by its
     timer), so that the error can say what was waited for.
 
-    There is no lock. It relies on `list.pop`, `list.append` and `list.remove` being atomic (the
-    GIL). The thread that pops the token settles. A waiter adds itself, then checks `settled`; the
-    settling thread sets `settled`, then looks at the list. So at least one of the two sees the
-    other. If both see a callback, the one that removes it from the list calls it. A plain lock
-    would deadlock when a finalizer interrupts its owner and settles or waits on the same thread.
+    There is no lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread
+    here, and settle or wait on the same thread. The thread that pops the token settles. A waiter
+    adds itself, then checks `settled`; the settling thread sets `settled`, then looks at the list.
+    So at least one of the two sees the other. If both see a callback, the one that removes it from
+    the list calls it.
     """
 
     __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "settled")

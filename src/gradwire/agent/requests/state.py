@@ -5,8 +5,8 @@ Rules of this file:
   2. A request leaves the table exactly once: answered, late, lost or withdrawn. The caller that
      took it out settles it. A second answer finds nothing, which is not an error (the deadline
      passed while it travelled).
-  3. No lock: several threads use the table, and each change is one step for the interpreter
-     (`dict.pop` gives a request to one of two callers). A scan works on a copy.
+  3. No lock, see Note [One step of the interpreter]: `dict.pop` gives a request to one of two
+     threads, and a scan works on a copy.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ class InboundRequests:
     """The requests of peers that are queued or run here, so that they can be cancelled.
 
     One that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
-    and its next use of gradwire raises. There is no lock: each operation is one step for the
-    interpreter.
+    and its next use of gradwire raises. No lock: see Note [One step of the interpreter].
     """
 
     def __init__(self) -> None:
