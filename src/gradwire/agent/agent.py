@@ -144,24 +144,24 @@ class Agent:
         payload: Sequence[Buffer] = (),
         *,
         deadline: float,
-        what: str,
+        description: str,
         phase: str = "call",
         inbound: Source | None = None,
-        tells: bool = False,
+        notify_cancel: bool = False,
     ) -> tuple[CallId, Promise[Outcome]]:
         """Send a request; the promise is settled by the deadline, with the answer or an error.
 
         Raises if it cannot be sent; then nothing is pending. `payload` may be changed once this
         returns. The request is cancelled with the `inbound` request that it is made for. With
-        `tells`, the peer is notified if nobody waits for the answer any more.
+        `notify_cancel`, the peer is notified if nobody waits for the answer any more.
         """
         promise: Promise[Outcome] = Promise()
-        now = self.clock.now()
         known = self._connections.channels.get(to)
-        channel = known[0] if known else None
-        pending = Pending(to, what, now, deadline, promise, phase, inbound, tells, channel)
-        check_may_wait(what)
-        n = self._calls.opened(pending)
+        via = known[0] if known else None
+        now = self.clock.now()
+        check_may_wait(description)
+        entry = Pending(to, description, now, deadline, promise, phase, inbound, notify_cancel, via)
+        n = self._calls.opened(entry)
         # Checked after it was added: close() sets `_closed` first and then empties the table, so
         # either it finds this request, or this finds `_closed`.
         if self._closed is not None:
@@ -171,18 +171,18 @@ class Agent:
             self.timer.need(deadline)
         try:
             if inbound is not None and inbound.cancelled:
-                raise Cancelled(f"{what} was cancelled: {inbound.cancelled}")
+                raise Cancelled(f"{description} was cancelled: {inbound.cancelled}")
             frame = _make_frame(message, payload, self.limits, n)
-            if channel is None:
-                channel = self._connections.to(to, deadline)
-                self._calls.left(n, channel)
+            if via is None:
+                via = self._connections.to(to, deadline)
+                self._calls.left(n, via)
             points = self.failpoints
-            send = channel.send if points is None else points.sending(to, channel)
+            send = via.send if points is None else points.sending(to, via)
             send(frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
-            self._connections.await_end(to, channel, error, deadline)
-            raise self._named(error, to, what, phase) from error.__cause__
+            self._connections.await_end(to, via, error, deadline)
+            raise self._named(error, to, description, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
     def reach(self, to: WorkerId, deadline: float) -> None:

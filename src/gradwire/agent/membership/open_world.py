@@ -118,7 +118,7 @@ class Membership:
                     worker,
                     Left(self._me.life),
                     deadline=deadline,
-                    what=what,
+                    description=what,
                     phase="shutdown",
                 )
                 heard.append((worker, promise))

@@ -15,7 +15,7 @@ def late(name: str, call: CallId, pending: Pending, silence: float) -> CallTimeo
     within, cut = f"within {max(0.0, float(f'{waited:.2g}')):g} s", explain_cut(pending.deadline)
     longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
     error = CallTimeout(
-        f"{name} did not answer {call} ({pending.what}) {within}{cut}{silent}",
+        f"{name} did not answer {call} ({pending.description}) {within}{cut}{silent}",
         hint=f"a longer timeout= on {longer} waits more",
     )
     return error.about(name, phase=pending.phase)
@@ -26,7 +26,9 @@ def lost(
 ) -> PeerLost:
     """The link that it was sent over has ended."""
     where = f"[{pending.phase}, {link}, {now - pending.opened:.3g} s after it was made]"
-    error = PeerLost(f"{name} was lost before answering {call} ({pending.what}): {reason} {where}")
+    error = PeerLost(
+        f"{name} was lost before answering {call} ({pending.description}): {reason} {where}"
+    )
     return error.about(name, link=link, phase=pending.phase)
 
 

@@ -24,14 +24,14 @@ class Pending:
     """One request without an answer. `slot` is what the driver wants back with it."""
 
     peer: WorkerId
-    what: str
+    description: str
     opened: float
     deadline: float
     slot: Any
     phase: str = "call"
     inbound: object = None
     """the request of a peer that it is made for, which is being served here"""
-    tells: bool = False
+    notify_cancel: bool = False
     """whether to send the peer a Cancel if nobody waits for the answer any more"""
     via: object = None
     """the channel it is sent on, once known: if the channel ends, the request fails"""

@@ -50,7 +50,7 @@ class Cancellation:
         """Fail these requests with Cancelled, and notify the peers that serve them."""
         for n, pending, _ in requests:
             name, call = self._directory.name(pending.peer), CallId(self._directory.me.id, n)
-            error = Cancelled(f"{call} ({pending.what}) on {name} was cancelled: {why}")
+            error = Cancelled(f"{call} ({pending.description}) on {name} was cancelled: {why}")
             pending.slot.settle(error.about(name, phase=pending.phase))
         self.notify(requests)
 
@@ -58,7 +58,7 @@ class Cancellation:
         """Send a Cancel to the workers that serve these requests, which have ended here."""
         ended: dict[Channel, list[int]] = {}
         for n, pending, via in requests:
-            if pending.tells and via is not None:
+            if pending.notify_cancel and via is not None:
                 ended.setdefault(cast(Channel, via), []).append(n)
         for channel, numbers in ended.items():
             self._dispatch.service.submit(partial(self._send, channel, numbers))

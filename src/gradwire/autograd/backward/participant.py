@@ -279,7 +279,9 @@ class Served:
         while agent.clock.now() < limit and refused < _REFUSALS:
             until = min(limit, agent.clock.now() + _ANSWER_SECONDS)
             try:
-                _, promise = agent.request(root, asked, deadline=until, what=f"end of {running.id}")
+                _, promise = agent.request(
+                    root, asked, deadline=until, description=f"end of {running.id}"
+                )
                 outcome = promise.wait()
             except DeadlinePassed:
                 continue

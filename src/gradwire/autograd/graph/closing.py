@@ -75,7 +75,7 @@ class Forgetting:
         what = f"whether {spoken_context(context)} is open"
         try:
             _, answer = self._agent.request(
-                opener_of(context), QueryContext(context), deadline=limit, what=what
+                opener_of(context), QueryContext(context), deadline=limit, description=what
             )
         except UsageError:  # this worker has shut down
             return

@@ -190,10 +190,10 @@ class Calls:
             owner,
             message,
             deadline=deadline,
-            what=what,
+            description=what,
             phase=phase,
             inbound=current_inbound(),
-            tells=not self._behavior.runs_what_is_late,
+            notify_cancel=not self._behavior.runs_what_is_late,
         )[1]
 
     def backward_from(
@@ -261,10 +261,10 @@ class Calls:
                 Call(target.name, body, context, grad or not carries, inference, *more),
                 packed.payload,
                 deadline=deadline,
-                what=what,
+                description=what,
                 phase="call" if context is None else "forward",
                 inbound=inbound,
-                tells=keep is None and not self._behavior.runs_what_is_late,
+                notify_cancel=keep is None and not self._behavior.runs_what_is_late,
             )
         except BaseException:
             self._not_sent(to, size if counted else 0, packed, asked)
