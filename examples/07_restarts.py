@@ -2,7 +2,7 @@
 
 w1 and w2 hold half of a model each. Twice one of them is killed in the middle of a step. `run`
 starts it again; `retrying` waits until it is back, calls `restore`, and tries the step once more.
-The losses are those of an undisturbed training in one process, bit for bit.
+The losses are those of an no_collection training in one process, bit for bit.
 """
 
 import logging

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from gradwire import threads
+from gradwire.errors import UsageError
 
 
 class Cycle:
@@ -109,5 +110,12 @@ def test_a_process_that_is_forked_while_a_thread_starts_collects():
             os._exit(0 if gc.isenabled() else 1)
         assert os.waitpid(child, 0)[1] == 0
     finally:
-        threads._collector.go_on()
+        threads._collector.resume()
     assert gc.isenabled()
+
+
+def test_a_worker_needs_the_global_interpreter_lock(monkeypatch):
+    threads.check_gil()
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(UsageError, match="interpreter lock, which is off"):
+        threads.check_gil()

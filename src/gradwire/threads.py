@@ -1,71 +1,86 @@
-"""How gradwire starts its threads, and what each of them is there for.
+"""How gradwire starts threads, which locks forbid a thread to wait, and what a fork leaves behind.
 
-Note [Starting a thread]: the collector may run the user's finalizers on a thread that has just been
-started, before it does anything of ours, and such a finalizer may make a call. `Thread.start` waits
-for the new thread meanwhile. Whoever starts it may hold a lock that the call needs, or the call may
-need the very thing that the thread was started for. So the collector is off from before the start
-until the new thread has noted its duty, which takes some microseconds.
+Note [Starting a thread]: the garbage collector may run the user's finalizers on a thread that has
+just started, before the thread does any work of gradwire, and such a finalizer may make a call.
+`Thread.start` waits for the new thread meanwhile. The starting thread may hold a lock that the call
+needs, or the call may need the very thing that the thread was started for. So the collector is off
+from before the start until the new thread has recorded its duty, which takes some microseconds.
 
-A thread that is interrupted by a finalizer while it has a duty hands it over before it waits: see
-`ChannelReaders.wait`.
+A thread that a finalizer interrupts hands over its duty before it waits: see `ChannelReaders.wait`.
+
+Note [Waiting with a lock]: a thread that holds a lock may be interrupted by a finalizer or a signal
+handler that makes a call. If the call waited, no other thread could take the lock, and the answer
+might need it. So `check_may_wait` refuses the call. See docs/threads.md, Rules.
+
+Note [One step of the interpreter]: tables that every call uses have no lock, as a thread that holds
+one may not wait. They rely on the GIL instead: one method of a builtin container (`list.pop`,
+`dict.pop`, `set.add`) is not interrupted by another thread or a finalizer, and what a thread
+writes first others see first. So `check_gil` refuses to open a worker without the GIL.
+
+Note [After a fork]: a forked process shares its parent's connections: a byte that it sends or
+reads, or a shutdown, would be its parent's. It has none of the threads that use them, and any lock
+may have been held at that moment. So each owner of a descriptor closes its copy, which the parent
+does not notice. If the parent dies, its peers see the end only once every copy is closed.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol, final
+from operator import call
+from typing import Any, Final, Protocol, cast, final
+from weakref import WeakSet
+
+from gradwire.errors import UsageError
+
+FORKED = "this process was forked from a worker, whose threads and connections it lacks"
+MAKE_IT_ELSEWHERE = "let it put a note into a queue.SimpleQueue, and make the call elsewhere"
+"""The advice for a finalizer whose call was refused."""
 
 Undo = Callable[[], None]
 
-
-_NEVER = object()
-
-
-def taking(lock: threading.Lock) -> Iterator[bool]:
-    """Each step of it tries to take the lock, and says whether it has.
-
-    `for has_it in taking: break` takes the lock and notes that in one step for the interpreter, so
-    that no interrupt comes between the two, which may come after any call.
-    """
-    return iter(partial(lock.acquire, False), _NEVER)
+# -- starting
 
 
 class Duty(Protocol):
-    """What a thread does for others."""
+    """What a thread does for other threads."""
 
     @property
     def may_wait(self) -> bool:
-        """Whether another one can take its place."""
+        """Whether another thread can take its place."""
 
-    def hand_over(self, line: object) -> Undo | None:
-        """The calling thread waits for what comes by this line: let another one take its place.
+    def hand_over(self, channel: object, /) -> Undo | None:
+        """The calling thread is about to wait for a message on this channel: replace it.
 
-        What is to be called when it goes on, if anything.
+        Returns what to call when the thread continues, if anything.
         """
 
 
-class _Mine(threading.local):
-    """What each thread knows of itself, for all workers of the process."""
+class _CurrentDuty(threading.local):
+    """The duty of each thread, for all workers of the process."""
 
     duty: Duty | None = None
 
 
-mine = _Mine()
+mine = _CurrentDuty()
 
 
 @final
-class _Collector:
-    """Python's, which is off while any thread starts. Nothing here is locked."""
+class _CollectorSwitch:
+    """Keeps Python's garbage collector off while any thread starts.
+
+    There is no lock: each change of the list is one step for the interpreter.
+    """
 
     def __init__(self) -> None:
         self._starts: list[None] = []
         self._is_off = False
-        """by us; if it is off by the user, it stays so"""
+        """by this class; if the user has switched it off, it stays off"""
 
     def pause(self) -> None:
         self._starts.append(None)
@@ -73,8 +88,8 @@ class _Collector:
             self._is_off = True
             gc.disable()
 
-    def go_on(self) -> None:
-        """One start is over. The last one switches it on; two that do so at once do no harm."""
+    def resume(self) -> None:
+        """One start is over. The last one enables collection; two that do so at once do no harm."""
         if self._starts:  # a forked process has none of the threads that were starting
             self._starts.pop()
         if not self._starts and self._is_off:
@@ -83,70 +98,70 @@ class _Collector:
 
     def forked(self) -> None:
         self._starts.clear()
-        self.go_on()
+        self.resume()
 
 
-_collector = _Collector()
+_collector = _CollectorSwitch()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """The collector interrupts no thread inside the block, which has to be short."""
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside the block, which has to be short."""
     _collector.pause()
     try:
         yield
     finally:
-        _collector.go_on()
+        _collector.resume()
 
 
 @final
-class _Thread(threading.Thread):
-    """Goes on collecting once it has its duty."""
+class _DutyThread(threading.Thread):
+    """A daemon thread that enables garbage collection once it has recorded its duty."""
 
     def __init__(self, name: str, target: Callable[[], None], duty: Duty | None) -> None:
         super().__init__(name=name, daemon=True)
-        self._go, self._duty = target, duty
+        self._main, self._duty = target, duty
 
     def start(self) -> None:
         """See Note [Starting a thread]."""
         _collector.pause()
         try:
             super().start()
-        except RuntimeError:  # there is no thread to be had
-            _collector.go_on()
+        except RuntimeError:  # the system has no thread left
+            _collector.resume()
             raise
 
     def run(self) -> None:
-        """Everything that this thread does."""
+        """Record the duty, then run the target."""
         mine.duty = self._duty
-        go = self._go
-        del self._go, self._duty  # or they would live as long as somebody holds the thread
-        _collector.go_on()
-        go()
+        main = self._main
+        del self._main, self._duty  # or they would live as long as a reference to the thread
+        _collector.resume()
+        main()
 
 
 class Spawn(Protocol):
     """Starts a thread of a worker."""
 
     def __call__(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
-        """Which is named by what it does."""
+        """Start `target` on a thread whose name says what it does."""
 
 
 def thread(name: str, target: Callable[[], None], duty: Duty | None = None) -> threading.Thread:
-    """A thread that is not started yet. It ends with the process."""
-    return _Thread(name, target, duty)
+    """A daemon thread that is not started yet."""
+    return _DutyThread(name, target, duty)
 
 
 @final
 class Threads:
-    """Those of one worker that last as long as it."""
+    """The threads of one worker that last as long as the worker."""
 
     def __init__(self, name: str, lock: threading.RLock) -> None:
         self._name, self._lock = name, lock
         self._alive: set[threading.Thread] = set()
 
     def spawn(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
-        """Start one, which is named by what it does."""
+        """Start `target` on a thread whose name says what it does."""
 
         def run() -> None:
             try:
@@ -161,12 +176,136 @@ class Threads:
             self._alive.add(started)
 
     def join(self, seconds: float) -> None:
-        """Wait for those that are there, so long for each."""
+        """Join the threads that are alive now, each for at most so many seconds."""
         with self._lock:
             alive = self._alive - {threading.current_thread()}
         for each in alive:
             each.join(seconds)
 
 
+# -- locks
+
+_NEVER = object()
+
+
+def taking(lock: threading.Lock) -> Iterator[bool]:
+    """An iterator of which each step tries to take the lock, and says whether it did.
+
+    `for has_it in taking: break` takes the lock and records that in one step for the interpreter.
+    An interrupt may come after any call, but not between these two.
+    """
+    return iter(partial(lock.acquire, False), _NEVER)
+
+
+_all_locks: WeakSet[WorkerLocks] = WeakSet()
+_is_owned: tuple[Callable[[], bool], ...] = ()
+"""For each lock of each worker of the process: a finalizer may belong to another worker."""
+
+
+@final
+class WorkerLocks:
+    """The locks of one worker with which its threads may not wait."""
+
+    def __init__(self, name: str, *locks: threading.RLock) -> None:
+        self.name = name
+        self.locks: list[threading.RLock] = [*locks]
+        _all_locks.add(self)
+        _list_locks()
+
+    def add(self, lock: threading.RLock) -> None:
+        """Include this lock."""
+        self.locks.append(lock)
+        _list_locks()
+
+    def forked(self) -> None:
+        """In a forked process: threads that it does not have may have held them."""
+        renew_after_fork(*self.locks)
+
+
+def check_gil() -> None:
+    """UsageError on a free-threaded Python that runs without the GIL."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise UsageError(
+            "gradwire relies on Python's global interpreter lock, which is off",
+            hint="use a Python that is not free-threaded, or set PYTHON_GIL=1",
+        )
+
+
+def check_may_wait(what: str) -> None:
+    """UsageError if the calling thread holds a lock, or has a duty that no other can take over.
+
+    hot: each request, and each wait that lasts
+    """
+    duty = mine.duty
+    if duty is not None and not duty.may_wait:
+        raise UsageError(
+            f"{what} was asked for by a finalizer or a signal handler on a thread that others need",
+            hint=MAKE_IT_ELSEWHERE,
+        )
+    if any(map(call, _is_owned)):  # a loop in C: one step of the interpreter for all locks
+        raise UsageError(
+            f"{what} was asked for by a finalizer or a signal handler which interrupts "
+            f"{_owner_of_held_lock()} while it holds a lock",
+            hint=MAKE_IT_ELSEWHERE,
+        )
+
+
+_python_lock: Final = getattr(threading, "_active_limbo_lock", None)
+"""Python holds it while it starts or ends a thread. No other thread can be started then, and to
+wait may need one. It is private: where it is missing, or no RLock, such a wait is not refused.
+"""
+
+
+def _list_locks() -> None:
+    global _is_owned  # replaced as a whole, as `check_may_wait` reads it without a lock
+    locks = [lock for each in list(_all_locks) for lock in each.locks]
+    if _python_lock is not None and hasattr(_python_lock, "_is_owned"):
+        locks.append(_python_lock)
+    _is_owned = tuple(cast(Any, lock)._is_owned for lock in locks)
+
+
+def _owner_of_held_lock() -> str:
+    """The worker whose lock this thread holds."""
+    owners = (
+        each.name
+        for each in list(_all_locks)
+        if any(cast(Any, lock)._is_owned() for lock in each.locks)
+    )
+    return next(owners, "Python")
+
+
+# -- forks
+
+
+class Inherited(Protocol):
+    """An object that a forked process has to let go of."""
+
+    def forked(self) -> None:
+        """Called in the new process, at once: take no lock, send nothing, start nothing."""
+
+
+_inherited: WeakSet[Inherited] = WeakSet()
+
+
+def call_after_fork(thing: Inherited) -> None:
+    """Call its `forked` in each process that is forked from this one while it lives."""
+    _inherited.add(thing)
+
+
+def renew_after_fork(*locks: threading.RLock) -> None:
+    """In a forked process: free the locks of other threads; this thread releases its own."""
+    for lock in locks:
+        inner = cast(Any, lock)
+        if not inner._is_owned():
+            inner._at_fork_reinit()
+
+
+def _forked() -> None:
+    _collector.forked()
+    for thing in list(_inherited):
+        with suppress(Exception):  # one that fails must not keep the others open
+            thing.forked()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_collector.forked)
+    os.register_at_fork(after_in_child=_forked)

@@ -419,7 +419,7 @@ def test_of_a_huge_group_the_first_members_arrive_and_a_note_says_so():
 
     arrived = len(came.exceptions)
     assert 5 < arrived < 1000
-    assert came.__notes__ == [f"{1000 - arrived} more members did not travel"]
+    assert came.__notes__ == [f"{1000 - arrived} more members were left out"]
 
 
 def test_what_is_too_large_stays_behind_alone():

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from gradwire.agent.held_locks import MAKE_IT_ELSEWHERE
 from gradwire.errors import UsageError
+from gradwire.threads import MAKE_IT_ELSEWHERE
 from tests.oracle.state import State
 
 _SECONDS = 20.0

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gradwire.agent.requests.clock import MonotonicClock
+from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import CallTimeout, PeerLost, UsageError
 from gradwire.rpc.all_gather import Gatherings
 from gradwire.rpc.all_gather_state import Rounds

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire
-from gradwire.agent.serving.inbound_limit import EACH, InboundLimit
-from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.agent.serving.window import Window
+from gradwire.agent.messages import Done
+from gradwire.agent.serving.dispatch import Dispatch, Lane, Source
+from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.autograd.graph.validate import check_crossing
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, NotSerializable, OverLimit, PeerLost
@@ -306,32 +306,48 @@ def test_a_quota_is_taken_and_given_back_by_peer():
 # --- what waits to be served ----------------------------------------------------------------------
 
 
-def test_a_peer_that_sends_more_than_may_wait_is_cut_off():
-    unserved = InboundLimit(3 * EACH)
-    frame = Frame(1, 0, 0, b"", ())
+def queue_in(dispatch: Dispatch, peer: int, frame: Frame) -> None:
+    dispatch.serve(Source(peer, None, 0), frame, lambda _, job: job(), may_run=False)
+
+
+@pytest.fixture
+def dispatch():
+    """Serves one call at a time, and lets three empty ones wait."""
+    made = Dispatch(Kinds([], 1000), "test", threads=1, most_unserved=3 * EACH + 100)
+    yield made
+    made.close(10)
+
+
+def test_a_peer_that_sends_more_than_may_wait_is_cut_off(dispatch, gate):
     ran = []
-    jobs = [unserved.counted(1, frame, lambda: ran.append(1)) for _ in range(3)]
-    with pytest.raises(BadMessage, match=r"3072 bytes of messages wait(.|\n)*Limits\(unserved=…\)"):
-        unserved.counted(1, frame, ran.clear)
-    unserved.counted(2, frame, ran.clear)
-    jobs[0]()
-    assert ran == [1]
-    unserved.counted(1, frame, ran.clear)
+    dispatch.handle(Done, lambda *_: (GATES[gate].wait(10), ran.append(1)), Lane.USER)
+    frame = Frame(kind_of(Done), 0, 0, encode(Done()), ())
+    for _ in range(3):
+        queue_in(dispatch, 1, frame)
+    with pytest.raises(BadMessage, match=r"\d+ bytes of messages wait(.|\n)*Limits\(unserved=…\)"):
+        queue_in(dispatch, 1, frame)
+    queue_in(dispatch, 2, frame)
+    GATES[gate].set()
+    assert eventually(lambda: len(ran) == 4 and not dispatch._unserved.taken(1))
+    queue_in(dispatch, 1, frame)
 
 
-def test_a_job_that_fails_waits_no_longer_and_a_large_one_waits_alone():
-    unserved = InboundLimit(EACH)
-    large = Frame(1, 0, 0, bytes(10 * EACH), ())
-
-    def fail() -> None:
+def test_a_handler_that_fails_waits_no_longer(dispatch, caplog):
+    def fail(*_):
         raise ValueError
 
-    job = unserved.counted(1, large, fail)
-    with pytest.raises(BadMessage):
-        unserved.counted(1, large, fail)
-    with pytest.raises(ValueError):  # noqa: PT011
-        job()
-    unserved.counted(1, large, fail)
+    dispatch.handle(Done, fail, Lane.USER)
+    queue_in(dispatch, 1, Frame(kind_of(Done), 0, 0, encode(Done()), ()))
+    assert eventually(lambda: not dispatch._unserved.taken(1) and "a job failed" in caplog.text)
+
+
+def test_what_is_larger_than_the_limit_may_be_there_alone():
+    limit = PeerLimit("bytes", 10, one_may_exceed=True)
+    assert limit.maybe_take(1, 100)
+    assert not limit.maybe_take(1, 1)
+    limit.give_back(1, 100)
+    assert limit.maybe_take(1, 5)
+    assert not limit.maybe_take(1, 100)
 
 
 def wait_for(gate):
@@ -341,7 +357,7 @@ def wait_for(gate):
 def test_a_flood_of_requests_ends_the_connection(gate):
     with cluster(2, expose=[HERE], options=FLOODED) as workers:
         calls = workers[0].worker.calls
-        calls._window = Window(1 << 40, workers[0].worker.agent.clock)  # a peer that does not wait
+        calls._window = PeerLimit("in_flight", 1 << 40)  # a peer that does not wait
         waiting = [workers[0].run(gradwire.rpc_async, "w1", wait_for, (gate,)) for _ in range(40)]
         with pytest.raises(PeerLost, match="w1 was lost before answering"):
             waiting[-1].wait()

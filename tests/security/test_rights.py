@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire.agent.messages import Done, Failure
-from gradwire.agent.requests.state import CallTable, Pending
+from gradwire.agent.requests.state import Pending, RequestTable
 from gradwire.autograd.messages import (
     Forget,
     Gradients,
@@ -69,7 +69,7 @@ def workers():
 def ask(worker, to, message):
     """A request past all checks of the sender's own."""
     deadline = worker.agent.clock.now() + 10
-    _, promise = worker.agent.request(to, message, deadline=deadline, what="an attack")
+    _, promise = worker.agent.request(to, message, deadline=deadline, description="an attack")
     outcome = promise.wait(10)
     if isinstance(outcome, Exception):
         raise outcome
@@ -82,7 +82,7 @@ def private_value(workers) -> RefId:
 
 
 def test_an_answer_comes_from_whoever_was_asked():
-    table = CallTable()
+    table = RequestTable()
     n = table.opened(Pending(1, "a call", 0.0, 1.0, None))
     with pytest.raises(BadMessage, match=f"w2 answers request {n}, which it was not asked"):
         table.answered(n, 2)
@@ -488,7 +488,7 @@ def test_an_end_of_a_pass_that_has_to_wait_is_told_so_often_and_no_more():
             ended = PassEnded(context, running.id, failure)
             limit = hostile.agent.clock.now() + 10
             asked = [
-                hostile.agent.request(1, ended, deadline=limit, what="an attack")[1]
+                hostile.agent.request(1, ended, deadline=limit, description="an attack")[1]
                 for _ in range(3 * RUNS)
             ]
             assert eventually(lambda: workers[1].run(gradwire.refusals) == {"over limit": 8})

@@ -75,7 +75,7 @@ def send(workers, name, skeleton):
     data = msgspec.msgpack.encode(skeleton)
     message = Call(name, Body(data, [], [], []), None, True, False, 10.0)
     deadline = worker.agent.clock.now() + 10
-    _, promise = worker.agent.request(1, message, deadline=deadline, what=name)
+    _, promise = worker.agent.request(1, message, deadline=deadline, description=name)
     outcome = promise.wait(10)
     if isinstance(outcome, Exception):
         raise outcome

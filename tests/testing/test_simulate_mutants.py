@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.requests.state import CallTable
+from gradwire.agent.requests.state import RequestTable
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd import engine
 from gradwire.autograd.backward import coordinator
@@ -35,13 +35,13 @@ def mutant(liveness, seed):
 
 @mutant(False, 0)
 def an_answer_finds_no_request(patch):
-    answered = CallTable.answered
+    answered = RequestTable.answered
 
     def sometimes(self, n, by=None):
         pending = answered(self, n, by)
         return None if n % 8 == 5 else pending
 
-    patch.setattr(CallTable, "answered", sometimes)
+    patch.setattr(RequestTable, "answered", sometimes)
 
 
 @mutant(False, 0)
@@ -62,7 +62,7 @@ def a_new_life_counts_from_where_the_old_one_did(patch):
 
 @mutant(False, 40)
 def requests_on_a_lost_channel_are_taken_for_delivered(patch):
-    patch.setattr(CallTable, "channel_lost", lambda self, channel: [])
+    patch.setattr(RequestTable, "channel_lost", lambda self, channel: [])
 
 
 @mutant(False, 12)

@@ -1,7 +1,7 @@
 """Requests and answers between named workers.
 
-The driver of this layer: it owns the table of requests and performs what the states decide.
-Upper layers register what they serve (`handle`) and are told of lost peers (`on_peer_lost`).
+The agent owns the table of requests, sends frames, and passes inbound frames to promises and
+handlers. Upper layers register handlers (`handle`) and listeners for lost peers (`on_peer_lost`).
 """
 
 from __future__ import annotations
@@ -14,36 +14,41 @@ from typing import final
 import msgspec
 
 from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
-from gradwire.agent.framing import framed
-from gradwire.agent.held_locks import Sections, check_outside
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Noting, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests import errors as request_errors
-from gradwire.agent.requests.clock import Clock
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.state import CallTable, Pending, Taken
-from gradwire.agent.requests.timer import Timer
-from gradwire.agent.serving.cancellation import Cancelling
-from gradwire.agent.serving.dispatch import Dispatch, Handler, Lane, M, Payload, payload_of
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.state import Pending, RequestTable, Taken
+from gradwire.agent.requests.timer import Clock, Timer
+from gradwire.agent.serving.cancellation import Cancellation
+from gradwire.agent.serving.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, UsageError
+from gradwire.errors import (
+    Cancelled,
+    DeadlinePassed,
+    GradwireError,
+    NotSerializable,
+    PeerLost,
+    UsageError,
+)
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
+from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
 from gradwire.transport.base import Channel
-from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
 from gradwire.wire.message import Kinds, Message, encode
 
 _log = logging.getLogger("gradwire")
+_FAILURE_SECONDS = 10.0
+"""How long sending an error may take. The worker that waits for it has a deadline of its own."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came back."""
+    """The message that answers a request."""
 
     message: Message
     payload: Payload
@@ -55,7 +60,7 @@ OnLost = Callable[[WorkerId, PeerLost], None]
 
 @final
 class Agent:
-    """One worker's side of every request."""
+    """Sends the requests of one worker, and serves those of its peers."""
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class Agent:
         name_of: NameOf,
         refusals: Refusals,
     ) -> None:
+        check_gil()
         self.noting = Noting(directory, refusals)
         self.directory, self.clock = directory, clock
         self.events, self.limits = events, limits
@@ -79,18 +85,18 @@ class Agent:
         self._connections = connections
         self._type_of, self._name_of = type_of, name_of
         self._closing = threading.Lock()
-        self._calls = CallTable()
+        self._calls = RequestTable()
         pools = self.dispatch.user.lock, self.dispatch.service.lock
-        self.sections = Sections(directory.me.name, directory.lock, self.timer.lock, *pools)
+        self.locks = WorkerLocks(directory.me.name, directory.lock, self.timer.lock, *pools)
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
         self.silence_of: Callable[[WorkerId], float] = lambda _: 0.0
-        """for how long a worker has given no sign of life, if that is suspect"""
+        """for how long a worker has sent nothing, if that is suspicious; set by the heartbeat"""
         self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
         self.timer.watch(self._expire)
-        self._cancelling = Cancelling(directory, self.dispatch, clock, events, self._nested)
-        let_go_in_forks(self)
+        self._cancellation = Cancellation(directory, self.dispatch, clock, events, self._nested)
+        call_after_fork(self)
 
     def start(self) -> None:
         """Begin to accept and serve; every handler is registered by now."""
@@ -104,13 +110,13 @@ class Agent:
         what: Callable[[M], Hashable] = type,
         refuse: Callable[[M], None] = lambda _: None,
     ) -> None:
-        """Serve a kind of message. A handler that raises answers its request with a Failure."""
+        """Register a handler. If it raises, the request is answered with a Failure."""
         self.dispatch.handle(message_type, handler, lane, what, refuse)
 
     def on_peer_lost(self, listener: OnLost) -> None:
-        """Be told when the last connection to a worker ended, or a later life of it is there.
+        """Call when the last connection to a worker has ended, or a new incarnation of it joined.
 
-        Of the latter the directory knows by then. Must not block.
+        The directory knows the new incarnation by then. The listener must not block.
         """
         self._lost_listeners.append(listener)
 
@@ -121,12 +127,12 @@ class Agent:
     def on_late(
         self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
     ) -> None:
-        """Be given an answer that nobody waits for any more, to release what it holds."""
+        """Call with an answer that nobody waits for any more, to release what it holds."""
         self._late_listeners[message_type] = listener
 
     @property
     def in_flight(self) -> int:
-        """Requests of ours that have no answer yet."""
+        """How many requests of this worker have no answer yet."""
         return len(self._calls)
 
     def request(
@@ -136,54 +142,56 @@ class Agent:
         payload: Sequence[Buffer] = (),
         *,
         deadline: float,
-        what: str,
+        description: str,
         phase: str = "call",
         inbound: Source | None = None,
-        tells: bool = False,
+        notify_cancel: bool = False,
     ) -> tuple[CallId, Promise[Outcome]]:
-        """Send, and promise the answer or the error that takes its place, by the deadline.
+        """Send a request; the promise is settled by the deadline, with the answer or an error.
 
-        Raises what keeps it from leaving; then nothing is pending. `payload` may change again when
-        this returns. It ends with the `inbound` that it is made for. With `tells`, the peer hears
-        if nobody waits for its answer any more.
+        Raises if it cannot be sent; then nothing is pending. `payload` may be changed once this
+        returns. The request is cancelled with the `inbound` request that it is made for. With
+        `notify_cancel`, the peer is notified if nobody waits for the answer any more.
         """
         promise: Promise[Outcome] = Promise()
-        now = self.clock.now()
         known = self._connections.channels.get(to)
-        channel = known[0] if known else None
-        pending = Pending(to, what, now, deadline, promise, phase, inbound, tells, channel)
-        check_outside(what)
-        n = self._calls.opened(pending)
-        if self._closed is not None:  # after it is there: of the two, close() sees the other
+        via = known[0] if known else None
+        now = self.clock.now()
+        check_may_wait(description)
+        entry = Pending(to, description, now, deadline, promise, phase, inbound, notify_cancel, via)
+        n = self._calls.opened(entry)
+        # Checked after it was added: close() sets `_closed` first and then empties the table, so
+        # either it finds this request, or this finds `_closed`.
+        if self._closed is not None:
             self._calls.answered(n)
             raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
         if deadline < self.timer.armed:
             self.timer.need(deadline)
         try:
             if inbound is not None and inbound.cancelled:
-                raise Cancelled(f"{what} is not wanted any more: {inbound.cancelled}")
-            frame = framed(message, payload, self.limits, n)
-            if channel is None:
-                channel = self._connections.to(to, deadline)
-                self._calls.left(n, channel)
+                raise Cancelled(f"{description} was cancelled: {inbound.cancelled}")
+            frame = _make_frame(message, payload, self.limits, n)
+            if via is None:
+                via = self._connections.to(to, deadline)
+                self._calls.left(n, via)
             points = self.failpoints
-            send = channel.send if points is None else points.sending(to, channel)
+            send = via.send if points is None else points.sending(to, via)
             send(frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
-            self._connections.await_end(to, channel, error, deadline)
-            raise self._named(error, to, what, phase) from error.__cause__
+            self._connections.await_end(to, via, error, deadline)
+            raise self._named(error, to, description, phase) from error.__cause__
         return CallId(self.directory.me.id, n), promise
 
     def reach(self, to: WorkerId, deadline: float) -> None:
-        """See to it that there is a connection."""
+        """Connect to a worker, unless it is connected."""
         try:
             self._connections.to(to, deadline)
         except (PeerLost, DeadlinePassed) as error:
             raise self._named(error, to, "a greeting", "connect") from error
 
     def hang_up(self, worker: WorkerId, reason: str) -> None:
-        """End the connection to a worker, which counts as lost until it is needed again."""
+        """Close the connection to a worker, which counts as lost until it is needed again."""
         self._connections.hang_up(worker, PeerLost(reason))
 
     def tell(
@@ -195,8 +203,8 @@ class Agent:
         deadline: float,
         phase: str = "call",
     ) -> None:
-        """Send one way."""
-        frame = framed(message, payload, self.limits)
+        """Send a message that has no answer."""
+        frame = _make_frame(message, payload, self.limits)
         channel = None
         try:
             channel = self._connections.to(to, deadline)
@@ -213,9 +221,9 @@ class Agent:
         return request_errors.unsent(self.directory.name(to), what, phase, error)
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
-        """Nobody wants this answer any more; False if it has come already."""
+        """Cancel a request; False if its answer has come already."""
         taken = self._calls.withdrawn(promise)
-        self._cancelling.call_off(taken, why)
+        self._cancellation.cancel(taken, why)
         return bool(taken)
 
     def _nested(self, inbound: Source) -> list[Taken]:
@@ -224,10 +232,10 @@ class Agent:
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> bool:
-        """Answer a request, on the channel it came by; False if the asker is lost."""
+        """Answer a request on the channel it came by; False if cancelled or the peer is lost."""
         if source.request == 0 or source.cancelled:
             return False
-        frame = framed(message, payload, self.limits, source.request, IS_ANSWER)
+        frame = _make_frame(message, payload, self.limits, source.request, IS_ANSWER)
         try:
             points = self.failpoints
             send = source.channel.send if points is None else points.replying(source)
@@ -238,17 +246,18 @@ class Agent:
         return True
 
     def is_connected(self, worker: WorkerId) -> bool:
-        """Whether there is a connection to it now."""
+        """Whether there is a connection to a worker now."""
         return self._connections.has(worker)
 
     def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
-        """It could not be reached: unless it is connected now, `tell` counts it as lost."""
+        """A worker could not be reached: call `tell`, which marks it as lost, unless connected."""
         return self._connections.unreached(worker, tell)
 
     def check_asker(self, source: Source) -> None:
-        """Raise if who asked is lost. Then nobody waits for what was asked, or would let go of it.
+        """PeerLost if the peer that sent a request is lost: nobody would release its result.
 
-        Under the lock that `on_peer_lost` takes this is exact: what passes is found by the loss.
+        Exact under the lock that the `on_peer_lost` listener takes: what is added after this check
+        is found by that listener.
         """
         if not self._connections.has(source.worker, source.channel):
             raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
@@ -265,7 +274,7 @@ class Agent:
             _log.exception("%s could not tell %s of an error", self.directory.me.name, name)
 
     def describe(self, error: BaseException) -> Failure:
-        """An exception of ours as data."""
+        """An exception of this worker as data."""
         return describe(error, self.directory.me.name, self._name_of)
 
     def revive(self, failure: Failure) -> GradwireError:
@@ -273,7 +282,7 @@ class Agent:
         return revive(failure, self._type_of)
 
     def close(self, reason: str, timeout: float) -> list[str]:
-        """Stop everything; what still waits gets an error. Returns the threads that did not end."""
+        """Stop, and fail what still waits. Returns the names of the threads that did not end."""
         if not self._closing.acquire(blocking=False):
             return []
         self._closed = reason
@@ -288,9 +297,9 @@ class Agent:
         return stuck
 
     def forked(self) -> None:
-        """In a process forked from this one: this agent has left, without a word to anybody."""
+        """In a forked process: this agent is closed, and sends nothing."""
         self._closed = FORKED
-        self.sections.forked()
+        self.locks.forked()
 
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
@@ -309,9 +318,9 @@ class Agent:
     def wait(
         self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
     ) -> None:
-        """Until `done` by what this peer sends, or by the end of it; `block` waits for that.
+        """Call `block` to wait until `done`, while messages of this peer are being read.
 
-        Not counted as running, if it is a function of a peer's that waits.
+        A thread of the pool is not counted while it waits.
         """
         if done():
             return
@@ -339,16 +348,16 @@ class Agent:
     def _revived(self, failure: Failure) -> Exception:
         try:
             return self.revive(failure)
-        except Exception as error:  # whoever waits must hear something
+        except Exception as error:  # the waiting thread must get some outcome
             return error
 
     def guarded(self, source: Source, job: Job) -> None:
-        """Run what answers a request; if it raises, that is the answer."""
+        """Run the handler of a request; if it raises, the exception is the answer."""
         try:
             job()
-        except BaseException as error:  # whatever it is, the asker must be told
+        except BaseException as error:  # the peer must be told of any failure
             if not isinstance(error, Exception) and mine.pool is None:
-                raise  # Ctrl-C on a thread of the user's that reads while it waits
+                raise  # Ctrl-C on a user's thread that reads while it waits
             is_refusal = self.noting.note(source.worker, error)
             if source.request == 0:
                 if is_refusal:
@@ -365,7 +374,7 @@ class Agent:
             name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, n)
             silence = self.silence_of(pending.peer)
             pending.slot.settle(request_errors.late(name, call, pending, silence))
-        self._cancelling.tell(late)
+        self._cancellation.notify(late)
         return following
 
     def _channel_ended(
@@ -378,7 +387,7 @@ class Agent:
             call = CallId(self.directory.me.id, n)
             pending.slot.settle(request_errors.lost(name, call, pending, reason, link, now))
         orphans = self.dispatch.inbound_requests.of_channel(channel)
-        self._cancelling.stop(orphans, f"{name}, which asked, was lost")
+        self._cancellation.stop(orphans, f"{name}, which asked, was lost")
         if last:
             self._lost(worker, reason, link)
 
@@ -387,5 +396,16 @@ class Agent:
             listener(worker, request_errors.gone(self.directory.name(worker), reason, link))
 
 
-_FAILURE_SECONDS = 10.0
-"""How long an error may take to leave. The one who waits for it has a deadline of its own."""
+def _make_frame(
+    message: Message, payload: Sequence[Buffer], limits: Limits, request: int = 0, flags: int = 0
+) -> Frame:
+    """NotSerializable if it is over the limits: the receiver would close the connection."""
+    head, body = encode(message), sum(map(len, payload)) if payload else 0
+    if len(head) > limits.head or body > limits.payload:
+        raise NotSerializable(
+            f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
+            f"over the limits of {limits.head} and {limits.payload}",
+            hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
+        )
+    kind: int = type(message).__struct_config__.tag  # type: ignore[assignment]  # as `kind_of` says
+    return Frame(kind, flags, request, head, payload)

@@ -1,14 +1,14 @@
-"""What an exception holds besides its type and its text, as data, and back.
+"""The contents of an exception, besides its type and text, as data and back.
 
-Its `args`, its notes, its attributes that are plain data, its `__cause__` and, of a group, its
-members. Plain data are None, numbers, texts, bytes, and tuples, lists, dicts and sets of these. An
-attribute that is something else stays behind; if one of `args` is, all of them do.
+Contents are `args`, notes, attributes that are plain data, `__cause__` and the members of a group.
+Plain data are None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. Any other
+attribute is left out; if one of `args` is not plain, all of `args` are left out.
 
-Not `__context__`: which exception was being handled is an accident of where one was raised. It is
-in the traceback, which travels as text.
+`__context__` is left out too: which exception was being handled is an accident of where this one
+was raised. The traceback, which is sent as text, shows it.
 
-A sender leaves out what is over the bounds below. A receiver checks the whole before anything is
-made of it, and makes no exceptions here: remote_errors.py does.
+The sender leaves out what exceeds the limits below. The receiver checks all of it before it is
+used. Exceptions are created in remote_errors.py, not here.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from gradwire.wire.message import check_arrived
 
 _MOST_VALUES = 1 << 12
 _MOST_DEPTH = 16
-"""of containers within containers, and of causes and groups within one another"""
+"""of nested containers, and of nested causes and groups"""
 _MOST_LINK_TEXT = 1 << 12
 _MOST_INT_BYTES = 1 << 10
-"""Python refuses to print longer ones"""
+"""Python refuses to print longer integers"""
 
 NameOf = Callable[[type[BaseException]], str]
 TextOf = Callable[[BaseException], str]
 
 NOTE = "_gradwire_note"
-"""the attribute of a RemoteError that holds `Failure.note`; it does not travel any further"""
+"""the attribute of a RemoteError that holds `Failure.note`; it is not sent on"""
 OURS = frozenset(
     {"args", "message", "hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
     | {NOTE}
 )
-"""attributes of a RemoteError, which those of another exception must not replace"""
-# Of an AttributeError: the whole object that lacks the attribute, which nobody meant to send.
-_LEFT_BEHIND = frozenset({"obj"})
+"""attributes of RemoteError, which those of another exception must not replace"""
+# Of an AttributeError: the object that lacks the attribute, which the user did not mean to send.
+_LEFT_OUT = frozenset({"obj"})
 _ABSENT = object()
 
 _TUPLE, _LIST, _DICT, _SET, _FROZENSET, _BIG_INT, _SURROGATES = range(7)
@@ -56,24 +56,24 @@ _MADE_OF: Mapping[int, Callable[[list[Any]], object]] = {
 }
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True):
+class _ContentsData(msgspec.Struct, frozen=True, array_like=True):
     args: list[Any] | None = None
     attributes: dict[str, Any] = {}
     notes: list[str] = []
-    cause: _Link | None = None
-    members: list[_Link] = []
+    cause: _LinkData | None = None
+    members: list[_LinkData] = []
 
 
-class _Link(msgspec.Struct, frozen=True, array_like=True):
+class _LinkData(msgspec.Struct, frozen=True, array_like=True):
     type_name: str
     text: str
     hint: str | None
     worker: str
-    held: _Held
+    held: _ContentsData
 
 
 class Contents(NamedTuple):
-    """What an exception held. `args` is None if they did not travel."""
+    """The contents of an exception. `args` is None if they were left out."""
 
     args: tuple[object, ...] | None = None
     attributes: Mapping[str, object] = MappingProxyType({})
@@ -83,7 +83,7 @@ class Contents(NamedTuple):
 
 
 class Linked(NamedTuple):
-    """A cause or a member. An empty worker is that of the exception that holds it."""
+    """A cause or a member. An empty worker means that of the exception that holds it."""
 
     type_name: str
     text: str
@@ -93,18 +93,18 @@ class Linked(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Held).decode
-_NOTHING = _encode(_Held())
+_decode = msgspec.msgpack.Decoder(_ContentsData).decode
+_NOTHING = _encode(_ContentsData())
 
 
 def pack_contents(error: BaseException, name_of: NameOf, text_of: TextOf) -> bytes:
-    """What `error` holds; empty if that is nothing."""
-    data = _encode(_Packing(name_of, text_of).held(error, _MOST_DEPTH))
+    """The contents of `error`; empty if there are none."""
+    data = _encode(_ContentsEncoder(name_of, text_of).held(error, _MOST_DEPTH))
     return b"" if data == _NOTHING or len(data) > MOST_CONTENTS else data
 
 
 def unpack_contents(data: bytes) -> Contents:
-    """What a peer's exception held; raises BadMessage."""
+    """The contents of a peer's exception; BadMessage if they are malformed."""
     if not data:
         return Contents()
     check_arrived(data, 4 * _MOST_VALUES)
@@ -112,18 +112,18 @@ def unpack_contents(data: bytes) -> Contents:
         return _contents(_decode(data), _MOST_DEPTH)
     except GradwireError:
         raise
-    except Exception as error:  # whatever a peer's bytes lead to is the peer's
+    except Exception as error:  # any failure here is the fault of the peer's bytes
         raise BadMessage(f"the contents of an exception are malformed: {error}") from None
 
 
 def args_of(error: BaseException) -> tuple[object, ...]:
-    """Its `args`, whatever a property of that name would say."""
+    """Its `args`, without calling a property of that name."""
     args: tuple[object, ...] = BaseException.__dict__["args"].__get__(error)
     return args
 
 
 def members_of(error: BaseException) -> tuple[BaseException, ...]:
-    """The members of a group; none of any other exception."""
+    """The members of a group; empty for any other exception."""
     if not isinstance(error, BaseExceptionGroup):
         return ()
     members: tuple[BaseException, ...] = BaseExceptionGroup.__dict__["exceptions"].__get__(error)
@@ -131,13 +131,13 @@ def members_of(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def dict_of(error: BaseException) -> dict[str, Any]:
-    """Its attributes, without those that lie in slots."""
+    """Its attributes, without those in slots."""
     attributes: dict[str, Any] = object.__getattribute__(error, "__dict__")
     return attributes
 
 
 def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    """Where exceptions of a type keep what is not in their `__dict__`: errno, filename, name, …"""
+    """The slots of a type, which hold what is not in `__dict__`: errno, filename, name, …"""
     return {
         name: raw
         for base in reversed(kind.__mro__)
@@ -147,10 +147,10 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
 
 
 def set_attribute(error: BaseException, name: str, value: object) -> None:
-    """Set what a peer names, without any code of the type's: no property, no `__setattr__`.
+    """Set an attribute that a peer names, without running code of the type.
 
-    Left out is what would replace something else than data: a method, a property, what a
-    RemoteError says of itself, what Python keeps under two underscores.
+    No property and no `__setattr__` is called. A name that is a method, a property, an attribute of
+    RemoteError or a name with two underscores is ignored.
     """
     if name in OURS or _is_special(name):
         return
@@ -159,13 +159,13 @@ def set_attribute(error: BaseException, name: str, value: object) -> None:
         try:
             raw.__set__(error, value)
         except (TypeError, ValueError, OverflowError, AttributeError):
-            return  # no value for that slot, as a text for the start of a UnicodeError
+            return  # the slot takes another type, as the start of a UnicodeError does
     elif not callable(raw) and not hasattr(type(raw), "__get__"):
         dict_of(error)[name] = value
 
 
 def found_on(kind: type, name: str) -> object:
-    """What a type has under that name, as it stands there."""
+    """What a type has under that name, without calling descriptors."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
 
 
@@ -174,34 +174,34 @@ def _is_special(name: str) -> bool:
 
 
 class _NotPlain(Exception):
-    """It is no plain data, or too much."""
+    """The value is not plain data, or too large."""
 
 
 @final
-class _Packing:
-    """The contents of an exception, its causes and members, within one bound for all of them."""
+class _ContentsEncoder:
+    """Encodes an exception with its causes and members, within one limit for all of them."""
 
     def __init__(self, name_of: NameOf, text_of: TextOf) -> None:
         self._name_of, self._text_of = name_of, text_of
         self._bytes, self._values = MOST_CONTENTS // 2, _MOST_VALUES
         self._seen: set[int] = set()
 
-    def held(self, error: BaseException, depth: int) -> _Held:
-        """What one exception holds; raises nothing for what does not fit."""
+    def held(self, error: BaseException, depth: int) -> _ContentsData:
+        """The contents of one exception; what does not fit is left out."""
         self._seen.add(id(error))
         members = members_of(error)
-        # Those of a group are its message and its members, which are not plain.
+        # The `args` of a group are its message and its members; the latter are not plain.
         args = self._maybe(args_of(error)[:1] if members else args_of(error))
         notes = getattr(error, "__notes__", ())
         kept = [self._maybe(note) for note in notes if isinstance(note, str)]
-        told = [note for note in kept if type(note) is str]
+        texts = [note for note in kept if type(note) is str]
         links = self._links(members, depth)
         if len(links) < len(members):
-            told.append(f"{len(members) - len(links)} more members did not travel")
-        return _Held(
+            texts.append(f"{len(members) - len(links)} more members were left out")
+        return _ContentsData(
             args[1:] if isinstance(args, list) else None,  # without the tag of the tuple
             dict(self._attributes(error)),
-            told,
+            texts,
             self._maybe_link(error.__cause__, depth),
             links,
         )
@@ -210,7 +210,7 @@ class _Packing:
         found = dict(dict_of(error))
         for name, slot in slots_of(type(error)).items():
             value = slot.__get__(error, type(error)) if _is_set(slot, error) else None
-            if value is not None and name not in _LEFT_BEHIND:
+            if value is not None and name not in _LEFT_OUT:
                 found[name] = value
         for name, value in found.items():
             if type(name) is str and name not in OURS and not _is_special(name):
@@ -218,7 +218,7 @@ class _Packing:
                 if node is not _ABSENT:
                     yield name, node
 
-    def _links(self, members: tuple[BaseException, ...], depth: int) -> list[_Link]:
+    def _links(self, members: tuple[BaseException, ...], depth: int) -> list[_LinkData]:
         links = []
         for member in members:
             link = self._maybe_link(member, depth)
@@ -227,7 +227,7 @@ class _Packing:
             links.append(link)
         return links
 
-    def _maybe_link(self, error: BaseException | None, depth: int) -> _Link | None:
+    def _maybe_link(self, error: BaseException | None, depth: int) -> _LinkData | None:
         if error is None or id(error) in self._seen or depth == 0 or self._bytes <= 0:
             return None
         name, worker = self._name_of(type(error)), ""
@@ -236,10 +236,10 @@ class _Packing:
         text = self._text_of(error)[:_MOST_LINK_TEXT]
         hint = error.hint if isinstance(error, GradwireError) else None
         self._bytes -= len(_encode((name, text, hint)))
-        return _Link(name, text, hint, worker, self.held(error, depth - 1))
+        return _LinkData(name, text, hint, worker, self.held(error, depth - 1))
 
     def _maybe(self, value: object) -> object:
-        """The node of a value, if it is plain data and there is room for it."""
+        """A value as plain data; `_ABSENT` if it is not plain or does not fit."""
         values = self._values
         try:
             node = self._node(value, _MOST_DEPTH)
@@ -268,7 +268,7 @@ class _Packing:
 
 
 def _leaf(value: object) -> object:
-    """A number or a text, of a subclass too: as the base that it is equal to."""
+    """A number or a string; one of a subclass is converted to the base class."""
     if isinstance(value, PurePath):
         value = str(value)
     if isinstance(value, float):
@@ -284,7 +284,7 @@ def _leaf(value: object) -> object:
         text = str.__str__(value)
         try:
             text.encode()
-        except UnicodeEncodeError:  # the name of a file may be no UTF-8
+        except UnicodeEncodeError:  # a file name may not be UTF-8
             return [_SURROGATES, text.encode("utf-8", "surrogatepass")]
         return text
     raise _NotPlain
@@ -298,7 +298,7 @@ def _is_set(slot: MemberDescriptorType, error: BaseException) -> bool:
     return True
 
 
-def _contents(held: _Held, depth: int) -> Contents:
+def _contents(held: _ContentsData, depth: int) -> Contents:
     if depth < 0:
         raise OverLimit("the causes and members of an exception are nested deeper than the limit")
     return Contents(
@@ -310,7 +310,7 @@ def _contents(held: _Held, depth: int) -> Contents:
     )
 
 
-def _linked(link: _Link, depth: int) -> Linked:
+def _linked(link: _LinkData, depth: int) -> Linked:
     return Linked(link.type_name, link.text, link.hint, link.worker, _contents(link.held, depth))
 
 
@@ -324,7 +324,7 @@ def _value(node: object, depth: int) -> object:
     tag, *rest = node
     if tag == _BIG_INT:
         if len(rest[0]) > _MOST_INT_BYTES:
-            raise OverLimit("the contents of an exception hold a longer number than the limit")
+            raise OverLimit("the contents of an exception hold a number longer than the limit")
         return int.from_bytes(rest[0], "little", signed=True)
     if tag == _SURROGATES:
         return rest[0].decode("utf-8", "surrogatepass")

@@ -1,21 +1,21 @@
-"""Points in the life of a message at which a test makes something go wrong.
+"""Failpoints: points on the way of a message at which a test can inject a fault.
 
-    before-send    one of ours is about to leave        after-send    it has left
-    before-handle  a peer's is about to be handled      after-handle  it has been
-    before-reply   a peer's request was handled, and its answer is about to leave
+    before-send    a message is about to be sent        after-send    it was sent
+    before-handle  a peer's is about to be handled      after-handle  it was handled
+    before-reply   a peer's request was handled, and its answer is about to be sent
 
-A fault is written as words, for `gradwire.testing.faults.arm` or the environment variable
-GRADWIRE_FAULTS, where `;` stands between several:
+A fault is written in words, for `gradwire.testing.faults.arm` or the environment variable
+GRADWIRE_FAULTS, where `;` separates several:
 
     kill before-reply Call                    this process, by SIGKILL, at the first of them
     stop after-send Gradients on w1 nth 2     freeze it, only if this worker is w1
     delay before-handle Start for 0.5         seconds of the worker's clock, or until released
     close before-send Result with w0          the channel to that peer
     raise before-handle Call                  InjectedFault
-    call before-send Commit                   whatever was given with it
+    call before-send Commit                   the function that was given with it
 
-The kind is that of the message, or `any`. Each fault happens once. An agent without failpoints asks
-one attribute whether it has any.
+The kind is that of the message, or `any`. Each fault happens once. An agent without failpoints
+checks one attribute for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.clock import Clock
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import Clock
+from gradwire.agent.serving.dispatch import Source
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
@@ -55,12 +55,12 @@ _GRAMMAR = "write `ACTION POINT KIND`, then any of `on WORKER`, `with PEER`, `nt
 
 
 class InjectedFault(GradwireError):
-    """What a failpoint that was told to raise has raised."""
+    """Raised by a failpoint whose action is `raise`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens where; see the top of this file.
+    """An action, and the point and kind of message at which it happens.
 
     >>> print(Fault.parse("kill  before-reply Call nth 2 with w0"))
     kill before-reply Call with w0 nth 2
@@ -92,10 +92,10 @@ class Fault:
 
     def __str__(self) -> str:
         details = {"on": self.on, "with": self.peer}
-        spoken = [f"{word} {value}" for word, value in details.items() if value is not None]
-        spoken += [f"nth {self.nth}"] if self.nth != 1 else []
-        spoken += [f"for {self.seconds:g}"] if self.seconds != _LONGEST_DELAY else []
-        return " ".join([self.action, self.point, self.kind, *spoken])
+        words = [f"{word} {value}" for word, value in details.items() if value is not None]
+        words += [f"nth {self.nth}"] if self.nth != 1 else []
+        words += [f"for {self.seconds:g}"] if self.seconds != _LONGEST_DELAY else []
+        return " ".join([self.action, self.point, self.kind, *words])
 
 
 _DETAILS = {"on", "with", "nth", "for"}
@@ -105,13 +105,13 @@ _DETAILS = {"on", "with", "nth", "for"}
 class _Armed:
     fault: Fault
     act: Callable[[], None] | None
-    met: int = 0
+    reached: int = 0
     fired: bool = False
 
 
 @final
 class Failpoints:
-    """Those of one worker."""
+    """The failpoints of one worker."""
 
     def __init__(self, directory: Directory, kinds: Kinds, clock: Clock) -> None:
         self._directory, self._kinds, self._clock = directory, kinds, clock
@@ -125,7 +125,7 @@ class Failpoints:
         self._mine = threading.local()
 
     def arm(self, fault: Fault, act: Callable[[], None] | None = None) -> None:
-        """From now on; `act` is what the action `call` calls."""
+        """Add a fault; `act` is what the action `call` calls."""
         if (fault.action == "call") != (act is not None):
             raise UsageError(f"{fault}: the action `call`, and no other, needs what to call")
         if fault.on in (None, self._directory.me.name):
@@ -133,20 +133,20 @@ class Failpoints:
                 self._armed.append(_Armed(fault, act))
 
     def disarm(self) -> None:
-        """Nothing more happens, and what is held up goes on; counts begin anew."""
+        """Remove all faults, release what is delayed, and reset the counts."""
         with self._lock:
             self._armed.clear()
             self._seen.clear()
         self.release()
 
     def release(self) -> None:
-        """Whatever is delayed goes on now."""
+        """End every delay now."""
         with self._released:
             self._releases += 1
             self._released.notify_all()
 
     def keep_quiet(self) -> None:
-        """What this thread is serving does not count: it is the call that arms."""
+        """Ignore the request that this thread is serving: it is the one that arms."""
         self._mine.quiet = True
 
     def fired(self) -> dict[str, bool]:
@@ -155,18 +155,18 @@ class Failpoints:
             return {str(armed.fault): armed.fired for armed in self._armed}
 
     def seen(self) -> dict[str, int]:
-        """How often each point was met, by its name and the kind of message."""
+        """How often each point was reached, by its name and the kind of message."""
         with self._lock:
             return dict(self._seen)
 
-    # -- what the agent calls
+    # -- called by the agent
 
     def sending(self, to: WorkerId, channel: Channel) -> Callable[[Frame, float], None]:
-        """What sends a frame."""
+        """The function that sends a frame on this channel."""
         return partial(self._send, to, channel)
 
     def replying(self, source: Source) -> Callable[[Frame, float], None]:
-        """What answers a request; that is about to happen."""
+        """The function that sends the answer to a request, which is about to be sent."""
         asked = self._asked.pop((source.channel, source.request), None)
         if asked is not None:
             self._at(BEFORE_REPLY, asked, source.worker, source.channel)
@@ -206,7 +206,7 @@ class Failpoints:
         return run
 
     def around_answer(self, channel: Channel, take: TakeAnswer) -> TakeAnswer:
-        """What takes an answer, with the points before and after it."""
+        """The function that takes an answer, with the points before and after it."""
 
         def run(worker: WorkerId, frame: Frame) -> None:
             name = self._name(frame.kind)
@@ -216,7 +216,7 @@ class Failpoints:
 
         return run
 
-    # -- what happens
+    # -- actions
 
     def _at(self, point: str, kind: str, peer: WorkerId, channel: Channel) -> None:
         if getattr(self._mine, "quiet", False):
@@ -234,7 +234,7 @@ class Failpoints:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                # To this thread: the process stops before it goes on, not a moment later.
+                # Sent to this thread: the process stops before this thread continues.
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case "raise":
                 raise InjectedFault(f"{INJECTED}: {fault}")
@@ -262,21 +262,21 @@ class Failpoints:
 
 
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
-    """Whether it happens now; counts the meeting."""
+    """Whether it happens now; counts how often its point was reached."""
     fault = armed.fault
     if armed.fired or fault.point != point or fault.kind not in (kind, ANY):
         return False
     if fault.peer not in (None, peer):
         return False
-    armed.met += 1
-    armed.fired = armed.met == fault.nth
+    armed.reached += 1
+    armed.fired = armed.reached == fault.nth
     return armed.fired
 
 
 def failpoints_by_environment(
     directory: Directory, kinds: Kinds, clock: Clock
 ) -> Failpoints | None:
-    """Those that GRADWIRE_FAULTS asks for; None, as ever, without it."""
+    """The failpoints that GRADWIRE_FAULTS asks for; None if it is not set."""
     faults = [Fault.parse(text) for text in faults_from_environment().split(";") if text.strip()]
     if not faults:
         return None

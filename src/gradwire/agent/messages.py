@@ -1,4 +1,4 @@
-"""What agents say to each other."""
+"""Messages between agents."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from gradwire.ids import WorkerId
 from gradwire.wire.message import Message
 
 MOST_CONTENTS = 1 << 16
-"""bytes of what an exception holds besides its type, text and traceback"""
+"""bytes of the contents of an exception: all but its type, text and traceback"""
 BytesUpTo64KiB = Annotated[bytes, msgspec.Meta(max_length=MOST_CONTENTS)]
 
 
 class Hello(Message, frozen=True, tag=0x01):
-    """The first message each way after the handshake, which has said name and job.
+    """The first message each way after the handshake, which has exchanged names and job.
 
-    `life` tells a worker from an earlier one of the same number. `address` is where it listens, for
-    those who have not heard of it yet; `note` is what they should know besides. `since` is for a
-    peer whose number was used before: the count of the sender's first context that is not older
-    than this life of the peer. `losses` is how often the sender has lost the peer before.
+    `life` is the incarnation: it differs from that of an earlier worker with the same number.
+    `address` is where the sender listens, and `note` its note, for a peer that does not know them
+    yet. `since` is for a peer whose number was used before: the count of the sender's first context
+    that is not older than this incarnation of the peer. `losses` is how often the sender has lost
+    the peer before.
     """
 
     worker: WorkerId
@@ -40,44 +41,41 @@ class Failure(Message, frozen=True, tag=0x02):
     traceback: str
     worker: str
     peer: str = ""
-    """whom it is about, over which link and in which phase; see GradwireError"""
+    """the peer, the link and the phase that it is about; see GradwireError"""
     link: str = ""
     phase: str = ""
     contents: BytesUpTo64KiB = b""
-    """what it holds besides: args, attributes, notes, cause, members; as msgpack, see
-    exception_contents.py
-    """
+    """args, attributes, notes, cause and members; as msgpack, see exception_contents.py"""
     note: bytes = b""
-    """what the layer above sends along; see Source.note"""
+    """added by the layer above; see Source.note"""
 
 
 class Done(Message, frozen=True, tag=0x03):
-    """The answer to a request that wants to know only that it was heard."""
+    """The answer to a request that needs an acknowledgement only."""
 
 
 class Leaving(Message, frozen=True, tag=0x04):
-    """A worker on its way out.
+    """A step of a worker's graceful shutdown.
 
-    Phase 1: its program is over. Phase 2: nothing of its own is in flight. Phase 3: the others may
-    go.
+    Phase 1: its program is over. Phase 2: it has nothing in flight. Phase 3: the others may close.
     """
 
     phase: int
 
 
 class Ping(Message, frozen=True, tag=0x06):
-    """A sign of life on a connection that was silent for a while; who asks wants one back."""
+    """A heartbeat on a connection that was silent for a while; `asks` requests one in return."""
 
     asks: bool
 
 
 class Cancel(Message, frozen=True, tag=0x07):
-    """Nobody waits for the answer to these requests of mine any more."""
+    """The sender does not wait for the answers to these of its requests any more."""
 
     requests: list[int]
 
 
 class Left(Message, frozen=True, tag=0x05):
-    """A member of an open world takes part no longer, and asks to hear that this was heard."""
+    """The sender has left an open world; answered with Done."""
 
     life: int

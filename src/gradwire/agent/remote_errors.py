@@ -1,8 +1,8 @@
-"""An exception as data, and back.
+"""Exceptions as data (`describe`), and back (`revive`).
 
-It travels as the name of its type, its text, its traceback and what it holds besides
-(exception_contents.py). Only the types that the receiver already knows (builtins, ours, exposed
-ones) are looked up again; nothing is imported for a peer, and no constructor is called.
+An exception is sent as the name of its type, its text, its traceback and its contents
+(exception_contents.py). The receiver looks up only types that it knows (builtins, gradwire's,
+exposed ones). It imports nothing for a peer, and calls no constructor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _set_cause = BaseException.__dict__["__cause__"].__set__
 # Set by CPython on every class that a class statement made.
 _IS_HEAP_TYPE = 1 << 9
 _MOST_TRACEBACK = 1 << 14
-"""characters of what all workers that an exception has passed say of it. The first part is of the
-last worker; the end, which is longer, of the one that raised it.
+"""characters of the tracebacks of all workers that an exception has passed. If they are longer, the
+middle is left out: the beginning is of the last worker, the end of the one that raised it.
 """
 
 TypeOf = Callable[[str], type[BaseException] | None]
@@ -52,36 +52,36 @@ NameOf = Callable[[type[BaseException]], str]
 
 
 def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
-    """What the caller must know of an exception raised on `worker`.
+    """An exception raised on `worker`, as data for the caller.
 
-    An exception that came from further away keeps the worker where it was raised; the traceback of
-    each worker it passed is added on the way.
+    An exception that came from another worker keeps the name of that worker; each worker it passes
+    adds its traceback.
     """
-    story = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
+    trace = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
     text, contents = _safe_text(error), _safe_contents(error, name_of)
     if not isinstance(error, GradwireError):
         name = name_of(type(error))
-        return Failure(name, text, None, story, worker, contents=contents)
+        return Failure(name, text, None, trace, worker, contents=contents)
     about = (error.peer, error.link, error.phase)
     if isinstance(error, RemoteError):
         worker = error.worker
-        return Failure(error.type_name, text, error.hint, story, worker, *about, contents)
-    return Failure(name_of(type(error)), text, error.hint, story, worker, *about, contents)
+        return Failure(error.type_name, text, error.hint, trace, worker, *about, contents)
+    return Failure(name_of(type(error)), text, error.hint, trace, worker, *about, contents)
 
 
 def noted(failure: Failure, note: bytes) -> Failure:
-    """The same, with what the layer above sends along."""
+    """The same, with the note of the layer above."""
     return msgspec.structs.replace(failure, note=note) if note else failure
 
 
 def note_of(error: RemoteError) -> bytes:
-    """What the layer above has sent along with this exception."""
+    """The note that the layer above has sent with this exception."""
     note: bytes = dict_of(error).get(NOTE, b"")
     return note
 
 
 def clipped(failure: Failure, most: int) -> Failure:
-    """The same with the end of its traceback and the beginning of its text, to fit a limit."""
+    """The same, with the end of its traceback and the beginning of its text, to fit a limit."""
     return msgspec.structs.replace(
         failure,
         text=failure.text[:most],
@@ -93,16 +93,16 @@ def clipped(failure: Failure, most: int) -> Failure:
 
 
 def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
-    """What to raise here: a RemoteError that is also of the original type where we know it.
+    """The exception to raise here: a RemoteError that is also of the original type, if known.
 
-    Nothing of the type's own is called: what it held is put into it as data. An exposed type may
-    have ideas of its own about how it is made; then it is a plain RemoteError. Contents that do
-    not fit are left out: whoever waits must hear of the failure itself.
+    No code of the original type runs: its contents are set as data. If an instance cannot be made
+    that way, it is a plain RemoteError. Malformed contents are left out: the waiting thread must
+    get the failure itself.
     """
     try:
         contents = unpack_contents(failure.contents)
     except BadMessage:
-        _log.debug("what a %s held was left out", failure.type_name, exc_info=True)
+        _log.debug("the contents of a %s were left out", failure.type_name, exc_info=True)
         contents = Contents()
     error = _made(failure, contents, type_of)
     if failure.note:
@@ -132,13 +132,13 @@ def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
 
 
 def _made_of_link(link: Linked, worker: str, type_of: TypeOf) -> RemoteError:
-    """A cause or a member: its own traceback is in that of the exception that holds it."""
+    """A cause or a member: its traceback is part of that of the exception that holds it."""
     failure = Failure(link.type_name, link.text, link.hint, "", link.worker or worker)
     return _made(failure, link.contents, type_of)
 
 
 def _filled(error: RemoteError, failure: Failure) -> RemoteError:
-    if not isinstance(error, BaseExceptionGroup):  # which has both from its making
+    if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
         _set_args(error, (failure.text,))
         dict_of(error)["message"] = failure.text
     dict_of(error).update(
@@ -154,33 +154,34 @@ def _filled(error: RemoteError, failure: Failure) -> RemoteError:
 
 
 def fresh(error: BaseException) -> BaseException:
-    """A copy to raise: the one we keep must not gather the frames of all who wait for it."""
+    """A copy to raise: the stored one must not collect the frames of every waiting thread."""
     try:
         again = _copied(error) if isinstance(error, RemoteError) else copy.copy(error)
-    except Exception:  # its constructor wants more than it kept
+    except Exception:  # its constructor needs more than `args`
         return error
     if type(again) is not type(error):
         return error
-    for name in ("__cause__", "__context__", "__suppress_context__"):  # the cause sets the last
+    # In this order: setting the cause changes __suppress_context__.
+    for name in ("__cause__", "__context__", "__suppress_context__"):
         slot = BaseException.__dict__[name]
         slot.__set__(again, slot.__get__(error))
     return BaseException.with_traceback(again, error.__traceback__)
 
 
 def _copied(error: RemoteError) -> BaseException:
-    """Without its constructor, which need not take its `args`."""
+    """A copy made without the constructor, which may not accept `args`."""
     kind = type(error)
     again = _instance(kind, error.message, members_of(error))
     _set_args(again, args_of(error))
     for slot in slots_of(kind).values():
-        with suppress(AttributeError, TypeError):  # it is empty, or Python's own to write
+        with suppress(AttributeError, TypeError):  # it is empty or read-only
             slot.__set__(again, slot.__get__(error, kind))
     dict_of(again).update(dict_of(error))
     return again
 
 
 def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
-    """A text that can travel, whatever the exception makes of the attempt to print it."""
+    """A text as valid UTF-8 of limited length, even if printing the exception fails."""
     try:
         said = text()
     except Exception as failed:
@@ -191,7 +192,7 @@ def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """The message without what our own types add when printed."""
+    """The message, without what GradwireError adds when it is printed."""
     if isinstance(error, NotSerializable):
         return f"{error.place}: {error.message}" if error.place else error.message
     if isinstance(error, GradwireError):
@@ -208,15 +209,15 @@ def _safe_text(error: BaseException) -> str:
 def _safe_contents(error: BaseException, name_of: NameOf) -> bytes:
     try:
         return pack_contents(error, name_of, _safe_text)
-    except Exception:  # a type of the user's may have properties that raise
-        _log.debug("what a %s held was left out", type(error).__name__, exc_info=True)
+    except Exception:  # a user's type may have properties that raise
+        _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
         return b""
 
 
 def _blank(
     original: type[BaseException], args: tuple[object, ...] | None, members: list[RemoteError]
 ) -> RemoteError | None:
-    """An instance made without the original's constructor; None if there cannot be one."""
+    """An instance made without the original's constructor; None if that is impossible."""
     if not issubclass(original, Exception):
         return None
     remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
@@ -230,30 +231,30 @@ def _blank(
 
 
 def _instance(kind: type[T], message: str = "", members: Sequence[BaseException] = ()) -> T:
-    """A blank one. Only a constructor written in C knows how it is laid out, and runs no code."""
+    """An empty instance, made by the `__new__` of the nearest base in C: no user code runs."""
     if issubclass(kind, BaseExceptionGroup):
         return cast(T, BaseExceptionGroup.__new__(kind, message, members))
     for base in kind.__mro__:
         if not base.__flags__ & _IS_HEAP_TYPE:
             try:
                 error = cast(Any, base).__new__(kind)
-            except TypeError:  # the layout is that of another base
+            except TypeError:  # another base determines the layout
                 continue
             BaseException.__init__(error)
             return cast(T, error)
-    raise TypeError(f"{kind.__name__} cannot be laid out")
+    raise TypeError(f"no base in C can create a {kind.__name__}")
 
 
 @cache
 def _maybe_remote_type(original: type[Exception]) -> type[RemoteError] | None:
-    """The type of a RemoteError that is an `original`, too; None if the two do not mix."""
+    """A subclass of RemoteError and `original`; None if the two cannot be combined."""
     if issubclass(original, RemoteError):
         return original
     name = f"Remote{original.__name__}"
     try:
         remote = type(name, (RemoteError, original), {"__module__": __name__})
-    except TypeError:  # two layouts
+    except TypeError:  # their layouts conflict
         return None
-    # A property of the original in the place of an attribute of ours would run its code.
+    # A property of the original with the name of a RemoteError attribute would run its code.
     is_taken = any(hasattr(type(found_on(original, name)), "__set__") for name in OURS - {"args"})
     return None if is_taken and not issubclass(original, BaseExceptionGroup) else remote

@@ -19,8 +19,7 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.backward.active_pass import ActivePass, Held

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import cast, final
 
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import BadMessage, UsageError
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare
 from gradwire.optim.shard import Made, Options, Shard

@@ -140,7 +140,10 @@ class TwoPhaseCommit:
             check_life(self._here.worker.directory, self._shards[owner].handle)
             agent = self._here.worker.agent
             phase = "commit" if isinstance(message, Commit) else "step"
-            return agent.request(owner, message, deadline=deadline, what=what, phase=phase)[1]
+            _, promise = agent.request(
+                owner, message, deadline=deadline, description=what, phase=phase
+            )
+            return promise
         except Exception as error:
             return error
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import final
 
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.errors import CallTimeout, GradwireError, PeerLost
 from gradwire.rpc.all_gather_state import Rounds
 

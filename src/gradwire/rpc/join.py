@@ -18,7 +18,7 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret, find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.clock import MonotonicClock
+from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.autograd import api as autograd_api
 from gradwire.current import Door
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError

@@ -72,7 +72,7 @@ class Call(Message, frozen=True, tag=0x40):
     """the caller's anomaly mode; see autograd/anomaly.py"""
     depth: int = 0
     """how many calls around it share one deadline, and the time by which these end before each
-    other in all; see Note [Deadlines of nested calls], agent/requests/deadlines.py
+    other in all; see Note [Deadlines of nested calls], agent/requests/timer.py
     """
     room: Seconds = 0.0
 

@@ -1,7 +1,7 @@
 """What travels with a call besides its arguments, and is set around the function it runs.
 
 The deadline: a nested call never outlives the call it is made in. It ends a little before; see Note
-[Deadlines of nested calls], agent/requests/deadlines.py.
+[Deadlines of nested calls], agent/requests/timer.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 
-from gradwire.agent.requests.deadlines import nested
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import nested
+from gradwire.agent.serving.dispatch import Source
 from gradwire.errors import CallTimeout, Cancelled, UsageError
 from gradwire.options import DEFAULT, FOREVER, Timeout
 

@@ -27,8 +27,8 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
-from gradwire.agent.requests.clock import Clock, MonotonicClock
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import Clock, MonotonicClock
+from gradwire.agent.serving.dispatch import Source
 from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer

@@ -16,7 +16,7 @@ import torch
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
 from gradwire.options import Options

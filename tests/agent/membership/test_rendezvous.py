@@ -13,7 +13,7 @@ from gradwire.agent.peers.directory import check_name
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.signed_store import SignedStore
-from gradwire.agent.requests.clock import MonotonicClock
+from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, Timeouts
 from gradwire.testing.background import Background

@@ -12,7 +12,7 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.signed_store import SignedStore, opened, signed
 from gradwire.agent.peers.state import Roster
-from gradwire.agent.requests.clock import MonotonicClock
+from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import NotTrusted
 from gradwire.options import Options, Timeouts
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gradwire.agent.requests.deadlines import Cut, nested, spoken
+from gradwire.agent.requests.timer import Cut, explain_cut, nested
 from gradwire.options import FOREVER
 
 
@@ -40,7 +40,7 @@ def test_one_that_asks_for_less_gets_what_it_asks_for():
 
     assert found == 3.0
     assert type(found) is float
-    assert spoken(found) == ""
+    assert explain_cut(found) == ""
 
 
 def test_one_that_asks_for_less_begins_anew():
@@ -64,7 +64,7 @@ def test_there_is_always_something_left():
 
 
 def test_an_error_says_what_was_asked_for():
-    assert spoken(nested(10.0, 0.0, 60.0)) == (
+    assert explain_cut(nested(10.0, 0.0, 60.0)) == (
         ", all that the call around it had left (60 s were asked for)"
     )
-    assert "(no deadline was asked for)" in spoken(nested(10.0, 0.0, FOREVER))
+    assert "(no deadline was asked for)" in explain_cut(nested(10.0, 0.0, FOREVER))

@@ -39,7 +39,7 @@ def test_callbacks_run_when_it_is_settled_or_at_once():
     assert got == [1, 1]
 
 
-def test_whoever_comes_as_it_is_settled_hears_of_it_once():
+def test_a_callback_that_is_added_while_it_is_settled_is_called_once():
     for _ in range(300):
         promise, start, calls, waits, won = Promise(), threading.Barrier(7), [], [], []
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gradwire.agent.requests.state import CallTable, Pending
+from gradwire.agent.requests.state import Pending, RequestTable
 
 
 def pending(deadline=10.0, peer=1, slot=None):
@@ -15,7 +15,7 @@ def pending(deadline=10.0, peer=1, slot=None):
 
 
 def test_an_answer_finds_its_request_once():
-    table = CallTable()
+    table = RequestTable()
     n = table.opened(pending(slot="mine"))
 
     assert table.answered(n).slot == "mine"
@@ -24,7 +24,7 @@ def test_an_answer_finds_its_request_once():
 
 
 def test_a_deadline_takes_only_the_late_requests_out():
-    table = CallTable()
+    table = RequestTable()
     early, late = table.opened(pending(deadline=1.0)), table.opened(pending(deadline=2.0))
 
     assert [n for n, *_ in table.passed(1.5)] == [early]
@@ -34,7 +34,7 @@ def test_a_deadline_takes_only_the_late_requests_out():
 
 
 def test_a_lost_channel_fails_what_went_over_it_and_nothing_else():
-    table, one, other = CallTable(), object(), object()
+    table, one, other = RequestTable(), object(), object()
     first, second, unsent = (table.opened(pending()) for _ in range(3))
     table.left(first, one)
     table.left(second, other)
@@ -45,7 +45,7 @@ def test_a_lost_channel_fails_what_went_over_it_and_nothing_else():
 
 
 def test_a_request_answered_before_it_was_noted_as_sent_leaves_nothing_behind():
-    table, channel = CallTable(), object()
+    table, channel = RequestTable(), object()
     n = table.opened(pending())
     table.answered(n)
     table.left(n, channel)
@@ -54,7 +54,7 @@ def test_a_request_answered_before_it_was_noted_as_sent_leaves_nothing_behind():
 
 
 def test_a_request_that_nobody_wants_is_taken_out_once_with_the_channel_it_went_over():
-    table, slot, channel = CallTable(), object(), object()
+    table, slot, channel = RequestTable(), object(), object()
     n = table.opened(pending(slot=slot))
     other = table.opened(pending(slot=object()))
     table.left(n, channel)
@@ -67,7 +67,7 @@ def test_a_request_that_nobody_wants_is_taken_out_once_with_the_channel_it_went_
 
 
 def test_what_was_made_for_an_errand_ends_with_it():
-    table, inbound = CallTable(), object()
+    table, inbound = RequestTable(), object()
     made = table.opened(replace(pending(), inbound=inbound))
     free = table.opened(pending())
 
@@ -79,7 +79,7 @@ def test_what_was_made_for_an_errand_ends_with_it():
 class EveryRequestEndsOnce(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.table, self.now, self.open, self.ended = CallTable(), 0.0, set(), set()
+        self.table, self.now, self.open, self.ended = RequestTable(), 0.0, set(), set()
         self.channels = ["a", "b", "c"]
 
     def end(self, numbers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.agent.serving.latency_estimate import LatencyEstimate
+from gradwire.agent.serving.dispatch import LatencyEstimate
 
 
 def test_what_was_never_seen_is_not_short():
@@ -10,22 +10,22 @@ def test_what_was_never_seen_is_not_short():
 
 
 def test_it_is_what_it_was_lately():
-    pace = LatencyEstimate()
-    pace.took("f", 0.0001)
-    assert pace.is_short("f")
+    latency = LatencyEstimate()
+    latency.took("f", 0.0001)
+    assert latency.is_short("f")
 
-    pace.took("f", 0.1)
-    assert not pace.is_short("f")
+    latency.took("f", 0.1)
+    assert not latency.is_short("f")
 
     for _ in range(20):
-        pace.took("f", 0.0001)
-    assert pace.is_short("f")
-    assert not pace.is_short("g")
+        latency.took("f", 0.0001)
+    assert latency.is_short("f")
+    assert not latency.is_short("g")
 
 
 def test_names_do_not_add_up():
-    pace = LatencyEstimate()
+    latency = LatencyEstimate()
     for n in range(100_000):
-        pace.took(f"f{n}", 0.0)
+        latency.took(f"f{n}", 0.0)
 
-    assert len(pace._seconds) <= 4096
+    assert len(latency._seconds) <= 4096

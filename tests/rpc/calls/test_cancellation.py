@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Source
 from gradwire.errors import CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.options import Options
 from gradwire.rpc.behavior import Behavior
@@ -154,7 +154,7 @@ def test_a_running_function_ends_at_its_next_use_of_gradwire(workers, gate):
         with cancelled_on(workers[1]):
             assert call.cancel()
         GATES[gate].set()
-        with pytest.raises(Cancelled, match=r"w0#\d+ \(.*hold\) on w1 was called off: its future"):
+        with pytest.raises(Cancelled, match=r"w0#\d+ \(.*hold\) on w1 was cancelled: its future"):
             call.wait()
         assert not call.cancel()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.agent.requests.deadlines import nested
+from gradwire.agent.requests.timer import nested
 from gradwire.errors import (
     BackwardTimeout,
     CallTimeout,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.agent.requests.clock import MonotonicClock
-from gradwire.agent.serving.window import Window
+from gradwire.agent.requests.timer import MonotonicClock
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.errors import CallTimeout
 from gradwire.testing import cluster
 from tests.leftovers import eventually
@@ -85,9 +85,9 @@ def test_calls_of_functions_that_were_called_do_not_wait(workers):
 
 
 def test_the_count_ends_at_nothing():
-    window = Window(10, MonotonicClock())
-    window.enter(1, 8, float("inf"), "f")
-    window.pass_by(1, 8)
-    window.leave(1, 8)
-    window.leave(1, 8)
-    window.enter(1, 10, float("inf"), "f")
+    clock, window = MonotonicClock(), PeerLimit("in_flight", 10, one_may_exceed=True)
+    window.take_when_free(1, 8, float("inf"), clock, "f")
+    window.take_anyway(1, 8)
+    window.give_back(1, 8)
+    window.give_back(1, 8)
+    window.take_when_free(1, 10, float("inf"), clock, "f")

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import gradwire as gw
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Source
 from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncarnation, UsageError
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target

@@ -50,7 +50,7 @@ def question(member, to, fork):
     """What one worker answers another about a fork."""
     agent = member.worker.agent
     deadline = agent.clock.now() + LONG
-    _, answer = agent.request(to, Expected(fork), deadline=deadline, what="a question")
+    _, answer = agent.request(to, Expected(fork), deadline=deadline, description="a question")
     return answer.wait(LONG).message.verdict
 
 

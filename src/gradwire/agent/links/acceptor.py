@@ -15,7 +15,7 @@ from typing import final
 
 from gradwire.agent.links.handshake_state import PendingHandshakes, Refusal
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Options
 from gradwire.transport.base import Channel, Listener

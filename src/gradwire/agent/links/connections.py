@@ -27,7 +27,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import (
     DeadlinePassed,
@@ -39,10 +39,9 @@ from gradwire.errors import (
 )
 from gradwire.ids import WorkerId
 from gradwire.options import Options
-from gradwire.threads import Threads
+from gradwire.threads import FORKED, Threads, call_after_fork
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
-from gradwire.transport.forking import FORKED, let_go_in_forks
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
@@ -152,7 +151,7 @@ class Connections:
         self._closed = False
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
         self._opened_listeners: list[Callable[[], None]] = []
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
         """Call it with each worker that gets its first channel. It must not block."""

@@ -52,11 +52,10 @@ from queue import SimpleQueue
 from typing import final
 
 from gradwire import threads
-from gradwire.agent.held_locks import MAKE_IT_ELSEWHERE, check_outside
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.threads import taking
+from gradwire.threads import MAKE_IT_ELSEWHERE, check_may_wait, taking
 from gradwire.transport.base import Channel, Reentered
 from gradwire.wire.frame import IS_ANSWER, Frame
 
@@ -185,7 +184,7 @@ class ChannelReaders:
             _open_readers[self] = None
         # Between the first two lines and the third, the reader claims a thread that does not exist
         # yet. A finalizer that waited for this channel there would rely on that thread for ever.
-        with threads.undisturbed():
+        with threads.no_collection():
             reader = self._by_channel[channel] = ChannelReader(worker, channel, self)
             reader.threads.append(None)
             self._spawn(f"read {name}", lambda: self._read(reader, name), reader)
@@ -242,7 +241,7 @@ class ChannelReaders:
         The code that this thread interrupts may be in the middle of sending. Other threads must be
         able to send meanwhile, so its turn to write to each channel is lent to them.
         """
-        check_outside("a wait")
+        check_may_wait("a wait")
         every = [channel for owner in tuple(_open_readers) for channel in tuple(owner._by_channel)]
         lent = [channel for channel in every if channel.lend_turn()]
         try:

@@ -16,8 +16,7 @@ from gradwire.agent.links.connections import Connections
 from gradwire.agent.links.readers import ChannelReader
 from gradwire.agent.membership.heartbeat_state import FailureDetector, SilenceLimits
 from gradwire.agent.messages import Ping
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Timeouts
 from gradwire.transport.base import Channel

@@ -22,9 +22,8 @@ from gradwire.agent.messages import Done, Left
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member, Roster, not_unique
-from gradwire.agent.requests.clock import Clock
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import Clock
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import (
     DeadlinePassed,
     GradwireError,
@@ -243,7 +242,7 @@ class Membership:
                     worker,
                     Left(self._me.life),
                     deadline=deadline,
-                    what=what,
+                    description=what,
                     phase="shutdown",
                 )
                 sent.append((worker, promise))

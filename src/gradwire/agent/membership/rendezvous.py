@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member, Roster
-from gradwire.agent.requests.clock import Clock
+from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
 

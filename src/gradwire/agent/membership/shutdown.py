@@ -16,8 +16,7 @@ from gradwire.agent.membership.shutdown_state import (
     ShutdownProgress,
 )
 from gradwire.agent.messages import Leaving
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
 

@@ -1,4 +1,4 @@
-"""An outcome that is not there yet: settled once, waited for by any number of threads."""
+"""An outcome that will be there later: settled once, waited for by any number of threads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _log = logging.getLogger("gradwire")
 
 @final
 class Promise(Generic[T]):
-    """Settled once; the first outcome wins.
+    """A value that is set once; the first `settle` wins.
 
-    Waiting has no deadline of its own: whoever makes a promise sees to it that it is settled in
-    time (the agent by its timer), so that the error can say what was waited for.
+    Waiting has no deadline of its own: the maker of a promise settles it in time (the agent by its
+    timer), so that the error can say what was waited for.
 
-    Nothing here is locked, as each change is one step for the interpreter. Who takes the token
-    settles. Whoever waits or wants to be called adds itself and looks then whether the outcome is
-    there; who settles puts it there and looks then who has been added. So one of the two sees the
-    other, and a callback is called by the one that takes it out of the list.
+    There is no lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread
+    here, and settle or wait on the same thread. The thread that pops the token settles. A waiter
+    adds itself, then checks `settled`; the settling thread sets `settled`, then looks at the list.
+    So at least one of the two sees the other. If both see a callback, the one that removes it from
+    the list calls it.
     """
 
     __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "settled")
@@ -30,13 +31,13 @@ class Promise(Generic[T]):
     def __init__(self) -> None:
         self._token = [None]
         self.settled = False
-        """whether the outcome is there; for others to read"""
+        """whether the outcome is there; read-only for others"""
         self._outcome: T | None = None
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[T], object]] = []
 
     def settle(self, outcome: T) -> bool:
-        """Give the outcome; False if there was one already. Callbacks run here, on this thread."""
+        """Set the outcome; False if there was one already. Callbacks run on this thread."""
         try:
             self._token.pop()
         except IndexError:
@@ -49,16 +50,16 @@ class Promise(Generic[T]):
         while self._callbacks:
             try:
                 callback = self._callbacks.pop(0)
-            except IndexError:  # who added it has taken it out
+            except IndexError:  # on_settled() has removed it, and calls it
                 break
             try:
                 callback(outcome)
-            except Exception:  # the others must hear of it all the same
+            except Exception:  # the other callbacks must still run
                 _log.exception("a callback failed")
         return True
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until it is settled. A signal (Ctrl-C) interrupts; a timeout raises."""
+        """Block until it is settled. A signal (Ctrl-C) interrupts; TimeoutError after `timeout`."""
         if not self.settled:
             waiter = threading.Lock()
             waiter.acquire()
@@ -70,13 +71,13 @@ class Promise(Generic[T]):
         return self._outcome  # type: ignore[return-value]  # settled, so it is a T
 
     def on_settled(self, callback: Callable[[T], object]) -> None:
-        """Call back with the outcome: at once if it is there, else on the thread that settles."""
+        """Call `callback` with the outcome: now if it is there, else on the thread that settles."""
         if not self.settled:
             self._callbacks.append(callback)
             if not self.settled:
                 return
             try:
                 self._callbacks.remove(callback)
-            except ValueError:  # who has settled it calls it
+            except ValueError:  # settle() has removed it, and calls it
                 return
         callback(self._outcome)  # type: ignore[arg-type]  # settled, so it is a T

@@ -1,7 +1,8 @@
-"""The one thread of a worker that watches deadlines.
+"""Time in a worker: the clock, deadlines of nested calls, and the thread that watches deadlines.
 
-It asks each registered watcher what is late, and sleeps until the earliest deadline any of them
-names. Started by the first deadline, so that a worker that waits for nothing has no such thread.
+The timer thread asks each registered watcher what is late, and sleeps until the earliest deadline
+that any of them names. The first deadline starts it, so a worker that waits for nothing has no
+such thread.
 """
 
 from __future__ import annotations
@@ -9,26 +10,119 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, Self, final
 
 from gradwire import threads
-from gradwire.agent.requests.clock import Clock
+from gradwire.options import FOREVER
 
 _log = logging.getLogger("gradwire")
 _JOIN_SECONDS = 5.0
-_AGAIN_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
+
+
+class Clock(Protocol):
+    """A worker's source of time. Tests bring a clock that moves when told."""
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    def sleep(self, wake: threading.Condition, until: float | None) -> None:
+        """Wait on `wake` (held by the caller) until it is notified or the moment has come."""
+
+
+@final
+class MonotonicClock:
+    """The clock of the machine."""
+
+    def __init__(self) -> None:
+        self.now: Callable[[], float] = time.monotonic
+        """seconds since some fixed moment; no function around it, as it is called often"""
+
+    def sleep(self, wake: threading.Condition, until: float | None) -> None:
+        """See Clock."""
+        if until is None:
+            wake.wait()
+        else:
+            wake.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+
+
+# -- deadlines of nested calls
+
+_SHARE = 10
+_MOST_SECONDS = 3.0
+OUTERMOST = (0, 0.0)
+_LEVELS = 300
+"""Note [Deadlines of nested calls]: the deadline of the outermost call is what counts. A nested
+call ends a little earlier than the call around it, so that its error, which names the late worker,
+arrives before the outer call would blame the worker in between. All levels together take a tenth
+of the time, and at most three seconds. The first levels take half of it, as few calls go deeper;
+the other half is spread over 300 levels, and deeper ones have no margin.
+"""
+
+
+@final
+class Cut(float):
+    """A deadline that an enclosing call has set, earlier than was asked for."""
+
+    __slots__ = ("asked", "depth", "room")
+
+    depth: int
+    """how many calls with this deadline, or one derived from it, enclose this one"""
+    room: float
+    """the seconds that all levels share"""
+    asked: float
+    """the seconds that were asked for"""
+
+    def __new__(cls, moment: float, depth: int, room: float, asked: float) -> Self:
+        """The moment, with the reason for it."""
+        cut = super().__new__(cls, moment)
+        cut.depth, cut.room, cut.asked = depth, room, asked
+        return cut
+
+
+def nested(due: float, now: float, seconds: float) -> float:
+    """The end of a wait for so many seconds, inside one that ends at `due`."""
+    left = due - now
+    if type(due) is Cut:
+        depth, room = due.depth, min(max(due.room, 0.0), left)  # a peer sent it: it may be wrong
+    else:
+        depth, room = 0, min(left / _SHARE, _MOST_SECONDS)
+    limit = max(due - room * (_used(depth + 1) - _used(depth)), now + left / 2)
+    return now + seconds if now + seconds <= limit else Cut(limit, depth + 1, room, seconds)
+
+
+def _used(depth: int) -> float:
+    """The part of the room that so many levels use."""
+    return 0.5 * (1 - 0.7 ** min(depth, _LEVELS)) + 0.5 * math.sqrt(min(depth / _LEVELS, 1.0))
+
+
+def extent_of(deadline: float) -> tuple[int, float]:
+    """The depth and the room of a deadline, which travel with a call. hot: every call"""
+    return (deadline.depth, deadline.room) if type(deadline) is Cut else OUTERMOST
+
+
+def explain_cut(deadline: float) -> str:
+    """What an error adds about a deadline that is not the one that was asked for."""
+    if type(deadline) is not Cut:
+        return ""
+    asked = f"{deadline.asked:g} s were" if deadline.asked < FOREVER else "no deadline was"
+    return f", all that the call around it had left ({asked} asked for)"
+
+
+# -- the thread
 
 Watcher = Callable[[float], float | None]
-"""Told the time, it acts on what is late and returns its next deadline. It must not block."""
+"""Given the time, it acts on what is late and returns its next deadline. It must not block."""
 
 
 @final
 class Timer:
-    """Owns the thread; the watchers own the decisions."""
+    """The thread that watches deadlines; the watchers own the decisions."""
 
     may_wait = False
-    """it ends the waits of others by their deadlines"""
+    """every wait of the worker depends on it to end in time"""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
@@ -37,16 +131,16 @@ class Timer:
         self._wake = threading.Condition(self.lock)
         self._watchers: list[Watcher] = []
         self.armed = math.inf
-        """the earliest moment at which it is awake; whoever needs no earlier one need not ask"""
+        """the earliest moment at which it wakes; for a later deadline nobody need call `need`"""
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def watch(self, watcher: Watcher) -> None:
-        """Ask this one too."""
+        """Add a watcher."""
         self._watchers.append(watcher)
 
     def need(self, deadline: float) -> None:
-        """Be awake at this moment; cheap when an earlier one is already known."""
+        """Wake at this moment; cheap when an earlier one is already known."""
         if deadline >= self.armed:
             return
         with self._wake:
@@ -58,8 +152,8 @@ class Timer:
                 self._thread.start()
             self._wake.notify()
 
-    def hand_over(self, line: object) -> None:
-        """Nobody can take its place: `Sections` refuses the wait."""
+    def hand_over(self, channel: object) -> None:
+        """No thread can take its place: `check_may_wait` refuses the wait."""
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""
@@ -77,13 +171,13 @@ class Timer:
                     self._clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
                 if self._closed:
                     return
-                # Before asking: a deadline that comes while the watchers are asked arms us anew.
+                # Before the watchers run: a deadline that is added meanwhile arms the timer again.
                 self.armed = math.inf
             for watcher in self._watchers:
                 try:
                     deadline = watcher(self._clock.now())
                 except Exception:  # every other wait depends on this thread
                     _log.exception("%s: a watcher failed", self._name)
-                    deadline = self._clock.now() + _AGAIN_SECONDS
+                    deadline = self._clock.now() + _RETRY_SECONDS
                 if deadline is not None:
                     self.need(deadline)

@@ -1,8 +1,9 @@
-"""Requests that nobody waits for any more: whoever serves them hears it, and stops early.
+"""Cancellation of requests that nobody waits for any more: the worker that serves one stops early.
 
-A request is called off when its deadline has passed, when whoever waited was interrupted, when its
-future was cancelled, or when the inbound request that it was made for was itself called off. So it
-spreads from worker to worker. What a peer asked for ends too when its connection does.
+A request is cancelled when its deadline has passed, when the waiting thread was interrupted, when
+its future was cancelled, or when the inbound request that it was made for was itself cancelled. So
+cancellation spreads from worker to worker. Inbound requests are cancelled too when their connection
+ends.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import cast, final
 
 from gradwire.agent.messages import Cancel
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.clock import Clock
 from gradwire.agent.requests.state import Taken
-from gradwire.agent.serving.dispatch import Dispatch, Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import Clock
+from gradwire.agent.serving.dispatch import Dispatch, Lane, Payload, Source
 from gradwire.errors import Cancelled, GradwireError
 from gradwire.events import Events
 from gradwire.ids import CallId
@@ -28,9 +28,10 @@ _SECONDS = 10.0
 
 
 @final
-class Cancelling:
-    """Of one worker; `nested` takes the requests made for an inbound request out of the agent's
-    table.
+class Cancellation:
+    """Cancels outbound and inbound requests of one worker.
+
+    `nested` takes the requests made for an inbound request out of the agent's table.
     """
 
     def __init__(
@@ -45,29 +46,29 @@ class Cancelling:
         self._clock, self._events, self._nested = clock, events, nested
         dispatch.handle(Cancel, self._serve, Lane.CONTROL)
 
-    def call_off(self, requests: list[Taken], why: str) -> None:
-        """End these requests of ours, here and where they are served."""
+    def cancel(self, requests: list[Taken], why: str) -> None:
+        """Fail these requests with Cancelled, and notify the peers that serve them."""
         for n, pending, _ in requests:
             name, call = self._directory.name(pending.peer), CallId(self._directory.me.id, n)
-            error = Cancelled(f"{call} ({pending.what}) on {name} was called off: {why}")
+            error = Cancelled(f"{call} ({pending.description}) on {name} was cancelled: {why}")
             pending.slot.settle(error.about(name, phase=pending.phase))
-        self.tell(requests)
+        self.notify(requests)
 
-    def tell(self, requests: list[Taken]) -> None:
-        """They have ended here: those who serve them may stop."""
+    def notify(self, requests: list[Taken]) -> None:
+        """Send a Cancel to the workers that serve these requests, which have ended here."""
         ended: dict[Channel, list[int]] = {}
         for n, pending, via in requests:
-            if pending.tells and via is not None:
+            if pending.notify_cancel and via is not None:
                 ended.setdefault(cast(Channel, via), []).append(n)
         for channel, numbers in ended.items():
             self._dispatch.service.submit(partial(self._send, channel, numbers))
 
     def stop(self, inbound_requests: list[Source], why: str) -> None:
-        """Nobody waits for these any more, which we serve."""
+        """Mark inbound requests as cancelled, and cancel the requests that were made for them."""
         for inbound in inbound_requests:
             inbound.cancelled = why
             self._events.emit("cancel", CallId(inbound.worker, inbound.request))
-            self.call_off(self._nested(inbound), why)
+            self.cancel(self._nested(inbound), why)
 
     def _send(self, channel: Channel, requests: list[int]) -> None:
         frame = Frame(kind_of(Cancel), 0, 0, encode(Cancel(requests)), ())

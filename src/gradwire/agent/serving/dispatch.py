@@ -1,27 +1,35 @@
-"""Which handler serves a message, and in which lane it runs.
+"""Finds the handler of a message, and runs it in its lane.
 
 control   at once, on the thread that reads: may not block, send or run user code
 service   on a thread of its own: may block and send; never waits behind user code
 user      on the elastic pool
+
+A request that was short before is not queued: the thread that read it runs it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from gradwire.agent.serving.inbound_limit import InboundLimit
-from gradwire.agent.serving.inbound_request import InboundRequests, Source
-from gradwire.agent.serving.latency_estimate import LatencyEstimate
+import msgspec
+
+from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.agent.serving.thread_pool import ElasticPool, Job
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, OverLimit
+from gradwire.ids import WorkerId
+from gradwire.transport.base import Channel
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, Message, kind_of
 
 M = TypeVar("M", bound=Message)
+
+_SHORT_SECONDS = 0.003
+_WEIGHT = 0.3
+_MOST_KNOWN = 4096
 
 
 class Lane(Enum):
@@ -32,12 +40,73 @@ class Lane(Enum):
     USER = "user"
 
 
+class Source(msgspec.Struct, eq=False):
+    """The origin of an inbound message: what `Agent.answer` needs to send the answer back."""
+
+    worker: WorkerId
+    channel: Channel
+    request: int
+    cancelled: str = ""
+    """why nobody waits for the answer any more, once that is so"""
+    note: bytes = b""
+    """what the layer above sends along with the answer or the failure"""
+
+
 Payload = memoryview | None
 Handler = Callable[[M, Payload, Source], None]
 Guard = Callable[[Source, Job], None]
 
 
-class _Served(NamedTuple):
+@final
+class InboundRequests:
+    """The requests of peers that are queued or run here, so that they can be cancelled.
+
+    One that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
+    and its next use of gradwire raises. No lock: see Note [One step of the interpreter].
+    """
+
+    def __init__(self) -> None:
+        self._open: set[Source] = set()
+        self.add = self._open.add
+        """it will be run; hot: every call served"""
+        self.discard = self._open.discard
+        """it was run, or can no longer be cancelled; hot: every call served"""
+
+    def asked_by(
+        self, worker: WorkerId, channel: Channel, requests: Collection[int]
+    ) -> list[Source]:
+        """The open ones among these requests of a worker, which came by this channel."""
+        mine = [inbound for inbound in self.of_channel(channel) if inbound.worker == worker]
+        return [inbound for inbound in mine if inbound.request in requests]
+
+    def of_channel(self, channel: Channel) -> list[Source]:
+        """All that came by a channel."""
+        return [inbound for inbound in list(self._open) if inbound.channel is channel]
+
+
+@final
+class LatencyEstimate:
+    """How long each kind of request took lately. One that was never seen is not short."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, float] = {}
+
+    def is_short(self, what: Hashable) -> bool:
+        """Whether to run it without handing it to another thread."""
+        return self._seconds.get(what, 1.0) < _SHORT_SECONDS
+
+    def took(self, what: Hashable, seconds: float) -> None:
+        """Record that it ran for so long."""
+        before = self._seconds.get(what)
+        if before is None:
+            if len(self._seconds) >= _MOST_KNOWN:  # peers choose the names: bound their number
+                self._seconds.clear()
+            self._seconds[what] = seconds
+        else:
+            self._seconds[what] = before + _WEIGHT * (seconds - before)
+
+
+class _Registered(NamedTuple):
     handler: Callable[[Message, Payload, Source], None]
     lane: Lane
     what: Callable[[Message], Hashable]
@@ -49,7 +118,7 @@ def _nothing(_: Message) -> None:
 
 
 def payload_of(frame: Frame) -> Payload:
-    """The one block of an incoming frame, if it has one."""
+    """The one block of an inbound frame, if it has one."""
     if not frame.payload:
         return None
     (block,) = frame.payload
@@ -59,12 +128,13 @@ def payload_of(frame: Frame) -> Payload:
 
 @final
 class Dispatch:
-    """The table of handlers of one worker."""
+    """The handlers of one worker, and the two pools that run them."""
 
     def __init__(self, kinds: Kinds, name: str, threads: int, most_unserved: int) -> None:
         self._kinds = kinds
-        self._inbound_limit = InboundLimit(most_unserved)
-        self._served: dict[int, _Served] = {}
+        self._most_unserved = most_unserved
+        self._unserved = PeerLimit("unserved", most_unserved, one_may_exceed=True)
+        self._registered: dict[int, _Registered] = {}
         self._latency = LatencyEstimate()
         self.inbound_requests = InboundRequests()
         self.user = ElasticPool(f"gradwire {name} user", threads)
@@ -78,39 +148,51 @@ class Dispatch:
         what: Callable[[M], Hashable] = type,
         refuse: Callable[[M], None] = _nothing,
     ) -> None:
-        """Serve this kind of message; `what` it asks for tells how long it will take.
+        """Register the handler of a message type.
 
-        One that is called off before it runs is given to `refuse`, to release what it holds.
+        Messages with the same `what` are expected to take equally long. A message whose request is
+        cancelled before it runs is given to `refuse`, to release what it holds.
         """
         self._kinds.add(message_type)
-        served = _Served(handler, lane, what, refuse)  # type: ignore[arg-type]
-        self._served[kind_of(message_type)] = served
+        registered = _Registered(handler, lane, what, refuse)  # type: ignore[arg-type]
+        self._registered[kind_of(message_type)] = registered
 
     def serve(self, source: Source, frame: Frame, guard: Guard, may_run: bool) -> Job | None:
-        """Run the frame's handler in its lane, inside `guard`, which sees to its exceptions.
+        """Run the frame's handler in its lane, inside `guard`, which handles its exceptions.
 
-        If it is short and the thread that read it may, it is given back to be run there.
+        If `may_run` and it is short, it is returned for the calling thread to run.
         """
-        served = self._served.get(frame.kind)
-        if served is None:
-            raise BadMessage(f"a message of kind {frame.kind:#06x} that nobody serves")
+        registered = self._registered.get(frame.kind)
+        if registered is None:
+            raise BadMessage(f"no handler for messages of kind {frame.kind:#06x}")
         message = self._kinds.decode(frame.kind, frame.head)
         payload = payload_of(frame) if frame.payload else None
-        job = partial(served.handler, message, payload, source)
-        if served.lane is Lane.CONTROL:
+        job = partial(registered.handler, message, payload, source)
+        if registered.lane is Lane.CONTROL:
             guard(source, job)
             return None
-        what = served.what(message)
-        if served.lane is Lane.USER:
-            self.inbound_requests.came(source)
-            pool, refuse = self.user, served.refuse
+        what = registered.what(message)
+        if registered.lane is Lane.USER:
+            self.inbound_requests.add(source)
+            pool, refuse = self.user, registered.refuse
         else:
             pool, refuse = self.service, None
         if may_run and self._latency.is_short(what) and pool.has_room():
             return partial(pool.run_here, self._run, source, what, job, guard, refuse, message)
-        measured = partial(self._run, source, what, job, guard, refuse, message)
-        pool.submit(self._inbound_limit.counted(source.worker, frame, measured))
+        size = self._count(source.worker, frame)
+        pool.submit(partial(self._run, source, what, job, guard, refuse, message, size))
         return None
+
+    def _count(self, peer: WorkerId, frame: Frame) -> int:
+        """Count a message as unserved until it has run; the size that it counts for."""
+        size = EACH + len(frame.head) + sum(map(len, frame.payload))
+        if not self._unserved.maybe_take(peer, size):
+            raise OverLimit(
+                f"{self._unserved.taken(peer)} bytes of messages wait to be served, and {size} "
+                f"more have come: the limit is {self._most_unserved}",
+                hint="wait for answers before sending more, or raise Limits(unserved=…) there",
+            )
+        return size
 
     def _run(
         self,
@@ -120,8 +202,9 @@ class Dispatch:
         guard: Guard,
         refuse: Callable[[Message], None] | None,
         message: Message,
+        size: int = 0,
     ) -> None:
-        """Run the handler, or `refuse` the request if nobody waits for its answer any more."""
+        """Run the handler, or `refuse` the message if nobody waits for the answer any more."""
         try:
             if refuse is not None and source.cancelled:
                 guard(source, partial(refuse, message))
@@ -131,15 +214,17 @@ class Dispatch:
             self._latency.took(what, time.monotonic() - began)
         finally:
             if refuse is not None:
-                self.inbound_requests.over(source)
+                self.inbound_requests.discard(source)
+            if size:
+                self._unserved.give_back(source.worker, size)
 
     @property
     def active(self) -> int:
-        """What is being served now."""
+        """How many requests are being served now."""
         return self.user.active + self.service.active
 
     def close(self, timeout: float) -> list[str]:
-        """Stop serving; the threads that did not end."""
+        """Stop serving; the names of the threads that did not end."""
         deadline = time.monotonic() + timeout
         stuck = self.user.close(timeout, drop_queued=True)
         left = max(0.1, deadline - time.monotonic())

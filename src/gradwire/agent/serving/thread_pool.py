@@ -1,8 +1,8 @@
-"""Threads that run what peers ask for.
+"""An elastic pool of threads, which run the requests of peers.
 
-The pool is elastic: a thread that waits inside gradwire (for a nested call, an edge, a reference)
-says so, and another may run in its place. So a call never starves the call it waits for, to any
-depth, while at most `limit` functions compute at once.
+A thread that waits inside gradwire (for a nested call, an edge, a reference) is not counted, and
+another may run in its place. So a call never starves the call it waits for, to any depth, while at
+most `limit` functions compute at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 from gradwire import threads
-from gradwire.transport.forking import let_go_in_forks
+from gradwire.threads import call_after_fork
 
 _log = logging.getLogger("gradwire")
 
@@ -27,19 +27,18 @@ _IDLE_KEPT = 4
 _IDLE_SECONDS = 5.0
 
 
-class _Mine(threading.local):
-    """What each thread knows of itself."""
+class _CurrentPool(threading.local):
+    """The pool whose job each thread runs."""
 
     pool: ElasticPool | None = None
-    """whose job it runs"""
 
 
-mine = _Mine()
+mine = _CurrentPool()
 
 
 @final
 class ElasticPool:
-    """Jobs in order of arrival, each on a thread of its own or an idle one."""
+    """Runs jobs in order of arrival, each on a thread of its own: an idle one or a new one."""
 
     may_wait = True
 
@@ -53,18 +52,18 @@ class ElasticPool:
         self._idle = 0
         self._busy = 0
         self._guests: list[Callable[..., object]] = []
-        """what runs on threads that are not ours; it grows and shrinks in one step, without lock"""
+        """jobs that run on threads outside the pool; changed in one step, so it needs no lock"""
         self._closed = False
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     @property
     def active(self) -> int:
-        """Jobs running, waiting or queued."""
+        """How many jobs run, wait or are queued."""
         with self._changed:
             return len(self._threads) - self._idle + len(self._jobs) + len(self._guests)
 
     def submit(self, job: Job) -> bool:
-        """Run it soon; False, and not run, once the pool is closed."""
+        """Queue a job; False, and it never runs, if the pool is closed."""
         with self.lock:
             if self._closed:
                 return False
@@ -73,18 +72,18 @@ class ElasticPool:
         return True
 
     def submit_or_run(self, job: Job) -> None:
-        """Run it soon, or here and now if the pool is closed: somebody waits for what it does."""
+        """Queue a job; run it here and now if the pool is closed, as its effect is waited for."""
         if not self.submit(job):
             job()
 
     def has_room(self) -> bool:
-        """Whether one more may begin at once."""
+        """Whether one more job could begin at once."""
         limit = self.limit
         is_full = limit is not None and self._busy + len(self._guests) >= limit
         return not (is_full or self._closed or self._jobs)
 
     def run_here(self, job: Callable[..., object], *args: object) -> None:
-        """Run it on the calling thread, which counts as one of ours meanwhile.
+        """Run it on the calling thread, which counts as a thread of the pool meanwhile.
 
         hot: every short request
         """
@@ -98,17 +97,17 @@ class ElasticPool:
         finally:
             mine.pool = None
             guests.pop()
-            if self._jobs:  # whoever queued one before we left has left its start to us
+            if self._jobs:  # queued while this one was counted: no thread was started for it
                 with self.lock:
                     self._start_one_if_needed()
 
     @property
     def runs_this_thread(self) -> bool:
-        """Whether the calling thread is one of ours, in a job."""
+        """Whether the calling thread runs a job of this pool."""
         return mine.pool is self
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Inside the block this thread does not count, if it is one of ours."""
+        """Inside the block this thread is not counted, if it runs a job of this pool."""
         return self._not_counted() if self.runs_this_thread else _COUNTED_NOWHERE
 
     @contextmanager
@@ -119,13 +118,13 @@ class ElasticPool:
         try:
             yield
         finally:
-            # It counts again at once, over the limit if need be: to wait here for a place
-            # could be to wait for a job that waits for this one.
+            # It counts again at once, over the limit if need be: waiting here for a free place
+            # could mean waiting for a job that waits for this one.
             with self.lock:
                 self._busy += 1
 
     def close(self, timeout: float, *, drop_queued: bool) -> list[str]:
-        """Take no more jobs, wait for those it has; the names of the threads that did not end."""
+        """Take no more jobs and join the threads; the names of those that did not end."""
         with self._changed:
             self._closed = True
             if drop_queued:
@@ -138,13 +137,13 @@ class ElasticPool:
         return sorted(thread.name for thread in running if thread.is_alive())
 
     def forked(self) -> None:
-        """In a process forked from this one: its threads are gone, and none is started."""
-        self._changed = threading.Condition(self.lock)  # which `Sections.forked` renews
+        """In a forked process: the threads are gone, and none is started."""
+        self._changed = threading.Condition(self.lock)  # which `WorkerLocks.forked` renews
         self._closed = True
         self._jobs = deque()
 
     def _start_one_if_needed(self) -> None:
-        """With the lock held: let a queued job begin, if there is room."""
+        """With the lock held: wake or start a thread for a queued job, if the limit allows it."""
         room = len(self._jobs)
         if self.limit is not None:
             room = min(room, self.limit - self._busy - len(self._guests))
@@ -159,14 +158,14 @@ class ElasticPool:
         self._threads.add(thread)
         self._idle += 1  # it begins by looking for a job
 
-    def hand_over(self, line: object) -> threads.Undo:
-        """The calling thread, which has no job, waits for something of a finalizer's."""
+    def hand_over(self, channel: object) -> threads.Undo:
+        """The calling thread is idle, and a finalizer that interrupts it is about to wait."""
         with self.lock:
             self._idle -= 1
             self._start_one_if_needed()
-        return self._look_again
+        return self._idle_again
 
-    def _look_again(self) -> None:
+    def _idle_again(self) -> None:
         with self.lock:
             self._idle += 1
 
@@ -184,7 +183,7 @@ class ElasticPool:
             mine.pool = self
             try:
                 job()
-            except BaseException:  # the thread and its place in the count outlive any job
+            except BaseException:  # the thread and its place in the count must survive any job
                 _log.exception("%s: a job failed", self._name)
             mine.pool = None
             del job  # or it would keep what it holds alive while this thread is idle

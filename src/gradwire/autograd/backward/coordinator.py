@@ -11,8 +11,7 @@ import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import NO_STOPS, ActivePass, Plan

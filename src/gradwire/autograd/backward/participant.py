@@ -14,8 +14,7 @@ from gradwire.agent.agent import Agent, Answer
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.anomaly import detecting
@@ -280,7 +279,9 @@ class Served:
         while agent.clock.now() < limit and refused < _REFUSALS:
             until = min(limit, agent.clock.now() + _ANSWER_SECONDS)
             try:
-                _, promise = agent.request(root, asked, deadline=until, what=f"end of {running.id}")
+                _, promise = agent.request(
+                    root, asked, deadline=until, description=f"end of {running.id}"
+                )
                 outcome = promise.wait()
             except DeadlinePassed:
                 continue

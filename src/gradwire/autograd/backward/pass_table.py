@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.clock import Clock
-from gradwire.agent.requests.timer import Timer
+from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.autograd.backward import engine_run as runs
 from gradwire.autograd.backward.active_pass import ActivePass, Plan
 from gradwire.autograd.graph.context import Context

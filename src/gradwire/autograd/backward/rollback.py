@@ -80,7 +80,7 @@ class Ending:
         what = f"end of {self._id}"
         try:
             _, answer = self._agent.request(
-                worker, ended, deadline=limit, what=what, phase="backward"
+                worker, ended, deadline=limit, description=what, phase="backward"
             )
         except GradwireError as error:
             # Lost, or shut down: it ends its passes by itself. Else it has not read what was sent.

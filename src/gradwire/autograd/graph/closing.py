@@ -20,8 +20,7 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.context_table import Contexts
 from gradwire.autograd.messages import Attended, Forget, QueryContext
@@ -76,7 +75,7 @@ class Forgetting:
         what = f"whether {spoken_context(context)} is open"
         try:
             _, answer = self._agent.request(
-                opener_of(context), QueryContext(context), deadline=limit, what=what
+                opener_of(context), QueryContext(context), deadline=limit, description=what
             )
         except UsageError:  # this worker has shut down
             return

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.remote_errors import fresh
-from gradwire.agent.requests.deadlines import OUTERMOST, Cut, extent_of
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.serving.window import Window
+from gradwire.agent.requests.timer import OUTERMOST, Cut, extent_of
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.call_profiling import call_span, fetch_span
 from gradwire.autograd.engine import Engine
@@ -59,8 +59,8 @@ class Calls:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior = bodies, behavior
         self._carries_modes = behavior.carries_modes
-        self._window = Window(in_flight, agent.clock)
-        agent.sections.add(self._window.lock)
+        self._window = PeerLimit("in_flight", in_flight, one_may_exceed=True)
+        agent.locks.add(self._window.lock)
         self._around = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(Made)
@@ -90,7 +90,7 @@ class Calls:
                 with sent.asked.run.waiting():
                     outcome = self._outcome(sent.promise, to, context)
         finally:
-            self._window.leave(to, sent.size)
+            self._window.give_back(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
         recorded = self._carries_modes or torch.is_grad_enabled()
@@ -190,10 +190,10 @@ class Calls:
             owner,
             message,
             deadline=deadline,
-            what=what,
+            description=what,
             phase=phase,
             inbound=current_inbound(),
-            tells=not self._behavior.runs_what_is_late,
+            notify_cancel=not self._behavior.runs_what_is_late,
         )[1]
 
     def backward_from(
@@ -225,7 +225,7 @@ class Calls:
     ) -> Promise[Outcome]:
         """Send a call that this thread does not wait for."""
         sent = self._send_call(to, target, context, deadline, keep)
-        sent.promise.on_settled(partial(self._window.leave, to, sent.size))
+        sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
         if context is not None or self._agent.events.are_heard:
             self._left(sent, to, context)
         return sent.promise
@@ -250,7 +250,7 @@ class Calls:
             grad = torch.is_grad_enabled()
             if grad and (body.tensors or packed.copies):
                 self._warn_if_cut(packed, what, to)
-            counted = self._window.maybe_enter(to, size) or self._wait(to, size, deadline, what)
+            counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
             carries = self._carries_modes
             inference = carries and torch.is_inference_mode_enabled()
             anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
@@ -261,10 +261,10 @@ class Calls:
                 Call(target.name, body, context, grad or not carries, inference, *more),
                 packed.payload,
                 deadline=deadline,
-                what=what,
+                description=what,
                 phase="call" if context is None else "forward",
                 inbound=inbound,
-                tells=keep is None and not self._behavior.runs_what_is_late,
+                notify_cancel=keep is None and not self._behavior.runs_what_is_late,
             )
         except BaseException:
             self._not_sent(to, size if counted else 0, packed, asked)
@@ -283,7 +283,7 @@ class Calls:
     ) -> None:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""
         if size:
-            self._window.leave(to, size)
+            self._window.give_back(to, size)
         self._bodies.undo(packed)
         if asked is not None:
             asked.recorded.failed()
@@ -291,9 +291,9 @@ class Calls:
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
         """Until there is room for so much; a function of a peer's does not wait for it."""
         if self._agent.dispatch.user.runs_this_thread:
-            self._window.pass_by(to, size)
+            self._window.take_anyway(to, size)
         else:
-            self._window.enter(to, size, deadline, what)
+            self._window.take_when_free(to, size, deadline, self._agent.clock, what)
         return True
 
     def _left(self, sent: Sent, to: WorkerId, context: ContextId | None) -> None:

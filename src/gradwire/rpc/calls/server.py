@@ -18,9 +18,8 @@ import torch
 from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
-from gradwire.agent.requests.deadlines import Cut
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.requests.timer import Cut
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_root
 from gradwire.autograd.call_profiling import function_span
@@ -110,7 +109,7 @@ class Serving:
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
-        self._agent.dispatch.inbound_requests.over(source)  # others may hold the reference by now
+        self._agent.dispatch.inbound_requests.discard(source)  # others may hold the reference
         try:
             self._refs.check_limit(source.worker)
             promise = self._refs.creation_arrived(keep.ref, keep.fork, source)

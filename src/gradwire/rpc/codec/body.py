@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 from torch import Tensor
 
-from gradwire.agent.serving.inbound_limit import EACH
+from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, NotSerializable

@@ -15,7 +15,7 @@ from typing import NamedTuple, assert_never, final
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.messages import Failure
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Source
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference

@@ -90,7 +90,9 @@ class RefSender:
         message = _message(sending, self._acked_below(sending.to))
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
-            _, answer = self._agent.request(sending.to, message, deadline=limit, what=str(message))
+            _, answer = self._agent.request(
+                sending.to, message, deadline=limit, description=str(message)
+            )
         except UsageError:  # this worker has shut down
             return
         except GradwireError as error:

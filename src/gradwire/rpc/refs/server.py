@@ -16,8 +16,7 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
-from gradwire.agent.serving.dispatch import Lane, Payload
-from gradwire.agent.serving.inbound_request import Source
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.ids import ForkId, WorkerId
 from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork, Reference
 from gradwire.rpc.refs import permissions

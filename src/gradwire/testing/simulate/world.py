@@ -22,7 +22,7 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.clock import MonotonicClock
+from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker

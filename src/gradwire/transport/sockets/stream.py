@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
 
 from gradwire.errors import PeerLost
+from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
-from gradwire.transport.forking import FORKED, let_go_in_forks, renew_after_fork
 from gradwire.wire.frame import Buffer
 
 Beside: TypeAlias = Iterable[tuple[int, int, Buffer]]
@@ -84,7 +84,7 @@ class Guard:
         self._also_close = also_close
         # Reentrant, as a signal handler may close what its own thread is closing.
         self._ending = threading.RLock()
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     def end(self, story: str) -> bool:
         """Whether this was the first time; only then the story counts."""

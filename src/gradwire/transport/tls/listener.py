@@ -21,8 +21,8 @@ from typing import Final, final
 
 from gradwire import threads
 from gradwire.errors import PeerLost
+from gradwire.threads import call_after_fork
 from gradwire.transport.base import closed_here
-from gradwire.transport.forking import let_go_in_forks
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.stream import reason_of
 from gradwire.transport.tls.identity import names_of
@@ -116,7 +116,7 @@ class TlsAcceptor:
         self.refused: Counter[str] = Counter()
         """How many were not let in, by reason."""
         sock.setblocking(False)
-        let_go_in_forks(self)
+        call_after_fork(self)
 
     def forked(self) -> None:
         """See transport/forking.py.
