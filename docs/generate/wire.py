@@ -13,7 +13,7 @@ import msgspec
 import gradwire  # noqa: F401  (every message is defined once this is imported)
 from docs.generate.source import field_types, field_words, markdown, table
 from gradwire.agent.links import handshake_state
-from gradwire.rpc.codec import tags
+from gradwire.rpc.codec import walk
 from gradwire.transport import memfd
 from gradwire.transport.shared_memory import MOST_BLOCKS
 from gradwire.wire import frame, tensor_header
@@ -231,11 +231,11 @@ def _parts_of(hint: object) -> Iterator[type[msgspec.Struct]]:
 
 
 def _values() -> str:
-    first, end = tags.FIRST_EXTENSION, tags.END_OF_TAGS
+    first, end = walk.FIRST_EXTENSION, walk.END_OF_TAGS
     rows = [
         (str(tag), _KIND_WORDS.get(name, _spoken(name)))
-        for name, tag in vars(tags).items()
-        if name.isupper() and tag < first
+        for name, tag in vars(walk.Tag).items()
+        if name.isupper()
     ]
     rows.append(
         (

@@ -172,18 +172,18 @@ def test_a_tensor_in_a_codec_keeps_its_graph(workers):
 
 def test_a_codec_that_one_side_lacks_is_named(workers, monkeypatch):
     codec = workers[0].worker.calls._bodies._codec
-    packed = codec.pack(Money(1))
+    packed = codec.encode(Money(1))
     monkeypatch.setattr(user_codecs, "_BY_NAME", {})
     with pytest.raises(NotExposed, match=r"exotic:Money' has no codec on this worker") as refused:
-        codec.unpack(packed.data, ())
+        codec.decode(packed.data, ())
     assert "register_codec" in refused.value.hint
 
 
 def test_what_a_codec_refuses_is_a_bad_message(workers):
     codec = workers[0].worker.calls._bodies._codec
-    data = codec.pack(Money(1)).data.replace(b"\x01", b"\xc0")
+    data = codec.encode(Money(1)).data.replace(b"\x01", b"\xc0")
     with pytest.raises(BadMessage, match="TypeError: cents are a number"):
-        codec.unpack(data, ())
+        codec.decode(data, ())
 
 
 def test_a_codec_is_for_a_class_with_a_name():
@@ -237,10 +237,10 @@ def test_tensors_and_references_in_a_pickle_travel_beside_it_and_keep_their_grap
 def test_one_side_alone_does_not_make_the_other_load_a_pickle(tmp_path, workers):
     marker = tmp_path / "marker"
     with pickling() as asking:
-        packed = asking[0].worker.calls._bodies._codec.pack(Bomb(str(marker)))
+        packed = asking[0].worker.calls._bodies._codec.encode(Bomb(str(marker)))
     receiver = workers[1].worker.calls._bodies._codec
     with pytest.raises(BadMessage, match="a pickle came, which this worker does not load") as no:
-        receiver.unpack(packed.data, ())
+        receiver.decode(packed.data, ())
     assert "Options(pickle=True)" in no.value.hint
     assert not marker.exists()
 

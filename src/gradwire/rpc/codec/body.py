@@ -36,7 +36,7 @@ from gradwire.wire.tensor_header import REQUIRES_GRAD, TensorHeader, without_inf
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 
 
-class Packed(msgspec.Struct, frozen=True):
+class EncodedBody(msgspec.Struct, frozen=True):
     """A body ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
 
     body: Body
@@ -52,7 +52,7 @@ class Packed(msgspec.Struct, frozen=True):
         return size + sum(map(len, self.payload)) if self.payload else size
 
 
-class Unpacked(msgspec.Struct, frozen=True):
+class DecodedBody(msgspec.Struct, frozen=True):
     """A value that arrived.
 
     `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph, and
@@ -66,7 +66,7 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 
 @final
-class Bodies:
+class BodyCodec:
     """Packs and unpacks for one worker."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Bodies:
         self._codec, self._engine, self._refs = codec, engine, refs
         self._leaves, self._carries_modes = leaves, carries_modes
 
-    def pack(
+    def encode(
         self,
         value: object,
         *,
@@ -89,33 +89,33 @@ class Bodies:
         context: ContextId | None,
         place: str | tuple[str, ...],
         deadline: float,
-    ) -> Packed:
+    ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
         try:
-            flat = self._codec.maybe_pack(value)
+            flat = self._codec.maybe_encode(value)
             if flat is not None:
                 data, tensors = flat
                 if not tensors:
-                    return Packed(Body(data, [], [], []), (), context)
-                return self._sealed(data, tensors, [], to, context)
+                    return EncodedBody(Body(data, [], [], []), (), context)
+                return self._encode_tensors(data, tensors, [], to, context)
             with self._refs.packing(to, deadline) as references:
-                data, tensors, copies = self._codec.pack(value, place)
-                packed = self._sealed(data, tensors, references, to, context)
+                data, tensors, copies = self._codec.encode(value, place)
+                encoded = self._encode_tensors(data, tensors, references, to, context)
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
         # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
-        return replace(packed, copies=copies) if copies and context is not None else packed
+        return replace(encoded, copies=copies) if copies and context is not None else encoded
 
-    def _sealed(
+    def _encode_tensors(
         self,
         data: bytes,
         tensors: list[Tensor],
         references: list[Reference],
         to: WorkerId,
         context: ContextId | None,
-    ) -> Packed:
+    ) -> EncodedBody:
         if not tensors:
-            return Packed(Body(data, [], [], references), (), context)
+            return EncodedBody(Body(data, [], [], references), (), context)
         if is_inside_transform():
             refuse_transformed(tensors)
         if has_tangent(tensors):
@@ -129,7 +129,7 @@ class Bodies:
         crossings: list[Crossing] = []
         if context is not None:
             crossings = self._engine.attach_send(context, to, tensors)
-        return Packed(Body(data, headers, crossings, references), payload, context)
+        return EncodedBody(Body(data, headers, crossings, references), payload, context)
 
     def _placed(
         self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]
@@ -143,13 +143,13 @@ class Bodies:
             refusal if at is None else NotSerializable(refusal.message, place=at, hint=refusal.hint)
         )
 
-    def undo(self, packed: Packed) -> None:
+    def undo(self, encoded: EncodedBody) -> None:
         """It did not leave."""
-        self._refs.pack_undone(packed.body.references)
-        if packed.context is not None:
-            self._engine.withdraw(packed.context, packed.body.crossings)
+        self._refs.pack_undone(encoded.body.references)
+        if encoded.context is not None:
+            self._engine.withdraw(encoded.context, encoded.body.crossings)
 
-    def unpack(
+    def decode(
         self,
         body: Body,
         payload: memoryview | None,
@@ -158,26 +158,26 @@ class Bodies:
         context: ContextId | None,
         is_answered: bool = False,
         is_recorded: bool = True,
-    ) -> Unpacked:
+    ) -> DecodedBody:
         """The value, its references held and, if that is recorded, its graph attached.
 
         For `is_answered` see Note [An answer accepts], refs/accepting.py.
         """
         if not body.references:
-            return self._opened(body, payload, source, context, is_recorded)
+            return self._decode_tensors(body, payload, source, context, is_recorded)
         with self._refs.unpacking(body.references, source, is_answered=is_answered):
-            return self._opened(body, payload, source, context, is_recorded)
+            return self._decode_tensors(body, payload, source, context, is_recorded)
 
-    def _opened(
+    def _decode_tensors(
         self,
         body: Body,
         payload: memoryview | None,
         source: WorkerId,
         context: ContextId | None,
         is_recorded: bool,
-    ) -> Unpacked:
+    ) -> DecodedBody:
         if not body.tensors:
-            return Unpacked(self._value(body, (), source))
+            return DecodedBody(self._value(body, (), source))
         tensors = decode_tensors(body.tensors, payload, self._engine.limits)
         crossings: Sequence[Crossing] = body.crossings
         if crossings:
@@ -193,16 +193,16 @@ class Bodies:
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        return Unpacked(self._value(body, tensors, source), depth, len(cut))
+        return DecodedBody(self._value(body, tensors, source), depth, len(cut))
 
     def _value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
-        value = self._codec.maybe_unpack(body.data, tensors)
+        value = self._codec.maybe_decode(body.data, tensors)
         if type(value) is not Undecoded:
             return value
         if body.references:
-            return self._codec.open(value, tensors)
+            return self._codec.decode_node(value, tensors)
         with self._refs.unpacking((), source):  # or it could name those of a message around it
-            return self._codec.open(value, tensors)
+            return self._codec.decode_node(value, tensors)
 
 
 def refuse_transformed(tensors: Sequence[Tensor]) -> None:

@@ -12,9 +12,9 @@ from typing import Final
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.rpc.codec.tags import DICT, TENSOR, TUPLE
-from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node
+from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Tag
 
+DICT, TENSOR, TUPLE = Tag.DICT, Tag.TENSOR, Tag.TUPLE
 DEPTH: Final = 2
 """how deep such a value is nested at most"""
 WALK: Final = object()

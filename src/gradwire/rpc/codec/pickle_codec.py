@@ -23,19 +23,24 @@ import importlib.util
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import FunctionType, ModuleType, NoneType
 from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor, nn
+from torch._C import ScriptFunction
 from torch.jit import ScriptModule
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
-from gradwire.rpc.codec.codec import Packed, Undecoded
-from gradwire.rpc.codec.scripted import maybe_reduced
+from gradwire.rpc.codec.codec import Encoded, Undecoded
+from gradwire.rpc.expose.async_execution import LATER, async_execution
 from gradwire.rpc.expose.names import one_main
 
 T = TypeVar("T")
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 Reducers = Mapping[type, Callable[[Any], Any]]
+_ROOT = "__torch__."
 _TENSOR = -1
 _PARAMETER = -2
 _SEQUENCES = (list, tuple, set, frozenset)
@@ -54,21 +59,21 @@ class PickleCodec:
     ) -> None:
         self._reducers: Reducers = {} if reducers is None else reducers
         self._restores = restores_parameters
-        self._packers: dict[type, tuple[int, Callable[[Any], object]]] = {}
-        self._unpackers: dict[int, Callable[[Any], object]] = {}
+        self._encoders: dict[type, tuple[int, Callable[[Any], object]]] = {}
+        self._decoders: dict[int, Callable[[Any], object]] = {}
 
     def extend(
         self,
         kind: type[T],
         tag: int,
-        pack: Callable[[T], object],
-        unpack: Callable[[Any], object],
+        encode: Callable[[T], object],
+        decode: Callable[[Any], object],
     ) -> None:
-        """Let values of exactly this type travel as what `pack` makes of them."""
-        self._packers[kind] = tag, pack
-        self._unpackers[tag] = unpack
+        """Let values of exactly this type travel as what `encode` makes of them."""
+        self._encoders[kind] = tag, encode
+        self._decoders[tag] = decode
 
-    def maybe_pack(self, _value: object) -> None:
+    def maybe_encode(self, _value: object) -> None:
         """A pickle has no shorter way."""
 
     def place_of_tensor(
@@ -77,19 +82,19 @@ class PickleCodec:
         """A pickle does not say."""
         return None
 
-    def maybe_unpack(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
+    def maybe_decode(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
         """A pickle has no shorter way."""
         return Undecoded(data)
 
-    def open(self, unopened: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed."""
-        return self.unpack(unopened.node, tensors)
+    def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded."""
+        return self.decode(undecoded.node, tensors)
 
-    def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
+    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
         """The value as a pickle and its tensors; raises NotSerializable."""
         data = io.BytesIO()
         parameters = {id(parameter) for parameter in _parameters(value)}
-        pickler = _Pickler(data, self._packers, self._reducers, parameters)
+        pickler = _Pickler(data, self._encoders, self._reducers, parameters)
         try:
             pickler.dump(value)
         except GradwireError:
@@ -97,12 +102,12 @@ class PickleCodec:
         except Exception as error:
             name = place if isinstance(place, str) else "the arguments"
             raise NotSerializable(f"{name}: {type(error).__name__}: {error}") from error
-        return Packed(data.getvalue(), pickler.tensors, pickler.copies)
+        return Encoded(data.getvalue(), pickler.tensors, pickler.copies)
 
-    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed."""
+    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded."""
         try:
-            return _Unpickler(io.BytesIO(data), self._unpackers, tensors, self._restores).load()
+            return _Unpickler(io.BytesIO(data), self._decoders, tensors, self._restores).load()
         except GradwireError:
             raise
         except (AttributeError, ImportError) as error:
@@ -151,12 +156,12 @@ class _Pickler(pickle.Pickler):
     def __init__(
         self,
         file: io.BytesIO,
-        packers: dict[type, tuple[int, Callable[[Any], object]]],
+        encoders: dict[type, tuple[int, Callable[[Any], object]]],
         reducers: Reducers,
         parameters: set[int],
     ) -> None:
         super().__init__(file)
-        self._packers, self._reducers, self._parameters = packers, reducers, parameters
+        self._encoders, self._reducers, self._parameters = encoders, reducers, parameters
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.copies = 0
@@ -171,11 +176,11 @@ class _Pickler(pickle.Pickler):
                 self._places[id(value)] = len(self.tensors)
                 self.tensors.append(value)
             return _TENSOR if kind is Tensor else _PARAMETER, self._places[id(value)]
-        extension = self._packers.get(kind)
+        extension = self._encoders.get(kind)
         if extension is None:
             return None
-        tag, pack = extension
-        return tag, pack(value)
+        tag, encode = extension
+        return tag, encode(value)
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
         """How to pickle what has a reducer; functions without a name, where cloudpickle can."""
@@ -203,12 +208,12 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
         file: io.BytesIO,
-        unpackers: dict[int, Callable[[Any], object]],
+        decoders: dict[int, Callable[[Any], object]],
         tensors: Sequence[Tensor],
         restores_parameters: bool,
     ) -> None:
         super().__init__(file)
-        self._unpackers, self._tensors, self._restores = unpackers, tensors, restores_parameters
+        self._decoders, self._tensors, self._restores = decoders, tensors, restores_parameters
         self._restored: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, said: Any) -> object:  # noqa: ANN401
@@ -216,7 +221,7 @@ class _Unpickler(pickle.Unpickler):
         tag, data = said
         if tag == _TENSOR:
             return self._tensors[data]
-        return self._parameter(data) if tag == _PARAMETER else self._unpackers[tag](data)
+        return self._parameter(data) if tag == _PARAMETER else self._decoders[tag](data)
 
     def _parameter(self, place: int) -> Tensor:
         tensor = self._tensors[place]
@@ -272,3 +277,35 @@ def _is_nameless(function: FunctionType) -> bool:
 
 def _has_cloudpickle() -> bool:
     return importlib.util.find_spec("cloudpickle") is not None
+
+
+def maybe_reduced(value: object) -> Reduced | None:
+    """How to pickle it, if it is TorchScript, or such a function marked `async_execution`."""
+    if isinstance(value, ScriptFunction):
+        return function_named, (value.qualified_name,)
+    if isinstance(value, ScriptModule):
+        return module_from, (value.save_to_buffer(),)
+    marked = getattr(value, LATER, None) if isinstance(value, FunctionType) else None
+    return (async_execution, (marked,)) if isinstance(marked, ScriptFunction) else None
+
+
+def function_named(name: str) -> Any:  # noqa: ANN401
+    """The scripted function of that name; AttributeError if this process has none."""
+    unit = torch.jit._state._python_cu
+    found = unit.find_function(name)
+    if found is None:
+        home = name.removeprefix(_ROOT).rpartition(".")[0]
+        with suppress(ImportError, ValueError):
+            importlib.import_module(home)
+        found = unit.find_function(name)
+    if found is None:
+        raise AttributeError(f"no TorchScript function {name.removeprefix(_ROOT)} is compiled here")
+    return found
+
+
+def module_from(data: bytes) -> ScriptModule:
+    """The module of an archive. Not by torch.jit.load, which says that it is deprecated."""
+    load: Any = torch._C.import_ir_module_from_buffer
+    wrap: Any = torch.jit._recursive.wrap_cpp_module
+    module: ScriptModule = wrap(load(torch._C.CompilationUnit(), data, None, {}, False))
+    return module

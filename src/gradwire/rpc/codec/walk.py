@@ -17,8 +17,8 @@ from torch import Tensor
 from gradwire.errors import BadMessage, NotExposed, NotSerializable, OverLimit
 
 Node = list[object]
-Packer = Callable[["Packing", Any], object]
-Unpacker = Callable[["Unpacking", Node], object]
+TypeEncoder = Callable[["Encoder", Any], object]
+TypeDecoder = Callable[["Decoder", Node], object]
 Step = Callable[[Any, int], str]
 
 T = TypeVar("T")
@@ -27,6 +27,42 @@ EXPOSE_HINT = "expose it with @gradwire.expose"
 
 AS_THEY_ARE = frozenset({NoneType, bool, float, bytes})
 LEAVES = AS_THEY_ARE | {int, str}
+
+FIRST_EXTENSION = 64
+"""Tags from here to END_OF_TAGS belong to the callers of `Codec.extend`."""
+END_OF_TAGS = 128
+
+
+class Tag:
+    """The first element of every node: the type of the value. New numbers are added at the end."""
+
+    LIST = 0
+    TUPLE = 1
+    DICT = 2
+    SET = 3
+    FROZENSET = 4
+    TENSOR = 5
+    BIG_INT = 6
+    COMPLEX = 7
+    SLICE = 8
+    RANGE = 9
+    ELLIPSIS = 10
+    BYTEARRAY = 11
+    SURROGATES = 12
+    ORDERED_DICT = 13
+    TORCH_WORD = 14
+    DEVICE = 15
+    SIZE = 16
+    ARRAY = 17
+    NUMPY_SCALAR = 18
+    NAMED = 19
+    ENUM = 20
+    NAMED_TUPLE = 21
+    DATACLASS = 22
+    RETURN_TYPE = 23
+    PARTS = 24
+    REGISTERED = 25
+    PICKLED = 26
 
 
 class Names(Protocol):
@@ -40,21 +76,21 @@ class Names(Protocol):
 
 
 @final
-class Packing:
+class Encoder:
     """One value on its way into a skeleton and a list of tensors."""
 
-    __slots__ = ("_depth", "_learn", "_left", "_names", "_packers", "copies", "tensors")
+    __slots__ = ("_depth", "_encoders", "_find_encoder", "_left", "_names", "copies", "tensors")
 
     def __init__(
         self,
-        packers: Mapping[type, Packer],
-        learn: Callable[[type], Packer],
+        encoders: Mapping[type, TypeEncoder],
+        find_encoder: Callable[[type], TypeEncoder],
         names: Names,
         depth: int,
     ) -> None:
         self.tensors: list[Tensor] = []
         self.copies = 0
-        self._packers, self._learn, self._names = packers, learn, names
+        self._encoders, self._find_encoder, self._names = encoders, find_encoder, names
         self._depth = self._left = depth
 
     def node(self, value: object) -> object:
@@ -65,10 +101,10 @@ class Packing:
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
-        packer = self._packers.get(kind)
-        if packer is None:
-            packer = self._learn(kind)
-        return packer(self, value)
+        encoder = self._encoders.get(kind)
+        if encoder is None:
+            encoder = self._find_encoder(kind)
+        return encoder(self, value)
 
     def children(self, node: Node, owner: object, values: Iterable[object], step: Step) -> Node:
         """Add the values inside `owner` to its node; `step` says how the n-th is reached."""
@@ -79,15 +115,15 @@ class Packing:
             )
         self._left -= 1
         first = len(node)
-        packers = self._packers
+        encoders = self._encoders
         try:
             for value in values:  # `node` for each, spelt out
                 kind = type(value)
                 if kind in AS_THEY_ARE:
                     node.append(value)
                 else:
-                    packer = packers.get(kind) or self._learn(kind)
-                    node.append(packer(self, value))
+                    encoder = encoders.get(kind) or self._find_encoder(kind)
+                    node.append(encoder(self, value))
         except NotSerializable as refusal:
             raise refusal.inside(step(owner, len(node) - first)) from None
         self._left += 1
@@ -103,19 +139,19 @@ class Packing:
 
 
 @final
-class Unpacking:
+class Decoder:
     """One skeleton on its way back; whatever does not fit is the peer's fault."""
 
-    __slots__ = ("_due", "_left", "_names", "_tensors", "_unpackers")
+    __slots__ = ("_decoders", "_due", "_left", "_names", "_tensors")
 
     def __init__(
         self,
-        unpackers: Mapping[int, Unpacker],
+        decoders: Mapping[int, TypeDecoder],
         names: Names,
         depth: int,
         tensors: Sequence[Tensor],
     ) -> None:
-        self._unpackers, self._names, self._tensors = unpackers, names, tensors
+        self._decoders, self._names, self._tensors = decoders, names, tensors
         self._left = depth
         self._due = 0
 
@@ -127,17 +163,17 @@ class Unpacking:
         if type(node) is not list:
             if type(node) in LEAVES:
                 return node
-            raise BadMessage(f"a packed value holds a bare {type(node).__name__}")
+            raise BadMessage(f"an encoded value holds a bare {type(node).__name__}")
         tag = node[0] if node else None
-        unpacker = self._unpackers.get(tag) if type(tag) is int else None
-        if unpacker is None:
-            raise BadMessage(f"a packed value has the unknown tag {reprlib.repr(tag)}")
-        return unpacker(self, node)
+        decoder = self._decoders.get(tag) if type(tag) is int else None
+        if decoder is None:
+            raise BadMessage(f"an encoded value has the unknown tag {reprlib.repr(tag)}")
+        return decoder(self, node)
 
     def children(self, node: Node, first: int = 1) -> list[object]:
         """The values inside a node, from its element `first` on."""
         if not self._left:
-            raise OverLimit("a packed value is nested deeper than the limit")
+            raise OverLimit("an encoded value is nested deeper than the limit")
         self._left -= 1
         value = self.value
         values = [child if type(child) in LEAVES else value(child) for child in node[first:]]
@@ -145,10 +181,10 @@ class Unpacking:
         return values
 
     def tensor(self, index: object) -> Tensor:
-        """The next tensor. They are packed in the order of the walk, so its number is known."""
+        """The next tensor. They are encoded in the order of the walk, so its number is known."""
         if index != self._due or self._due == len(self._tensors):
             raise BadMessage(
-                f"a packed value names tensor {reprlib.repr(index)} where {self._due} "
+                f"an encoded value names tensor {reprlib.repr(index)} where {self._due} "
                 f"of {len(self._tensors)} was due"
             )
         self._due += 1
@@ -169,7 +205,7 @@ def exactly(value: object, kind: type[T]) -> T:
     """The value a peer sent, if it is of that very type."""
     if type(value) is not kind:
         shown = reprlib.repr(value)
-        raise BadMessage(f"a packed value holds {shown} where a {kind.__name__} was due")
+        raise BadMessage(f"an encoded value holds {shown} where a {kind.__name__} was due")
     return value
 
 
