@@ -121,7 +121,7 @@ of the walk; their headers are in the body, their bytes in the payload.
 _KIND_WORDS = {
     "BIG_INT": "an integer of more than 64 bits",
     "SURROGATES": "a string that is not valid UTF-8",
-    "TORCH_WORD": "a dtype, layout, memory format or quantization scheme",
+    "TORCH_CONSTANT": "a dtype, layout, memory format or quantization scheme",
     "SIZE": "torch.Size",
     "ARRAY": "a numpy array",
     "NAMED": "a function or class, by its name",

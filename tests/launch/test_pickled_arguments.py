@@ -49,6 +49,6 @@ def test_what_cannot_be_unpickled_is_named():
 
 def test_exceptions_are_found_in_any_module_of_ours():
     assert maybe_exception("builtins:KeyError") is KeyError
-    assert maybe_exception(f"{__name__}:Odd") is Fallback
+    assert maybe_exception(f"{__name__}:Fallback") is Fallback
     assert maybe_exception(f"{__name__}:packed") is None
     assert maybe_exception("no.such.module:Error") is None

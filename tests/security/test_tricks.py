@@ -200,7 +200,7 @@ SKELETONS = {
     "a return type of torch's": [Tag.RETURN_TYPE, "system", TOUCH],
     "a dunder for a return type": [Tag.RETURN_TYPE, "__class__", TOUCH],
     "a pickle": [Tag.PICKLED, b"cos\nsystem\n(S'touch marker'\ntR.", 0, 0],
-    "a word of torch that is a module": [Tag.TORCH_WORD, "torch.hub"],
+    "a word of torch that is a module": [Tag.TORCH_CONSTANT, "torch.hub"],
     "a device that is a path": [Tag.DEVICE, "/etc/passwd"],
     "an array of objects": [Tag.ARRAY, 0, "|O8", False, 1],
     "a scalar that is an object": [Tag.NUMPY_SCALAR, "|O8", b"01234567"],

@@ -1,11 +1,10 @@
-"""The kinds of values that travel as what they are: how each becomes a node, and comes back.
+"""Encodes the types of Python and torch that travel without a name, each by a pair of functions.
 
-Each kind is a pair of functions, side by side, and a line in the tables at the end. Kinds are of
-exact types: a subclass is another type, and would arrive as something it is not. Arrays are in
-numpy_types.py, what travels by a name in named_types.py: this file knows neither.
+Each pair has a line in the tables at the end. Types are matched exactly: a subclass would arrive as
+its base. Arrays are in numpy_types.py, and values that travel by a name in named_types.py.
 
-The decoders raise whatever Python raises when a node does not fit; `Codec.decode` turns it into
-BadMessage. They check for themselves only what Python would let pass.
+The decoders raise what Python raises when a node does not fit, and `Codec.decode` turns that into
+BadMessage. They check only what Python would let pass.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, Ty
 
 D = TypeVar("D", bound=dict[object, object])
 
-_WORD_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-_WORDS = {str(word): word for word in vars(torch).values() if type(word) in _WORD_TYPES}
+_CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_CONSTANTS = {str(each): each for each in vars(torch).values() if type(each) in _CONSTANT_TYPES}
 
 
 def _by_index(_: object, n: int) -> str:
@@ -78,7 +77,7 @@ def _decode_dict(walk: Decoder, node: Node) -> object:
 
 
 def _filled(value: D, flat: list[object]) -> D:
-    """The dict, with the keys and values of a flat list of both."""
+    """The dict, filled from a flat list of keys and values in turn."""
     value.update(zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(value) != len(flat):
         raise BadMessage("an encoded dict has a key twice")
@@ -86,7 +85,7 @@ def _filled(value: D, flat: list[object]) -> D:
 
 
 def _encode_ordered_dict(walk: Encoder, value: OrderedDict[object, object]) -> object:
-    # What state_dict() returns, with the versions of its modules as an attribute.
+    # state_dict() returns one, with the versions of its modules as an attribute.
     attributes = vars(value)
     if attributes.keys() - {"_metadata"}:
         raise NotSerializable(
@@ -99,7 +98,7 @@ def _encode_ordered_dict(walk: Encoder, value: OrderedDict[object, object]) -> o
 
 def _decode_ordered_dict(walk: Decoder, node: Node) -> object:
     metadata, *flat = walk.children(node)
-    # Not OrderedDict[…](): that leaves an attribute on it, and it could not be sent on.
+    # Not OrderedDict[…](): that sets an attribute on it, and it could not be sent again.
     empty: OrderedDict[object, object] = OrderedDict()
     value = _filled(empty, flat)
     if metadata is not None:
@@ -128,7 +127,7 @@ def _decode_frozenset(walk: Decoder, node: Node) -> object:
 
 
 def tensor_node(walk: Encoder, value: Tensor) -> Node:
-    """A tensor, listed once for each time it appears: aliasing is not kept."""
+    """Add a tensor to the list, once for each time it appears: aliasing is not kept."""
     tensors = walk.tensors
     tensors.append(value)
     return [Tag.TENSOR, len(tensors) - 1]
@@ -156,7 +155,7 @@ def _encode_str(_: Encoder, value: str) -> object:
     try:
         value.encode()
     except UnicodeEncodeError:
-        # Names of files may hold bytes that are no UTF-8, as lone surrogates; msgpack refuses them.
+        # File names may hold bytes that are not UTF-8, as lone surrogates; msgpack refuses them.
         return [Tag.SURROGATES, value.encode("utf-8", "surrogatepass")]
     return value
 
@@ -213,16 +212,16 @@ def _decode_bytearray(_walk: Decoder, node: Node) -> object:
     return bytearray(exactly(data, bytes))
 
 
-def _encode_torch_word(_: Encoder, value: object) -> object:
-    return [Tag.TORCH_WORD, str(value)]
+def _encode_torch_constant(_: Encoder, value: object) -> object:
+    return [Tag.TORCH_CONSTANT, str(value)]
 
 
-def _decode_torch_word(_walk: Decoder, node: Node) -> object:
+def _decode_torch_constant(_walk: Decoder, node: Node) -> object:
     _, name = node
-    word = _WORDS.get(exactly(name, str))
-    if word is None:
+    constant = _CONSTANTS.get(exactly(name, str))
+    if constant is None:
         raise BadMessage(f"torch {torch.__version__} has no {reprlib.repr(name)}")
-    return word
+    return constant
 
 
 def _encode_device(_: Encoder, value: torch.device) -> object:
@@ -232,7 +231,7 @@ def _encode_device(_: Encoder, value: torch.device) -> object:
 def _decode_device(_walk: Decoder, node: Node) -> object:
     _, name = node
     device = torch.device(exactly(name, str))
-    # Torch takes the number of a device modulo 256.
+    # Torch takes the index of a device modulo 256.
     if str(device) != name:
         raise BadMessage(f"{reprlib.repr(name)} is no device")
     return device
@@ -244,7 +243,7 @@ def _encode_size(_: Encoder, value: torch.Size) -> object:
 
 def _decode_size(_walk: Decoder, node: Node) -> object:
     sizes = [exactly(size, int) for size in node[1:]]
-    # Torch would take a larger one, and fail when it is read.
+    # Torch would accept a larger one, and fail when it is read.
     if any(not -(1 << 63) <= size < 1 << 63 for size in sizes):
         raise BadMessage("an encoded torch.Size has a number over 64 bits")
     return torch.Size(sizes)
@@ -268,7 +267,7 @@ ENCODERS: dict[type, TypeEncoder] = {
     OrderedDict: _encode_ordered_dict,
     torch.device: _encode_device,
     torch.Size: _encode_size,
-    **dict.fromkeys(_WORD_TYPES, _encode_torch_word),
+    **dict.fromkeys(_CONSTANT_TYPES, _encode_torch_constant),
 }
 
 DECODERS: dict[int, TypeDecoder] = {
@@ -286,7 +285,7 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.BYTEARRAY: _decode_bytearray,
     Tag.SURROGATES: _decode_surrogates,
     Tag.ORDERED_DICT: _decode_ordered_dict,
-    Tag.TORCH_WORD: _decode_torch_word,
+    Tag.TORCH_CONSTANT: _decode_torch_constant,
     Tag.DEVICE: _decode_device,
     Tag.SIZE: _decode_size,
 }

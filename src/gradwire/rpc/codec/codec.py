@@ -1,9 +1,9 @@
-"""Python values to bytes and a list of tensors, and back. Data only: no pickle.
+"""Codec: encodes Python values as bytes and a list of tensors, and decodes them. No pickle.
 
-Msgpack alone would turn tuples into lists, subclasses into their bases and big integers into
-errors: our own walk (walk.py) first makes a skeleton in which every value that is not plain has a
-tag, and msgpack only writes that down. Unpacking constructs exposed dataclasses, namedtuples and
-enums, and runs no other code of a user's but the __hash__ and __eq__ of keys.
+Msgpack alone would turn tuples into lists and subclasses into their bases, and refuse big integers.
+So a walk (walk.py) first makes a skeleton in which every value that is not plain has a tag, and
+msgpack writes that down. Decoding constructs exposed dataclasses, namedtuples and enums. It runs no
+other user code but register_codec's functions and the __hash__ and __eq__ of keys.
 """
 
 from __future__ import annotations
@@ -31,13 +31,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import (
-    builtin_types,
-    fast_path,
-    named_types,
-    numpy_types,
-    user_codecs,
-)
+from gradwire.rpc.codec import builtin_types, fast_path, named_types, numpy_types, user_codecs
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
@@ -49,11 +43,9 @@ from gradwire.rpc.codec.walk import (
     TypeDecoder,
     TypeEncoder,
     exactly,
-    spoken,
+    type_name,
 )
 from gradwire.wire.elements import check_arrived, check_leaving
-
-__all__ = ["Codec", "Names", "Encoded", "Undecoded"]
 
 T = TypeVar("T")
 
@@ -68,14 +60,14 @@ _TWO_WAYS = (
     "give its class a codec with gradwire.register_codec on both workers, or let what is not data "
     "travel as pickles with Options(pickle=True) on both"
 )
-_PICKLE_HINT = "Options(pickle=True) loads them; whoever may send one may run anything here"
+_PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may run any code here"
 
 
 class Encoded(NamedTuple):
-    """A value as data, and the tensors it names; their bytes travel beside it.
+    """A value as bytes, and the tensors it refers to by index; their bytes travel separately.
 
-    `copies` counts the tensors that require grad but are copied into the data: no gradient will
-    come back to them. Only a pickle has such.
+    `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
+    comes back to them. Only a pickle has such.
     """
 
     data: bytes
@@ -84,26 +76,26 @@ class Encoded(NamedTuple):
 
 
 class Undecoded(msgspec.Struct, frozen=True):
-    """What came, where the value takes a walk."""
+    """A received skeleton that the fast path leaves to the walk; or the bytes of a pickle."""
 
     node: Any
 
 
 class Fallback(Protocol):
-    """A way for what is not data."""
+    """A codec for the values that `Codec` itself does not encode."""
 
     def encode(self, value: object, place: str) -> Encoded:
-        """The value in its way, and the tensors in it."""
+        """The value as bytes, and the tensors in it."""
 
     def decode(self, data: bytes, tensors: Sequence[Tensor]) -> object:
-        """The same again."""
+        """The value that was encoded."""
 
 
 @final
 class Codec:
-    """What travels between workers as arguments and results, and how.
+    """Encodes and decodes arguments and results.
 
-    May be used by many threads at once. With `fallback`, what is not data travels too, in that way.
+    Any number of threads may use it at once. Values that are not data go to `fallback`, if given.
     """
 
     def __init__(self, names: Names, limits: Limits, fallback: Fallback | None = None) -> None:
@@ -134,10 +126,10 @@ class Codec:
         encode: Callable[[T], object],
         decode: Callable[[Any], object],
     ) -> None:
-        """Let values of exactly this type travel as what `encode` makes of them.
+        """Encode values of exactly this type as what `encode` returns.
 
         That must be plain: None, numbers, text, bytes, lists of these. A peer may send anything
-        plain in its place, and `decode` has to check it.
+        plain instead, so `decode` has to check it.
         """
         assert FIRST_EXTENSION <= tag < END_OF_TAGS, f"tag {tag} is not for extensions"
         assert tag not in self._decoders, f"tag {tag} is taken"
@@ -151,7 +143,7 @@ class Codec:
         self._decoders[tag] = decode_extension
 
     def maybe_encode(self, value: object) -> tuple[bytes, list[Tensor]] | None:
-        """The same as `encode`, if it can be had without a walk: see fast_path.py.
+        """The same as `encode`, or None if the value needs a walk: see fast_path.py.
 
         hot: every argument list and result
         """
@@ -165,9 +157,9 @@ class Codec:
         return None if is_long else (data, tensors)
 
     def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
-        """The value as data; raises NotSerializable, which says where in `place` the culprit sits.
+        """Encode a value; NotSerializable says where in `place` the refused part is.
 
-        `place` is what errors call the value or, for a tuple, each of its elements.
+        `place` is what errors call the value or, if a tuple, each of its elements.
         """
         walk = Encoder(self._encoders, self._find_encoder, self._names, self._limits.depth)
         try:
@@ -187,9 +179,9 @@ class Codec:
     def place_of_tensor(
         self, value: object, place: str | tuple[str, ...], index: int
     ) -> str | None:
-        """Where in `place` the tensor of that number sits, in the order of `encode`.
+        """Where in `place` the tensor with this index is. Walks again, so only for an error.
 
-        None if that is not known, as inside a pickle. For an error: it walks once more.
+        None if that is not known, as inside a pickle.
         """
         if self._fallback is not None:
             return None
@@ -199,7 +191,7 @@ class Codec:
                 raise NotSerializable
             return builtin_types.tensor_node(walk, tensor)
 
-        # References are counted when they are encoded: not again.
+        # Encoding a reference counts it, which must not happen twice.
         counted = dict.fromkeys(self._extended, lambda _walk, _value: None)
         encoders = {**self._encoders, **counted, Tensor: find, Parameter: find}
         walk = Encoder(encoders, self._find_encoder, self._names, self._limits.depth)
@@ -210,7 +202,7 @@ class Codec:
         return None
 
     def maybe_decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded; Undecoded, if that takes a walk. Raises as `decode` does.
+        """The value that was encoded, or Undecoded if it needs a walk. Raises as `decode` does.
 
         hot: every argument list and result
         """
@@ -224,14 +216,14 @@ class Codec:
         return Undecoded(node) if value is fast_path.WALK else value
 
     def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """The value that `maybe_decode` left to a walk."""
+        """Decode by a walk what `maybe_decode` did not."""
         walk = Decoder(self._decoders, self._names, self._limits.depth, tensors)
         try:
             value = walk.value(undecoded.node)
         except GradwireError:
             raise
         except Exception as error:
-            # Whatever a peer's bytes lead to, in a constructor or a __hash__, is the peer's.
+            # The peer's bytes caused it, even if it was raised by a constructor or a __hash__.
             raise _malformed(error) from error
         walk.done()
         return value
@@ -248,13 +240,13 @@ class Codec:
         if encoder is None and self._fallback is not None:
             encoder = self._encode_fallback
         if encoder is None:
-            raise _refusal(kind)
+            raise _refused_type(kind)
         self._encoders[kind] = encoder
         return encoder
 
     def _encode_fallback(self, walk: Encoder, value: object) -> object:
         assert self._fallback is not None
-        encoded, first = self._fallback.encode(value, spoken(type(value))), len(walk.tensors)
+        encoded, first = self._fallback.encode(value, type_name(type(value))), len(walk.tensors)
         walk.tensors.extend(encoded.tensors)
         walk.copies += encoded.copies
         return [Tag.PICKLED, encoded.data, first, len(encoded.tensors)]
@@ -289,26 +281,26 @@ def _refuse(_walk: Encoder, value: object) -> NoReturn:
     refuse(refusal, value)
 
 
-def _refusal(kind: type) -> NotSerializable:
+def _refused_type(kind: type) -> NotSerializable:
     advice = maybe_hint(kind)
     if advice is not None:
-        return NotSerializable(f"a value of type {spoken(kind)} does not travel", hint=advice)
+        return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=advice)
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
     hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
-    return NotSerializable(f"a value of type {spoken(kind)} does not travel", hint=hint)
+    return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=hint)
 
 
 class _Refusal(NamedTuple):
-    what: str
+    subject: str
     hint: str
 
 
 def maybe_refusal(kind: type) -> NotSerializable | None:
-    """The error for a kind that travels in no way, pickles included; None for any other."""
+    """The error for a type that cannot even be pickled; None for any other."""
     found = _maybe_found(kind)
     if found is None:
         return None
-    return NotSerializable(f"{found.what} does not travel", hint=found.hint)
+    return NotSerializable(f"{found.subject} does not travel", hint=found.hint)
 
 
 def _maybe_found(kind: type) -> _Refusal | None:
@@ -332,7 +324,7 @@ def _maybe_found(kind: type) -> _Refusal | None:
 
 
 def maybe_hint(kind: type) -> str | None:
-    """What to do with a value of a kind that travels as a pickle at most."""
+    """What to do instead of sending a value of this type, which only a pickle could carry."""
     if issubclass(kind, nn.Module):
         return MODULE_HINT
     if issubclass(kind, torch.Tensor) and hasattr(kind, "full_tensor"):
@@ -341,7 +333,7 @@ def maybe_hint(kind: type) -> str | None:
 
 
 def refuse(refusal: NotSerializable, value: object) -> NoReturn:
-    """Raise it; a coroutine that nobody will await is closed, or Python would warn of it."""
+    """Raise the refusal; close a coroutine first, or Python warns that it was never awaited."""
     if isinstance(value, Coroutine):
         value.close()
     raise refusal

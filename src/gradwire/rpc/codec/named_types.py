@@ -1,14 +1,13 @@
-"""Values that travel by the name of something exposed: functions, classes, and instances of these.
+"""Encodes values by an exposed name: functions, classes, enums, namedtuples and dataclasses.
 
-Enums go by the name of the member; namedtuples and dataclasses as their fields. A dataclass is
-rebuilt without its constructor, field by field, as `copy` and the other codecs of Python do:
-`__init__` takes no init=False fields and wants InitVars that nobody kept, `__post_init__` would
-convert a second time what it has converted, and frozen ones and ones with slots need nothing
-special. So what is not a field cannot arrive, and an instance that has more is refused; what a
-cached_property remembers is left behind, since it is computed again.
+An enum is sent as the name of its member, a namedtuple or dataclass as its fields. A dataclass is
+rebuilt field by field without its constructor, as `copy` does: `__init__` takes no init=False
+fields and needs InitVars that were not kept, `__post_init__` would convert the fields a second
+time, and frozen classes and slots need no special case. So only fields can arrive, and an instance
+with other attributes is refused; values of a cached_property are dropped, to be computed again.
 
-The names of the fields travel too: two workers that run different versions of a class must not
-swap its values in silence. This file knows no tensors.
+The names of the fields are sent too, so that two workers with different versions of a class do not
+silently swap its values. This file does not know tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from gradwire.rpc.codec.walk import (
     TypeDecoder,
     TypeEncoder,
     exactly,
-    spoken,
+    type_name,
 )
 
 T = TypeVar("T")
@@ -41,23 +40,23 @@ _RETURN_TYPES = {
     for kind in vars(torch.return_types).values()
     if isinstance(kind, type) and kind.__module__ == "torch.return_types"
 }
-# Set by CPython on every class that a class statement made.
+# CPython sets this flag on every class made by a class statement.
 _IS_HEAP_TYPE = 1 << 9
 
 
 class Traveller(Protocol):
-    """Of a layer above: travels as a few values that are not all it has."""
+    """A class of a higher layer that is encoded as a few values, such as RemoteModule."""
 
     def _travel_parts(self) -> tuple[object, ...]:
-        """What it is made of; anything that travels."""
+        """The values to send; anything that travels."""
 
     @classmethod
     def _from_parts(cls, *parts: Any) -> object:  # noqa: ANN401
-        """The same again; has to check what a peer sent."""
+        """The object again; has to check what a peer sent."""
 
 
 def maybe_encoder(kind: type) -> TypeEncoder | None:
-    """How values of a type met for the first time are encoded, if they travel by a name at all."""
+    """The encoder of a type that was not seen before, if its values travel by a name."""
     if issubclass(kind, type):
         return _encode_named
     if issubclass(kind, Enum):
@@ -89,7 +88,7 @@ def _decode_named(walk: Decoder, node: Node) -> object:
 
 def _encode_enum(walk: Encoder, value: Enum) -> object:
     kind = type(value)
-    # Flags that were combined have a value, but no name.
+    # A combination of flags has a value, but no name.
     member = value.name if value.name in kind.__members__ else walk.node(value.value)
     return [Tag.ENUM, walk.name_of(kind), member]
 
@@ -125,7 +124,7 @@ def _decode_named_tuple(walk: Decoder, node: Node) -> object:
     _, name, told, *items = node
     kind = _class(walk, name, tuple)
     _check_fields(kind, told, len(items))
-    # Not its constructor: a subclass may have one of its own, with other arguments.
+    # Not the class's own constructor: in a subclass it may take other arguments.
     return tuple.__new__(kind, walk.children(node, 3))
 
 
@@ -133,7 +132,7 @@ def _check_fields(kind: type, told: object, count: int) -> None:
     known = _fields_of(kind)
     if told != ",".join(known) or count != len(known):
         raise BadMessage(
-            f"{count} values came as the fields {told} of {spoken(kind)}, which here are "
+            f"{count} values came as the fields {told} of {type_name(kind)}, which here are "
             f"{','.join(known) or 'none'}",
             hint="run the same version of the program on every worker",
         )
@@ -146,7 +145,7 @@ def _encode_dataclass(walk: Encoder, value: object) -> object:
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotSerializable(
-            f"a {spoken(kind)} without a value for {', '.join(missing)} does not travel",
+            f"a {type_name(kind)} without a value for {', '.join(missing)} does not travel",
             hint="give every field a value or a default",
         )
     node: Node = [Tag.DATACLASS, walk.name_of(kind), ",".join(names)]
@@ -166,12 +165,12 @@ def _decode_dataclass(walk: Decoder, node: Node) -> object:
 
 
 def _is_made_of_fields(kind: type) -> bool:
-    """Whether instances hold nothing but attributes: no list, no exception, no tensor inside."""
+    """Whether instances hold nothing but attributes: the class derives from no builtin type."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE) is object
 
 
 def _attributes_of(value: object) -> set[str]:
-    """Every attribute an instance has now, in its dict or in a slot of any of its classes."""
+    """Every attribute of an instance, in its dict or in a slot of any of its classes."""
     slots = set[str]()
     for base in type(value).__mro__:
         declared = vars(base).get("__slots__", ())
@@ -192,7 +191,7 @@ def _computed_by(kind: type) -> set[str]:
 def _refuse_more(kind: type, attributes: Collection[str]) -> None:
     if attributes:
         raise NotSerializable(
-            f"a {spoken(kind)} with attributes besides its fields does not travel: "
+            f"a {type_name(kind)} with attributes besides its fields does not travel: "
             f"{', '.join(sorted(attributes))}",
             hint="make them fields, or send them beside it",
         )

@@ -1,9 +1,9 @@
-"""Numpy arrays and scalars as values that travel.
+"""Encodes numpy arrays and scalars.
 
-The bytes of an array ride along as a flat tensor of uint8, whatever its dtype, so that large ones
-take the same road as tensors; the dtype is numpy's own short text for it. Only dtypes that this
-text tells completely travel: no objects, no fields. Numpy would build an array of pointers from a
-peer's bytes if it were asked to, so the text is matched before numpy sees it.
+The bytes of an array of any dtype are sent as a flat uint8 tensor, so that large arrays are sent as
+efficiently as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this
+string describes completely travel: no objects, no fields. Numpy would make an array of pointers
+from a peer's bytes if asked to, so the string is matched before numpy sees it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _encode_array(walk: Encoder, value: Array) -> object:
 
 
 def _compacted(array: Array) -> Array:
-    """A copy that fills its memory row by row, and may be written to, as torch wants it."""
+    """A contiguous, writeable copy, as torch.from_numpy needs it."""
     return array.copy()
 
 
@@ -52,12 +52,12 @@ def _decode_array(walk: Decoder, node: Node) -> object:
         items.dtype.kind == "U"
         and (items.view(items.dtype.byteorder + "u4") > sys.maxunicode).any()
     ):
-        raise BadMessage("an encoded array of text holds what is no character")
+        raise BadMessage("an encoded array of text holds a code point that is no character")
     return items.reshape(sizes, order="F" if exactly(fortran, bool) else "C")
 
 
 def _encode_scalar(walk: Encoder, value: np.generic) -> object:
-    # Numpy drops zeros at the end of text, also in its own str(): only Python's is exact.
+    # Numpy drops zeros at the end of text, even in its own str(): only Python's is exact.
     if isinstance(value, np.str_):
         return [Tag.NUMPY_SCALAR, "U", walk.node(str.__str__(value))]
     if isinstance(value, np.bytes_):

@@ -1,9 +1,8 @@
-"""Values of any kind, as a pickle with its tensors and references beside it. Not for strangers.
+"""PickleCodec: encodes any value as a pickle, with its tensors and references separately.
 
-Whoever may send a pickle may run anything here. A worker packs and unpacks this way only if its
-options or its behavior say so, which is how programs written for torch.distributed.rpc send what
-they like. No other module imports pickle: what a process and its own children tell each other goes
-through here as well.
+A peer that may send a pickle may run any code here. A worker uses this codec only if its options or
+its behavior say so, as for programs written for torch.distributed.rpc. No other module imports
+pickle: messages between a process and its own children are pickled here as well.
 
 Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
 nn.Parameter among the arguments, in their containers (subclasses too: a call is a NamedTuple) or in
@@ -13,6 +12,10 @@ any other object, such as a module, it is copied with that object and arrives as
 that receives a module may register, freeze and optimize its parameters, which a tensor with a
 grad_fn does not allow. No gradient comes back to the original, so copies are counted, and the
 caller is warned (rpc/graph_cut.py).
+
+TorchScript is pickled as torch.distributed.rpc does it. A function is sent by its name, and its
+module is imported on the other worker if no TorchScript of that name is compiled there. A module is
+sent as the archive that torch saves, with copies of its parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ _LEAVES = frozenset({NoneType, bool, int, float, str, bytes})
 
 @final
 class PickleCodec:
-    """Packs and unpacks like `Codec`, whatever the value is.
+    """Encodes and decodes any value; has the methods of `Codec`.
 
     With `restores_parameters`, a parameter that arrives without a graph is an nn.Parameter again.
     """
@@ -69,21 +72,21 @@ class PickleCodec:
         encode: Callable[[T], object],
         decode: Callable[[Any], object],
     ) -> None:
-        """Let values of exactly this type travel as what `encode` makes of them."""
+        """Encode values of exactly this type as what `encode` returns."""
         self._encoders[kind] = tag, encode
         self._decoders[tag] = decode
 
     def maybe_encode(self, _value: object) -> None:
-        """A pickle has no shorter way."""
+        """None: a pickle has no fast path."""
 
     def place_of_tensor(
         self, _value: object, _place: str | tuple[str, ...], _index: int
     ) -> str | None:
-        """A pickle does not say."""
+        """None: the order of tensors in a pickle is not known."""
         return None
 
     def maybe_decode(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
-        """A pickle has no shorter way."""
+        """Undecoded: a pickle has no fast path."""
         return Undecoded(data)
 
     def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
@@ -120,7 +123,7 @@ class PickleCodec:
 
 
 def sent_exception(name: str) -> type[BaseException] | None:
-    """The exception of that name, wherever it is defined: who sends pickles may name anything."""
+    """The exception of that name; imports its module, as a peer that sends pickles may do so."""
     home, _, qualname = name.partition(":")
     try:
         found = pickle._getattribute(importlib.import_module(home), qualname)[0]  # type: ignore[attr-defined]
@@ -130,23 +133,23 @@ def sent_exception(name: str) -> type[BaseException] | None:
 
 
 def dumps(value: object) -> bytes:
-    """A pickle for a process that this one starts; modules go by their names."""
+    """Pickle a value for a process that this one starts; modules are pickled by name."""
     file = io.BytesIO()
     _PlainPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def loads(data: bytes) -> Any:  # noqa: ANN401
-    """What `dumps` made a pickle of.
+    """The value that `dumps` pickled.
 
-    Never for what came from a peer: see launch/pickled_arguments.py.
+    Never call it on bytes from a peer: see launch/pickled_arguments.py.
     """
     return pickle.loads(data)
 
 
 class _PlainPickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
-        """Modules have no pickle of their own."""
+        """Pickle a Python module by its name."""
         if isinstance(value, ModuleType):
             return importlib.import_module, (one_main(value.__name__),)
         return NotImplemented
@@ -165,10 +168,10 @@ class _Pickler(pickle.Pickler):
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.copies = 0
-        """how many tensors that require grad are copied, and cut off from their graph"""
+        """how many tensors that require grad are copied, and so cut off from their graph"""
 
     def persistent_id(self, value: object) -> object:
-        """What travels beside the pickle: the same tensor only once."""
+        """Keep tensors and references out of the pickle; each tensor is listed once."""
         kind = type(value)
         if kind is Tensor or (kind is nn.Parameter and id(value) in self._parameters):
             assert isinstance(value, Tensor)
@@ -183,7 +186,7 @@ class _Pickler(pickle.Pickler):
         return tag, encode(value)
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
-        """How to pickle what has a reducer; functions without a name, where cloudpickle can."""
+        """Pickle values with a reducer by it, and nameless functions by cloudpickle, if there."""
         self._note_copy(value)
         reducer = self._reducers.get(type(value))
         if reducer is not None:
@@ -216,9 +219,9 @@ class _Unpickler(pickle.Unpickler):
         self._decoders, self._tensors, self._restores = decoders, tensors, restores_parameters
         self._restored: dict[int, nn.Parameter] = {}
 
-    def persistent_load(self, said: Any) -> object:  # noqa: ANN401
-        """What came beside the pickle."""
-        tag, data = said
+    def persistent_load(self, pid: Any) -> object:  # noqa: ANN401
+        """Find the tensor or reference that came beside the pickle."""
+        tag, data = pid
         if tag == _TENSOR:
             return self._tensors[data]
         return self._parameter(data) if tag == _PARAMETER else self._decoders[tag](data)
@@ -227,7 +230,7 @@ class _Unpickler(pickle.Unpickler):
         tensor = self._tensors[place]
         if tensor.grad_fn is not None or not self._restores:
             return tensor
-        if place not in self._restored:  # named in several places, it is one object in all
+        if place not in self._restored:  # one object, however often it is named
             self._restored[place] = nn.Parameter(tensor, tensor.requires_grad)
         return self._restored[place]
 
@@ -259,7 +262,7 @@ def _inside(value: object) -> Iterable[object] | None:
 
 
 def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> bytes:
-    """A function with what it captures. That is a pickle of its own: its tensors are copies."""
+    """Pickle a function with what it captures; tensors in it are copied."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -280,7 +283,7 @@ def _has_cloudpickle() -> bool:
 
 
 def maybe_reduced(value: object) -> Reduced | None:
-    """How to pickle it, if it is TorchScript, or such a function marked `async_execution`."""
+    """The reduced form of TorchScript, or of a TorchScript function with `async_execution`."""
     if isinstance(value, ScriptFunction):
         return function_named, (value.qualified_name,)
     if isinstance(value, ScriptModule):
@@ -290,7 +293,7 @@ def maybe_reduced(value: object) -> Reduced | None:
 
 
 def function_named(name: str) -> Any:  # noqa: ANN401
-    """The scripted function of that name; AttributeError if this process has none."""
+    """The TorchScript function of that name; AttributeError if this process has none."""
     unit = torch.jit._state._python_cu
     found = unit.find_function(name)
     if found is None:
@@ -304,7 +307,7 @@ def function_named(name: str) -> Any:  # noqa: ANN401
 
 
 def module_from(data: bytes) -> ScriptModule:
-    """The module of an archive. Not by torch.jit.load, which says that it is deprecated."""
+    """The module of an archive. Not by torch.jit.load, which warns that it is deprecated."""
     load: Any = torch._C.import_ir_module_from_buffer
     wrap: Any = torch.jit._recursive.wrap_cpp_module
     module: ScriptModule = wrap(load(torch._C.CompilationUnit(), data, None, {}, False))

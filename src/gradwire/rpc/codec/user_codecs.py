@@ -1,8 +1,8 @@
-"""Classes that travel as what their user makes of them.
+"""register_codec: how users let values of their own classes travel.
 
-A declaration, like @expose: filled as modules are imported, and only ever compared with what a peer
-sends. What a codec makes of a value travels by the same rules as any other value; what it makes of
-that again, it has to check, as a peer may send anything in its place.
+The table is filled as modules are imported, like that of @expose, and a peer's names are only
+compared with it. What a codec makes of a value is encoded by the same rules as any other value. The
+codec has to check what it decodes, because a peer may send anything instead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def register_codec(
     """Let values of exactly this class travel as what `encode` makes of them.
 
     That may be anything that travels. `decode` makes the value again, on a worker that has called
-    this too; it gets what a peer sent, and should raise if that makes no sense. To be called where
-    the class is defined, before a value of it is sent.
+    this too; it gets what a peer sent, and should raise if that makes no sense. Call this where the
+    class is defined, before a value of it is sent.
 
     >>> gradwire.register_codec(Fraction, str, Fraction)
     """
@@ -46,7 +46,7 @@ def register_codec(
 
 
 def maybe_encoder(kind: type) -> TypeEncoder | None:
-    """How values of this type are encoded, if it has a codec."""
+    """The encoder of this type, if it has a codec."""
     return _encode_registered if kind in _BY_TYPE else None
 
 

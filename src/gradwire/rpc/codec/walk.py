@@ -1,8 +1,8 @@
-"""The walk over a value, down into its containers, and over a skeleton, back up.
+"""Encoder and Decoder: the walk over a value that makes a skeleton of it, and the way back.
 
-A skeleton is made of what msgpack carries unchanged: None, bool, int, float, str and bytes stand
-for themselves, and a list is a node, whose first element is the tag of its kind. One walk serves
-one value; it knows depth, tensors and names, not what the kinds are.
+A skeleton consists of what msgpack carries unchanged: None, bool, int, float, str and bytes stand
+for themselves, and a list is a node, whose first element is the tag of its type. One walk is for
+one value. It knows depth, tensors and names; how each type is encoded is in the *_types.py files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tag:
     BYTEARRAY = 11
     SURROGATES = 12
     ORDERED_DICT = 13
-    TORCH_WORD = 14
+    TORCH_CONSTANT = 14
     DEVICE = 15
     SIZE = 16
     ARRAY = 17
@@ -66,7 +66,7 @@ class Tag:
 
 
 class Names(Protocol):
-    """By which names functions and classes travel."""
+    """Maps functions and classes to the names that stand for them in messages, and back."""
 
     def name_of(self, obj: Any) -> str:  # noqa: ANN401  (a function or a class)
         """The name of a function or class; raises NotExposed."""
@@ -77,7 +77,7 @@ class Names(Protocol):
 
 @final
 class Encoder:
-    """One value on its way into a skeleton and a list of tensors."""
+    """Makes a skeleton and a list of tensors of one value."""
 
     __slots__ = ("_depth", "_encoders", "_find_encoder", "_left", "_names", "copies", "tensors")
 
@@ -107,7 +107,7 @@ class Encoder:
         return encoder(self, value)
 
     def children(self, node: Node, owner: object, values: Iterable[object], step: Step) -> Node:
-        """Add the values inside `owner` to its node; `step` says how the n-th is reached."""
+        """Add the values inside `owner` to its node; `step` names the n-th for errors."""
         if not self._left:
             raise NotSerializable(
                 f"containers are nested deeper than {self._depth}",
@@ -117,7 +117,7 @@ class Encoder:
         first = len(node)
         encoders = self._encoders
         try:
-            for value in values:  # `node` for each, spelt out
+            for value in values:  # self.node(value), inlined
                 kind = type(value)
                 if kind in AS_THEY_ARE:
                     node.append(value)
@@ -130,7 +130,7 @@ class Encoder:
         return node
 
     def name_of(self, named: object) -> str:
-        """The name by which a function or class travels."""
+        """The name that stands for a function or class."""
         try:
             return self._names.name_of(named)
         except NotExposed as refusal:
@@ -140,9 +140,9 @@ class Encoder:
 
 @final
 class Decoder:
-    """One skeleton on its way back; whatever does not fit is the peer's fault."""
+    """Makes the value of one skeleton; anything that does not fit is a BadMessage of the peer."""
 
-    __slots__ = ("_decoders", "_due", "_left", "_names", "_tensors")
+    __slots__ = ("_decoders", "_left", "_names", "_next", "_tensors")
 
     def __init__(
         self,
@@ -153,10 +153,10 @@ class Decoder:
     ) -> None:
         self._decoders, self._names, self._tensors = decoders, names, tensors
         self._left = depth
-        self._due = 0
+        self._next = 0
 
     def value(self, node: object) -> object:
-        """The value behind one node.
+        """The value of one node.
 
         hot: every argument and result
         """
@@ -181,36 +181,36 @@ class Decoder:
         return values
 
     def tensor(self, index: object) -> Tensor:
-        """The next tensor. They are encoded in the order of the walk, so its number is known."""
-        if index != self._due or self._due == len(self._tensors):
+        """The next tensor. They are numbered in the order of the walk, so its index is known."""
+        if index != self._next or self._next == len(self._tensors):
             raise BadMessage(
-                f"an encoded value names tensor {reprlib.repr(index)} where {self._due} "
-                f"of {len(self._tensors)} was due"
+                f"an encoded value names tensor {reprlib.repr(index)} where {self._next} "
+                f"of {len(self._tensors)} was expected"
             )
-        self._due += 1
-        return self._tensors[self._due - 1]
+        self._next += 1
+        return self._tensors[self._next - 1]
 
     def lookup(self, name: object) -> object:
         """The function or class of that name; raises NotExposed."""
         return self._names.lookup(exactly(name, str))
 
     def done(self) -> None:
-        """The walk is over: every tensor must have been met."""
-        if self._due != len(self._tensors):
-            unused = len(self._tensors) - self._due
+        """Check at the end of the walk that every tensor was used."""
+        if self._next != len(self._tensors):
+            unused = len(self._tensors) - self._next
             raise BadMessage(f"{unused} of {len(self._tensors)} tensors belong to no value")
 
 
 def exactly(value: object, kind: type[T]) -> T:
-    """The value a peer sent, if it is of that very type."""
+    """The value that a peer sent, if it is of exactly this type; else BadMessage."""
     if type(value) is not kind:
         shown = reprlib.repr(value)
-        raise BadMessage(f"an encoded value holds {shown} where a {kind.__name__} was due")
+        raise BadMessage(f"an encoded value holds {shown} where a {kind.__name__} was expected")
     return value
 
 
-def spoken(kind: type) -> str:
+def type_name(kind: type) -> str:
     """The full name of a type, for messages."""
-    # A spawned process knows its script as __mp_main__, which no user has written anywhere.
+    # A spawned process calls its script __mp_main__, a name that users do not know.
     home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     return f"{home}.{kind.__qualname__}"
