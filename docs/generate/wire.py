@@ -13,7 +13,7 @@ import msgspec
 import gradwire  # noqa: F401  (every message is defined once this is imported)
 from docs.generate.source import field_types, field_words, markdown, table
 from gradwire.agent.links import handshake_state
-from gradwire.rpc.codec import tags
+from gradwire.rpc.codec import walk
 from gradwire.transport import memfd
 from gradwire.transport.shared_memory import MOST_BLOCKS
 from gradwire.wire import frame, tensor_header
@@ -121,7 +121,7 @@ of the walk; their headers are in the body, their bytes in the payload.
 _KIND_WORDS = {
     "BIG_INT": "an integer of more than 64 bits",
     "SURROGATES": "a string that is not valid UTF-8",
-    "TORCH_WORD": "a dtype, layout, memory format or quantization scheme",
+    "TORCH_CONSTANT": "a dtype, layout, memory format or quantization scheme",
     "SIZE": "torch.Size",
     "ARRAY": "a numpy array",
     "NAMED": "a function or class, by its name",
@@ -231,11 +231,11 @@ def _parts_of(hint: object) -> Iterator[type[msgspec.Struct]]:
 
 
 def _values() -> str:
-    first, end = tags.FIRST_EXTENSION, tags.END_OF_TAGS
+    first, end = walk.FIRST_EXTENSION, walk.END_OF_TAGS
     rows = [
         (str(tag), _KIND_WORDS.get(name, _spoken(name)))
-        for name, tag in vars(tags).items()
-        if name.isupper() and tag < first
+        for name, tag in vars(walk.Tag).items()
+        if name.isupper()
     ]
     rows.append(
         (

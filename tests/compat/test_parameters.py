@@ -409,7 +409,7 @@ def test_what_a_function_without_a_name_captures_is_counted_as_a_copy(monkeypatc
         monkeypatch.setitem(sys.modules, "cloudpickle", stand_in)
     weight, other = nn.Parameter(torch.ones(2)), torch.ones(2)
 
-    packed = PickleCodec().pack(lambda x: x * weight + other)
+    packed = PickleCodec().encode(lambda x: x * weight + other)
 
     assert packed.copies == 1
 

@@ -120,7 +120,7 @@ def test_arguments_that_do_not_fit_are_refused_as_a_runtime_error(workers, capsy
 def test_a_function_that_is_not_compiled_there_is_named(workers):
     class Elsewhere:
         def __reduce__(self):
-            from gradwire.rpc.codec.scripted import function_named
+            from gradwire.rpc.codec.pickle_codec import function_named
 
             return function_named, ("__torch__.nowhere.lost",)
 

@@ -173,12 +173,12 @@ def examples() -> list[Message]:
     """One message of most kinds, as a correct peer sends them."""
     codec = _codec()
     tensor = torch.ones(2, 3)
-    packed = codec.pack(((1, {"a": tensor}, "text"), {"k": [None, (True,)]}))
+    packed = codec.encode(((1, {"a": tensor}, "text"), {"k": [None, (True,)]}))
     headers, _ = encode_tensors(packed.tensors)
     crossing = Crossing(EdgeId(0, 0), 1, {0: b"\1"}, [0])
     reference = Reference(RefId(0, 1), 0, ForkId(0, 2))
     body = Body(packed.data, headers, [crossing], [reference])
-    plain = Body(codec.pack(((1,), {})).data, [], [], [])
+    plain = Body(codec.encode(((1,), {})).data, [], [], [])
     context = 0
     return [
         Call(f"{HOME}:echo", body, context, True, False, 5.0),
@@ -221,11 +221,11 @@ def _payload() -> Iterator[Run]:
         count = data[0] % 4 if data else 0
         tensors = [ready[n % 2].clone() for n in range(count)]
         try:
-            value = codec.unpack(data[1:], tensors)
+            value = codec.decode(data[1:], tensors)
         except GradwireError:
             return
         try:
-            codec.pack(value)
+            codec.encode(value)
         except NotSerializable:
             return
 
@@ -250,7 +250,7 @@ def values() -> list[object]:
 
 def _payload_seeds() -> list[bytes]:
     codec = _codec()
-    packed = [codec.pack(value) for value in values()]
+    packed = [codec.encode(value) for value in values()]
     return [bytes([len(one.tensors)]) + one.data for one in packed]
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import optim
 
 import gradwire
-from gradwire.optim import batching
-from gradwire.optim.batching import Batching
+from gradwire.optim import step
+from gradwire.optim.step import Batching
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
@@ -82,7 +82,7 @@ def test_every_bit_is_the_same(cls, dtype):
 
 
 def test_all_that_are_stepped_at_once_are_compared():
-    assert set(OPTIONS) == batching._EXACT
+    assert set(OPTIONS) == step._EXACT
 
 
 def maybe_begun(cls=optim.SGD, n=8, dtype=torch.float32, size=4, gradient=None, **options):

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 
 import gradwire
 from gradwire.optim import torch_private
-from gradwire.optim.step import kept_apart
+from gradwire.optim.step import copied_state
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
@@ -118,7 +118,7 @@ def test_a_state_is_kept_whole_and_apart(monkeypatch, one_by_one):
         c: torch.ones(3),
     }
 
-    kept = kept_apart(state, [(s, s) for s in (a, b, c, d)])
+    kept = copied_state(state, [(s, s) for s in (a, b, c, d)])
     with torch.no_grad():
         for tensor in (state[a]["step"], state[a]["buffer"], state[a]["more"][0], twin, state[c]):
             tensor.zero_()

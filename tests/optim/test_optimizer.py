@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
-from gradwire.optim.host import stepped_here
+from gradwire.optim.host import optimizer_host
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.shard import Shard
 from gradwire.testing import cluster
@@ -373,7 +373,7 @@ def test_a_saved_state_is_not_that_of_a_step_which_is_dropped():
     parameter.grad = torch.ones(2)
     share = (0, (0,), [gradwire.RRef(parameter)], {})
     shard = Shard(torch.optim.Adam, [share], (), {})
-    step, deadline = StepId(9, 0), stepped_here().worker.deadline(20.0)
+    step, deadline = StepId(9, 0), optimizer_host().worker.deadline(20.0)
     assert shard.prepare(step, None, shard.options(), deadline, wait=False)
 
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Turns: whole or not at all, first come first served, and taken back from those who are gone."""
+"""Parameter locks: all or none, in order of arrival, and released if their worker is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from gradwire.errors import DeadlinePassed
-from gradwire.optim.parameter_locks import StepId, Turns
+from gradwire.optim.parameter_locks import ParameterLocks, StepId
 from gradwire.testing.clock import ManualClock
 
 LATER = math.inf
@@ -31,74 +31,74 @@ def clock():
 
 
 @pytest.fixture
-def turns(clock):
-    return Turns(clock)
+def locks(clock):
+    return ParameterLocks(clock)
 
 
-def test_steps_over_other_parameters_do_not_meet(turns):
-    assert turns.take(A, {1, 2}, LATER, wait=False)
-    assert turns.take(B, {3}, LATER, wait=False)
-    assert turns.take(C, {2, 4}, LATER, wait=False) is None
-    assert len(turns) == 2
+def test_steps_over_other_parameters_do_not_meet(locks):
+    assert locks.acquire(A, {1, 2}, LATER, wait=False)
+    assert locks.acquire(B, {3}, LATER, wait=False)
+    assert locks.acquire(C, {2, 4}, LATER, wait=False) is None
+    assert len(locks) == 2
 
 
-def test_a_turn_that_is_released_goes_to_who_waits(turns):
-    first = turns.take(A, {1}, LATER, wait=False)
+def test_a_turn_that_is_released_goes_to_who_waits(locks):
+    first = locks.acquire(A, {1}, LATER, wait=False)
     taken = []
-    waiting = threading.Thread(target=lambda: taken.append(turns.take(B, {1}, LATER, wait=True)))
+    waiting = threading.Thread(target=lambda: taken.append(locks.acquire(B, {1}, LATER, wait=True)))
     waiting.start()
 
-    turns.release(first)
+    locks.release(first)
     waiting.join(30)
 
-    assert [turn.step for turn in taken] == [B]
+    assert [lock.step for lock in taken] == [B]
 
 
-def test_a_step_is_ended_once(turns):
-    turn, undone = turns.take(A, {1}, LATER, wait=False), Undone()
-    assert turns.ready(turn, undone)
+def test_a_step_is_ended_once(locks):
+    lock, undone = locks.acquire(A, {1}, LATER, wait=False), Undone()
+    assert locks.ready(lock, undone)
 
-    assert turns.claim(A) is turn
-    assert turns.claim(A) is None
-    turns.give_up(A)
+    assert locks.claim(A) is lock
+    assert locks.claim(A) is None
+    locks.give_up(A)
     assert undone.times == 0
-    turns.release(turn)
-    assert turns.claim(A) is None
+    locks.release(lock)
+    assert locks.claim(A) is None
 
 
-def test_a_step_that_is_given_up_while_it_prepares_is_not_ready(turns):
-    turn = turns.take(A, {1}, LATER, wait=False)
+def test_a_step_that_is_given_up_while_it_prepares_is_not_ready(locks):
+    lock = locks.acquire(A, {1}, LATER, wait=False)
 
-    turns.give_up(A)
+    locks.give_up(A)
 
-    assert not turns.ready(turn, Undone())
-    assert len(turns) == 1  # until the one who prepares has dropped it
+    assert not locks.ready(lock, Undone())
+    assert len(locks) == 1  # until the one who prepares has dropped it
 
 
-def test_the_steps_of_a_lost_worker_are_dropped(turns):
+def test_the_steps_of_a_lost_worker_are_dropped(locks):
     undone = [Undone(), Undone()]
     for step, parameter, undo in ((A, 1, undone[0]), (B, 2, undone[1])):
-        turns.ready(turns.take(step, {parameter}, LATER, wait=False), undo)
+        locks.ready(locks.acquire(step, {parameter}, LATER, wait=False), undo)
 
-    turns.worker_lost(2)
+    locks.worker_lost(2)
 
     assert [undo.times for undo in undone] == [0, 1]
-    assert len(turns) == 1
+    assert len(locks) == 1
 
 
-def test_a_late_step_makes_room_for_the_next(turns, clock):
+def test_a_late_step_makes_room_for_the_next(locks, clock):
     undone = Undone()
-    turns.ready(turns.take(A, {1}, clock.now() + 1.0, wait=False), undone)
-    assert turns.take(B, {1}, clock.now() + 9.0, wait=False) is None
+    locks.ready(locks.acquire(A, {1}, clock.now() + 1.0, wait=False), undone)
+    assert locks.acquire(B, {1}, clock.now() + 9.0, wait=False) is None
 
     clock.advance(2.0)
 
-    assert turns.take(B, {1}, clock.now() + 9.0, wait=False)
+    assert locks.acquire(B, {1}, clock.now() + 9.0, wait=False)
     assert undone.times == 1
 
 
-def test_waiting_ends_at_the_deadline(turns, clock):
-    turns.take(A, {1}, clock.now() + 10.0, wait=False)
+def test_waiting_ends_at_the_deadline(locks, clock):
+    locks.acquire(A, {1}, clock.now() + 10.0, wait=False)
 
     with pytest.raises(DeadlinePassed, match=r"s1\.0 of another optimizer had the same parameters"):
-        turns.take(B, {1}, clock.now(), wait=True)
+        locks.acquire(B, {1}, clock.now(), wait=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import optim
 
-from gradwire.optim.plain_sgd import Descent
+from gradwire.optim.step import PlainSgd
 from tests.optim.test_batching import bits, values
 
 BOTH = [False, True]
@@ -20,7 +20,7 @@ def parameters_of(first):
 
 def descended(optimizer, parameters, gradients):
     with torch.no_grad():
-        return Descent(optimizer, parameters).maybe_stepped(parameters, gradients)
+        return PlainSgd(optimizer, parameters).maybe_stepped(parameters, gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

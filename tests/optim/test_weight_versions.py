@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.optim.weight_versions import Storages
+from gradwire.optim.weight_versions import WeightVersions
 
 
 class Weights:
     """A parameter that is stepped here."""
 
     def __init__(self, *values: float) -> None:
-        self.storages = Storages()
+        self.versions = WeightVersions()
         self.p = nn.Parameter(torch.tensor(values, dtype=torch.float64))
-        self.storages.register([self.p])
+        self.versions.register([self.p])
 
-    def saving(self):
-        return self.storages.saving()
+    def hooks(self):
+        return self.versions.hooks()
 
     def step(self, by: float = 10.0) -> None:
         with torch.no_grad():
-            self.storages.replace([(self.p, self.p * by)])
+            self.versions.replace([(self.p, self.p * by)])
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def weights():
 
 
 def test_the_gradient_is_that_of_the_weights_that_were_used(weights):
-    with weights.saving():
+    with weights.hooks():
         y = (weights.p**3).sum()
     weights.step()
 
@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_the_weights_that_were_used(weights):
 def test_a_view_of_a_parameter_keeps_its_storage_too():
     weights = Weights(1.0, 2.0)
     x = torch.tensor([[3.0, 4.0]], dtype=torch.float64, requires_grad=True)
-    with weights.saving():
+    with weights.hooks():
         y = nn.functional.linear(x, weights.p.view(1, 2)).sum()
     weights.step()
     weights.step()
@@ -62,7 +62,7 @@ def test_a_view_of_a_parameter_keeps_its_storage_too():
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_the_second_order_is_exact_for_them_as_well(weights, stepped):
-    with weights.saving():
+    with weights.hooks():
         y = (weights.p**3).sum()
         if stepped:
             weights.step()
@@ -87,7 +87,7 @@ def test_it_fails_too_if_others_are_under_the_hooks(weights):
     entered, over = threading.Event(), threading.Event()
 
     def be_there():
-        with weights.saving():
+        with weights.hooks():
             entered.set()
             over.wait(30)
 
@@ -104,7 +104,7 @@ def test_it_fails_too_if_others_are_under_the_hooks(weights):
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_who_writes_into_a_parameter_that_a_graph_needs_is_told(weights, stepped):
-    with weights.saving():
+    with weights.hooks():
         y = (weights.p**3).sum()
     with torch.no_grad():
         weights.p.mul_(2)
@@ -116,7 +116,7 @@ def test_who_writes_into_a_parameter_that_a_graph_needs_is_told(weights, stepped
 
 
 def test_a_write_after_the_step_is_no_affair_of_older_graphs(weights):
-    with weights.saving():
+    with weights.hooks():
         y = (weights.p**3).sum()
     weights.step()
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_a_write_after_the_step_is_no_affair_of_older_graphs(weights):
 
 @pytest.mark.parametrize("make", [torch.clone, torch.exp], ids=["input", "output"])
 def test_who_writes_into_any_other_tensor_is_told(weights, make):
-    with weights.saving():
+    with weights.hooks():
         h = make(weights.p)
         y = h.square() if make is torch.clone else h.sum()
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_who_writes_into_any_other_tensor_is_told(weights, make):
 def test_graphs_die_without_the_garbage_collector(weights):
     gc.disable()
     try:
-        with weights.saving():
+        with weights.hooks():
             y = weights.p.exp()
             z = (y * y.view(2)).exp()
         ends = [weakref.ref(y), weakref.ref(z)]
@@ -153,7 +153,7 @@ def test_graphs_die_without_the_garbage_collector(weights):
 
 
 def test_old_weights_are_let_go_of_with_the_last_graph_and_the_next_step(weights):
-    with weights.saving():
+    with weights.hooks():
         y = (weights.p**2).sum()
     old = weights.p.untyped_storage()
     alive = weakref.ref(old)
@@ -169,7 +169,7 @@ def test_old_weights_are_let_go_of_with_the_last_graph_and_the_next_step(weights
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_go_on_working(weights, reentrant):
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    with weights.saving():
+    with weights.hooks():
         y = checkpoint(lambda x: (weights.p * x).square().sum(), x, use_reentrant=reentrant)
         y.backward()
 
@@ -180,7 +180,7 @@ def test_checkpoints_go_on_working(weights, reentrant):
 def test_hooks_of_the_user_s_own_go_on_working(weights):
     seen = []
     with (
-        weights.saving(),
+        weights.hooks(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t),
     ):
         (weights.p**3).sum().backward()
@@ -194,7 +194,7 @@ def test_custom_functions_and_second_derivatives_are_as_without():
     x = torch.tensor([0.2, 0.7], dtype=torch.float64, requires_grad=True)
 
     def f(x, p):
-        with weights.saving():
+        with weights.hooks():
             return ((x * 2).exp() * p.sin() * x).tanh() * p.view(2)
 
     assert torch.autograd.gradcheck(f, (x, weights.p))
@@ -203,22 +203,22 @@ def test_custom_functions_and_second_derivatives_are_as_without():
 
 def test_a_parameter_that_shares_its_storage_is_written_in_place():
     flat = torch.tensor([1.0, 2.0, 3.0])
-    storages, p = Storages(), nn.Parameter(flat[:2])
-    storages.register([p])
+    versions, p = WeightVersions(), nn.Parameter(flat[:2])
+    versions.register([p])
 
     with torch.no_grad():
-        storages.replace([(p, p * 10)])
+        versions.replace([(p, p * 10)])
 
     assert flat.tolist() == [10, 20, 3]
 
 
 def test_nothing_is_hooked_where_no_parameter_is_left():
-    storages = Storages()
+    versions = WeightVersions()
     p = nn.Parameter(torch.ones(2))
-    storages.register([p])
+    versions.register([p])
     del p
 
-    with storages.saving():
+    with versions.hooks():
         torch.func.grad(lambda x: (x**2).sum())(torch.ones(2))
 
 
@@ -238,7 +238,7 @@ ALIASES = {
 @pytest.mark.parametrize("kept_before", [True, False])
 def test_a_write_to_storage_that_a_step_has_left_reaches_no_graph(weights, alias, use, kept_before):
     kept = alias(weights.p) if kept_before else None
-    with weights.saving():
+    with weights.hooks():
         y = use(weights.p).sum()
     kept = alias(weights.p) if kept is None else kept
     weights.step()
@@ -255,7 +255,7 @@ def test_a_write_to_storage_that_a_step_has_left_reaches_no_graph(weights, alias
 @pytest.mark.parametrize("kind", ["detach", "view", "state_dict", "part"])
 def test_a_write_through_an_alias_before_the_step_is_told(weights, kind, stepped):
     kept = ALIASES[kind](weights.p)
-    with weights.saving():
+    with weights.hooks():
         y = (weights.p**3).sum()
     kept.mul_(100)
     if stepped:
@@ -269,7 +269,7 @@ def test_a_view_from_before_a_step_keeps_what_it_has_read(weights):
     old = weights.p.view(-1)
     alias = weights.p.detach()
     weights.step()
-    with weights.saving():
+    with weights.hooks():
         y = (old**3).sum()
     weights.step()
     with torch.no_grad():
@@ -286,16 +286,16 @@ def test_a_view_from_before_a_step_keeps_what_it_has_read(weights):
     ids=["real", "negative", "expanded"],
 )
 def test_views_of_every_kind_are_kept_from_such_writes(use):
-    storages = Storages()
+    versions = WeightVersions()
     p = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
-    storages.register([p])
+    versions.register([p])
     x = torch.ones_like(use(p).detach()).requires_grad_()
     (expected,) = torch.autograd.grad((x * use(p)).abs().sum(), x)
     alias = p.detach()
-    with storages.saving():
+    with versions.hooks():
         y = (x * use(p)).abs().sum()
     with torch.no_grad():
-        storages.replace([(p, p * 10)])
+        versions.replace([(p, p * 10)])
         alias.mul_(100j)
 
     y.backward()
@@ -304,15 +304,15 @@ def test_views_of_every_kind_are_kept_from_such_writes(use):
 
 
 def test_a_sparse_parameter_is_kept_from_such_writes_too():
-    storages = Storages()
+    versions = WeightVersions()
     p = nn.Parameter(torch.tensor([[2.0, 0.0]]).to_sparse())
-    storages.register([p])
+    versions.register([p])
     x = torch.ones(2, 1, requires_grad=True)
     alias = p.detach()
-    with storages.saving():
+    with versions.hooks():
         y = torch.sparse.mm(p, x).sum()
     with torch.no_grad():
-        storages.replace([(p, (p * 10).detach())])
+        versions.replace([(p, (p * 10).detach())])
         alias.mul_(100)
 
     y.backward()
@@ -322,11 +322,11 @@ def test_a_sparse_parameter_is_kept_from_such_writes_too():
 
 def test_nothing_is_copied_where_nobody_else_looks(weights):
     first, second = weights.p.data_ptr(), (weights.p * 10).detach()
-    with weights.saving():
+    with weights.hooks():
         y = weights.p**3
     with torch.no_grad():
-        weights.storages.replace([(weights.p, second)])  # a stand-in shares it from now on
-    with weights.saving():
+        weights.versions.replace([(weights.p, second)])  # a stand-in shares it from now on
+    with weights.hooks():
         z = weights.p**3
     weights.step()
 
@@ -339,7 +339,7 @@ def test_a_graph_whose_weights_cannot_be_copied_fails_if_they_are_written(weight
         raise torch.OutOfMemoryError
 
     alias = weights.p.detach()
-    with weights.saving():
+    with weights.hooks():
         y, z = (weights.p**3).sum(), (weights.p**2).sum()
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "clone", no_memory)

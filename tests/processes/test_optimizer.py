@@ -11,7 +11,7 @@ import torch
 
 import gradwire
 from gradwire import PeerLost, StepFailed
-from gradwire.optim.host import stepped_here
+from gradwire.optim.host import optimizer_host
 from gradwire.rpc.rref import home_door
 from tests.leftovers import eventually
 from tests.processes import far
@@ -53,7 +53,7 @@ def test_a_worker_killed_between_prepare_and_commit_leaves_all_others_as_they_we
 
     def kill():
         workers["w1"].kill()
-        assert eventually(lambda: 1 in stepped_here().lost, 30)
+        assert eventually(lambda: 1 in optimizer_host().lost, 30)
 
     with gradwire.context() as context:
         gradwire.backward(context, [_loss(layers)])
@@ -111,7 +111,7 @@ def test_what_a_dead_trainer_has_prepared_is_dropped_and_others_go_on(workers):
 def test_a_lost_worker_has_not_stepped_alone_if_it_could_not_be_told(workers):
     _, optimizer = _layers("w1")
     workers["w1"].kill()
-    assert eventually(lambda: 1 in stepped_here().lost, 30)
+    assert eventually(lambda: 1 in optimizer_host().lost, 30)
 
     with pytest.raises(StepFailed, match=r"no worker has stepped. w1: w1 was lost befo") as failed:
         optimizer.step()

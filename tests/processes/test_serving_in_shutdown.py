@@ -15,7 +15,7 @@ import pytest
 import gradwire
 from gradwire.agent.peers.secret import write_secret
 from gradwire.testing.faults import frozen
-from gradwire.testing.proxy import Proxy
+from gradwire.testing.proxy import FaultProxy
 from tests.leftovers import eventually
 
 _PROGRAM = """
@@ -144,7 +144,7 @@ def cut_off(start):
         proxies = []
         for worker in workers:
             address = _read_until(worker, "tcp://127.0.0.1:").strip()
-            proxies.append(stack.enter_context(Proxy(address)))
+            proxies.append(stack.enter_context(FaultProxy(address)))
         for worker, proxy in zip(workers, reversed(proxies), strict=True):
             worker.stdin.write(f"{proxy.address}\n")
             worker.stdin.flush()

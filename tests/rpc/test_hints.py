@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gradwire as gw
 from gradwire.errors import NotExposed, NotSerializable, RemoteError
 from gradwire.options import Options
-from gradwire.rpc.codec.walk import spoken
+from gradwire.rpc.codec.walk import type_name
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 
@@ -169,7 +169,7 @@ def compiled_in_place(x):
 def test_a_compiled_function_under_another_name(workers):
     error = refusal(compiled, X, kind=NotExposed)
 
-    said = f"{__name__}:doubled is the function itself here, not the one that torch.compile made"
+    said = f"{__name__}:doubled is the original function here, not the one that torch.compile made"
     assert error.message.startswith(said)
     assert "`doubled = torch.compile(doubled)`" in error.hint
     assert torch.equal(gw.rpc_sync("w1", compiled_in_place, (X,)), 2 * X)
@@ -318,7 +318,7 @@ def test_the_place_of_a_tensor_in_a_result(workers):
 def test_a_class_of_the_script_is_of_main_in_a_spawned_process_too():
     kind = type("Box", (), {"__module__": "__mp_main__"})
 
-    assert spoken(kind) == "__main__.Box"
+    assert type_name(kind) == "__main__.Box"
 
 
 PROGRAM = textwrap.dedent(

@@ -22,7 +22,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.errors import BadMessage, ContextClosed, OverLimit
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
-from gradwire.optim.host import Stepped
+from gradwire.optim.host import OptimizerHost
 from gradwire.optim.messages import Abort, Commit, Prepare
 from gradwire.optim.parameter_locks import StepId
 from gradwire.rpc.calls.client import Target
@@ -600,9 +600,9 @@ def test_a_step_of_another_gets_no_more_time_than_one_of_our_own():
             optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
             shard, step = optimizer._shards[1].handle.ref, StepId(0, 99)
             ask(workers[0].worker, 1, Prepare(shard, step, None, None, 1e9, True, False))
-            turns = owner.part(Stepped).turns
-            (turn,) = turns._turns.values()
-            assert turn.deadline <= owner.agent.clock.now() + 30
+            locks = owner.part(OptimizerHost).locks
+            (lock,) = locks._held.values()
+            assert lock.deadline <= owner.agent.clock.now() + 30
             ask(workers[0].worker, 1, Abort(shard, step, 1e9))
 
         workers[0].run(attack)

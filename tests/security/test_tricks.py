@@ -19,7 +19,7 @@ import gradwire
 from gradwire.agent.agent import Answer
 from gradwire.errors import GradwireError, NotExposed
 from gradwire.rpc.calls.client import Target
-from gradwire.rpc.codec import tags
+from gradwire.rpc.codec.walk import Tag
 from gradwire.rpc.messages import Body, Call, Result
 from gradwire.testing import cluster
 from tests.security import shop
@@ -86,7 +86,7 @@ def send(workers, name, skeleton):
 
 def arguments(*skeletons):
     """The skeleton of (args, kwargs)."""
-    return [tags.TUPLE, [tags.TUPLE, *skeletons], [tags.DICT]]
+    return [Tag.TUPLE, [Tag.TUPLE, *skeletons], [Tag.DICT]]
 
 
 TOUCH = "touch marker"
@@ -187,24 +187,24 @@ def test_no_name_leads_to(workers, how):
 
 
 SKELETONS = {
-    "a function by name as an argument": [tags.NAMED, "os:system"],
-    "eval as an argument": [tags.NAMED, "builtins:eval"],
-    "an enum that is a function": [tags.ENUM, "builtins:eval", CODE],
-    "an enum that is a class of torch": [tags.ENUM, "torch.nn:Linear", "weight"],
-    "a named tuple of something else": [tags.NAMED_TUPLE, "os:system", "command", TOUCH],
-    "a dataclass of something else": [tags.DATACLASS, "subprocess:Popen", "args", TOUCH],
-    "a dataclass of an exposed class that is none": [tags.DATACLASS, f"{SHOP}:Basket", "", TOUCH],
-    "parts of an exposed class that has none": [tags.PARTS, f"{SHOP}:Basket", TOUCH],
-    "parts of a function": [tags.PARTS, f"{SHOP}:buy", TOUCH],
-    "a codec that nobody registered": [tags.REGISTERED, "builtins:eval", CODE],
-    "a return type of torch's": [tags.RETURN_TYPE, "system", TOUCH],
-    "a dunder for a return type": [tags.RETURN_TYPE, "__class__", TOUCH],
-    "a pickle": [tags.PICKLED, b"cos\nsystem\n(S'touch marker'\ntR.", 0, 0],
-    "a word of torch that is a module": [tags.TORCH_WORD, "torch.hub"],
-    "a device that is a path": [tags.DEVICE, "/etc/passwd"],
-    "an array of objects": [tags.ARRAY, 0, "|O8", False, 1],
-    "a scalar that is an object": [tags.NUMPY_SCALAR, "|O8", b"01234567"],
-    "a dtype that is text to evaluate": [tags.NUMPY_SCALAR, "(1,)i4,f8", b""],
+    "a function by name as an argument": [Tag.NAMED, "os:system"],
+    "eval as an argument": [Tag.NAMED, "builtins:eval"],
+    "an enum that is a function": [Tag.ENUM, "builtins:eval", CODE],
+    "an enum that is a class of torch": [Tag.ENUM, "torch.nn:Linear", "weight"],
+    "a named tuple of something else": [Tag.NAMED_TUPLE, "os:system", "command", TOUCH],
+    "a dataclass of something else": [Tag.DATACLASS, "subprocess:Popen", "args", TOUCH],
+    "a dataclass of an exposed class that is none": [Tag.DATACLASS, f"{SHOP}:Basket", "", TOUCH],
+    "parts of an exposed class that has none": [Tag.PARTS, f"{SHOP}:Basket", TOUCH],
+    "parts of a function": [Tag.PARTS, f"{SHOP}:buy", TOUCH],
+    "a codec that nobody registered": [Tag.REGISTERED, "builtins:eval", CODE],
+    "a return type of torch's": [Tag.RETURN_TYPE, "system", TOUCH],
+    "a dunder for a return type": [Tag.RETURN_TYPE, "__class__", TOUCH],
+    "a pickle": [Tag.PICKLED, b"cos\nsystem\n(S'touch marker'\ntR.", 0, 0],
+    "a word of torch that is a module": [Tag.TORCH_CONSTANT, "torch.hub"],
+    "a device that is a path": [Tag.DEVICE, "/etc/passwd"],
+    "an array of objects": [Tag.ARRAY, 0, "|O8", False, 1],
+    "a scalar that is an object": [Tag.NUMPY_SCALAR, "|O8", b"01234567"],
+    "a dtype that is text to evaluate": [Tag.NUMPY_SCALAR, "(1,)i4,f8", b""],
     "a tag that is text": ["__reduce__", "os:system", TOUCH],
     "a tag beyond all": [1000, "os:system"],
     "a map": {"__reduce__": ["os.system", TOUCH]},
@@ -224,13 +224,13 @@ def test_no_packed_value_runs(workers, how):
 @pytest.mark.parametrize(
     "skeleton",
     [
-        [tags.LIST, 1],
-        [tags.TUPLE, [tags.TUPLE]],
-        [tags.TUPLE, [tags.LIST], [tags.DICT]],
-        [tags.TUPLE, [tags.TUPLE], [tags.TUPLE]],
+        [Tag.LIST, 1],
+        [Tag.TUPLE, [Tag.TUPLE]],
+        [Tag.TUPLE, [Tag.LIST], [Tag.DICT]],
+        [Tag.TUPLE, [Tag.TUPLE], [Tag.TUPLE]],
         None,
-        [tags.TUPLE, [tags.TUPLE], [tags.DICT, 1, 2]],
-        [tags.TUPLE, [tags.TUPLE], [tags.DICT, "__class__", [tags.NAMED, "os:system"]]],
+        [Tag.TUPLE, [Tag.TUPLE], [Tag.DICT, 1, 2]],
+        [Tag.TUPLE, [Tag.TUPLE], [Tag.DICT, "__class__", [Tag.NAMED, "os:system"]]],
     ],
 )
 def test_arguments_that_are_none_are_refused(workers, skeleton):
@@ -239,7 +239,7 @@ def test_arguments_that_are_none_are_refused(workers, skeleton):
 
 
 def test_a_function_does_not_come_with_its_call(workers):
-    for argument in ([tags.PICKLED, b"cos\nsystem\n.", 0, 0], [tags.NAMED, f"{SHOP}:buy"], TOUCH):
+    for argument in ([Tag.PICKLED, b"cos\nsystem\n.", 0, 0], [Tag.NAMED, f"{SHOP}:buy"], TOUCH):
         with pytest.raises(GradwireError) as refused:
             send(workers, "!system", arguments(argument, TOUCH))
         assert refused.value.type_name in (
@@ -297,12 +297,12 @@ def test_a_method_is_called_on_a_reference_only(workers, argument):
 def test_a_remote_module_is_made_of_what_is_exposed_only(workers):
     from gradwire.nn import remote_functions as owner
 
-    for make in ([tags.NAMED, "builtins:eval"], [tags.NAMED, f"{SHOP}:_Till"], CODE, 7):
+    for make in ([Tag.NAMED, "builtins:eval"], [Tag.NAMED, f"{SHOP}:_Till"], CODE, 7):
         with pytest.raises((GradwireError, TypeError)):
             send(
                 workers,
                 f"{owner.__name__}:create",
-                arguments(make, [tags.TUPLE, CODE], [tags.DICT], "cpu"),
+                arguments(make, [Tag.TUPLE, CODE], [Tag.DICT], "cpu"),
             )
 
     def program():
@@ -333,12 +333,12 @@ def test_its_helpers_are_not_exposed(workers, name):
 
 def test_an_optimizer_is_of_a_class_that_is_exposed(workers):
     shard = "gradwire.optim.shard:Shard"
-    for cls in ([tags.NAMED, "subprocess:Popen"], [tags.NAMED, f"{SHOP}:_Till"]):
+    for cls in ([Tag.NAMED, "subprocess:Popen"], [Tag.NAMED, f"{SHOP}:_Till"]):
         with pytest.raises(NotExposed):
-            send(workers, shard, arguments(cls, [tags.LIST], [tags.TUPLE], [tags.DICT]))
-    for cls in ([tags.NAMED, f"{SHOP}:buy"], [tags.NAMED, f"{SHOP}:Basket"], CODE):
+            send(workers, shard, arguments(cls, [Tag.LIST], [Tag.TUPLE], [Tag.DICT]))
+    for cls in ([Tag.NAMED, f"{SHOP}:buy"], [Tag.NAMED, f"{SHOP}:Basket"], CODE):
         with pytest.raises((GradwireError, TypeError), match="is no optimizer class"):
-            send(workers, shard, arguments(cls, [tags.LIST], [tags.TUPLE], [tags.DICT]))
+            send(workers, shard, arguments(cls, [Tag.LIST], [Tag.TUPLE], [Tag.DICT]))
 
 
 @pytest.mark.parametrize(

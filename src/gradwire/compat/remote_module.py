@@ -16,7 +16,7 @@ from gradwire.compat.rpc.internal import _internal_rpc_pickler
 from gradwire.errors import UsageError
 from gradwire.nn import remote_functions
 from gradwire.nn import remote_module as native
-from gradwire.nn.place import parse_place
+from gradwire.nn.remote_module import parse_remote_device
 from gradwire.rpc.arguments import keywords, of_sequence
 
 __all__ = ["RemoteModule"]
@@ -107,7 +107,7 @@ class _RemoteModule(native.RemoteModule):
                 "which gradwire does not have",
                 hint="leave _module_interface_cls out, or set PYTORCH_JIT=0",
             )
-        place = parse_place(remote_device)
+        place = parse_remote_device(remote_device)
         info = api.get_worker_info(place.worker)
         device_map = getattr(api._get_current_rpc_agent(), "_get_device_map", _no_map)
         self.on, self.device = info.name, place.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import remote_functions
-from gradwire.nn.place import parse_place
 from gradwire.rpc.api import call_as, call_async_as, get_worker_info, remote
 from gradwire.rpc.arguments import keywords, positional
 from gradwire.rpc.calls.futures import Future
@@ -26,6 +25,7 @@ from gradwire.rpc.rref import RRef
 Maker = Callable[..., nn.Module]
 Parameters = list[RRef[nn.Parameter]]
 
+_HINT = 'write "w1/cuda:0", or "w1" for its CPU, or "rank:1/cuda:0" for the worker of that number'
 _PLACED = "its device is part of its name, and its dtype an argument of its class"
 _MADE_THERE = "do it in the module's own class, or in an exposed function on its worker"
 
@@ -64,7 +64,7 @@ class RemoteModule(nn.Module):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        place = parse_place(remote_device)
+        place = parse_remote_device(remote_device)
         self.on, self.device = get_worker_info(place.worker).name, place.device
         args = () if args is None else positional(args)
         self._class_name = getattr(module_cls, "__name__", self._class_name)
@@ -74,7 +74,7 @@ class RemoteModule(nn.Module):
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
         """One for a module that exists: where it is, and a reference to it."""
-        place = parse_place(remote_device)
+        place = parse_remote_device(remote_device)
         worker = get_worker_info(place.worker).name
         _check_place(worker, module_rref)
         return cls._from_parts(worker, place.device, True, module_rref)
@@ -305,3 +305,36 @@ def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.St
     if metadata is not None:
         plain._metadata = metadata  # type: ignore[attr-defined]
     return plain
+
+
+class RemoteDevice(NamedTuple):
+    """A worker, by its name or number, and a device of it."""
+
+    worker: str | int
+    device: str
+
+
+def parse_remote_device(text: str) -> RemoteDevice:
+    """The place that a string names. Whether there is such a worker is for the caller to find."""
+    if not isinstance(text, str):
+        raise UsageError(f"a {type(text).__name__} names no place for a module", hint=_HINT)
+    worker, slash, device = text.partition("/")
+    if not worker or "/" in device or (slash and not device):
+        raise UsageError(f"{text!r} is not <worker>/<device>", hint=_HINT)
+    return RemoteDevice(_worker(worker, text), _device(device or "cpu", text))
+
+
+def _worker(name: str, text: str) -> str | int:
+    rank = name.removeprefix("rank:")
+    if rank == name:
+        return name
+    if not (rank.isascii() and rank.isdecimal()):
+        raise UsageError(f"{text!r}: {rank!r} is no number of a worker", hint=_HINT)
+    return int(rank)
+
+
+def _device(name: str, text: str) -> str:
+    try:
+        return str(torch.device(name))
+    except RuntimeError as error:
+        raise UsageError(f"{text!r}: torch knows no device {name!r}", hint=_HINT) from error

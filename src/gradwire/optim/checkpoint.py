@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from gradwire.rpc.rref import RRef
 
 Ref = RRef[torch.Tensor]
 PARAMETERS = "parameters"
+State = dict[int, Any]
+Groups = list[dict[str, Any]]
 
 
 @expose
@@ -31,7 +34,7 @@ def set_values(refs: list[Ref], values: list[torch.Tensor]) -> None:
             ref.local_value().copy_(value)
 
 
-def fetched(refs: Sequence[Ref]) -> list[torch.Tensor]:
+def fetch_values(refs: Sequence[Ref]) -> list[torch.Tensor]:
     """The values of all of them, in order; their owners are asked at the same time."""
     with torch.no_grad():
         asked = [
@@ -46,7 +49,7 @@ def fetched(refs: Sequence[Ref]) -> list[torch.Tensor]:
     return [found[n] for n in range(len(refs))]
 
 
-def written(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
+def write_values(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
     """Give all of them the values that a checkpoint holds."""
     values = saved.get(PARAMETERS)
     if values is None:
@@ -63,3 +66,47 @@ def written(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
         ]
         for future in asked:
             future.wait()
+
+
+def numbered_groups(groups: Groups) -> Groups:
+    """The groups with numbers in the place of parameters: their order over all workers."""
+    packed, n = [], 0
+    for group in groups:
+        count = len(group["params"])
+        packed.append(copy.deepcopy({**group, "params": list(range(n, n + count))}))
+        n += count
+    return packed
+
+
+def gathered(parts: Iterable[State], groups: Groups) -> dict[str, Any]:
+    """One state of all."""
+    state: State = {}
+    for part in parts:
+        state |= part
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def sharded(parts: Mapping[str, State], groups: Groups) -> dict[str, Any]:
+    """The state of each owner by itself."""
+    return {"shards": dict(parts), "param_groups": groups}
+
+
+def split_state_dict(saved: dict[str, Any], groups: Groups) -> tuple[State, Groups]:
+    """The state by number, and the options of each group, of a state that fits these groups."""
+    theirs = saved["param_groups"]
+    if len(theirs) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(theirs)} parameter groups, this optimizer {len(groups)}"
+        )
+    for n, (their, mine) in enumerate(zip(theirs, groups, strict=True)):
+        if len(their["params"]) != len(mine["params"]):
+            raise ValueError(
+                f"parameter group {n} of the loaded state dict has {len(their['params'])} "
+                f"parameters, that of this optimizer {len(mine['params'])}"
+            )
+    whole = gathered(saved["shards"].values(), theirs) if "shards" in saved else saved
+    numbers = [n for group in theirs for n in group["params"]]
+    place = {number: n for n, number in enumerate(numbers)}
+    state = {place[number]: value for number, value in whole["state"].items()}
+    options = [{key: group[key] for key in group if key != "params"} for group in theirs]
+    return state, copy.deepcopy(options)

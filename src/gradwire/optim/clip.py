@@ -13,7 +13,7 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.host import stepped_here
+from gradwire.optim.host import optimizer_host
 from gradwire.optim.shard import norms_of, parameter_of, scale
 from gradwire.rpc.api import rpc_async
 from gradwire.rpc.expose.registry import expose
@@ -28,14 +28,14 @@ def norms_here(
 ) -> list[torch.Tensor | None]:
     """The norm of each parameter's gradient; None for those without one."""
     parameters = [parameter_of(ref) for ref in refs]
-    return norms_of(stepped_here().gradients(context, parameters), norm_type)
+    return norms_of(optimizer_host().gradients(context, parameters), norm_type)
 
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
     """Scale the gradients of these in place."""
     parameters = [parameter_of(ref) for ref in refs]
-    scale(stepped_here().gradients(context, parameters), coefficient)
+    scale(optimizer_host().gradients(context, parameters), coefficient)
 
 
 def clip_grad_norm_(
@@ -63,7 +63,7 @@ def clip_grad_norm_(
         for share, answer in zip(shares.values(), asked, strict=True):
             for n, norm in zip(share, answer.wait(), strict=True):
                 norms[n] = norm
-        total, coefficient = measured(norms, max_norm, norm_type, error_if_nonfinite)
+        total, coefficient = norm_and_scale(norms, max_norm, norm_type, error_if_nonfinite)
         if coefficient is None:
             return total
         told = [
@@ -75,7 +75,7 @@ def clip_grad_norm_(
     return total
 
 
-def measured(
+def norm_and_scale(
     norms: list[torch.Tensor | None],
     max_norm: float,
     norm_type: float,

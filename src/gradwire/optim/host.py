@@ -1,6 +1,6 @@
 """What one worker keeps for all optimizers that step parameters of its own.
 
-Whose turn it is, where the parameters' values are, and which workers were lost meanwhile.
+Whose lock it is, where the parameters' values are, and which workers were lost meanwhile.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 
 from gradwire.errors import ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, first_of
-from gradwire.optim.parameter_locks import StepId, Turns
-from gradwire.optim.weight_versions import Storages
+from gradwire.optim.parameter_locks import ParameterLocks, StepId
+from gradwire.optim.weight_versions import WeightVersions
 from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 
 @final
-class Stepped:
+class OptimizerHost:
     """See the top of this file."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.storages = Storages()
-        self.turns = Turns(worker.agent.clock)
+        self.versions = WeightVersions()
+        self.locks = ParameterLocks(worker.agent.clock)
         self._steps = itertools.count(first_of(worker.directory.myself.life))
-        worker.engine.saving = self.storages.saving
+        worker.engine.saving = self.versions.hooks
         self.lost: dict[WorkerId, PeerLost] = {}
         worker.agent.on_peer_lost(self._peer_lost)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         self.lost[worker] = error
-        self.worker.agent.dispatch.service.submit(lambda: self.turns.worker_lost(worker))
+        self.worker.agent.dispatch.service.submit(lambda: self.locks.worker_lost(worker))
 
     def gradients(
         self, context: ContextId | None, parameters: Iterable[torch.Tensor]
@@ -55,6 +55,6 @@ class Stepped:
         return StepId(self.worker.directory.me.id, next(self._steps))
 
 
-def stepped_here() -> Stepped:
+def optimizer_host() -> OptimizerHost:
     """That of the worker whose code this is."""
-    return cast(Worker, home_door.find()).part(Stepped)
+    return cast(Worker, home_door.find()).part(OptimizerHost)

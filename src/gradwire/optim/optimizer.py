@@ -8,7 +8,7 @@ where, the parameter groups, and the agreement that all of them step or none.
 
 Where all parameters are on one worker there is nothing to agree on: it does both at once.
 
-Note [Turns on many workers]: a prepared step holds its parameters on each owner until it is ended.
+Note [Locks on many workers]: a prepared step holds its parameters on each owner until it is ended.
 Two steps over the same owners could each hold what the other waits for. So the owners are first
 asked all at once, and none waits. If one is busy, all are let go, and then asked again one by one
 in the order of their numbers, and those wait. Whoever waits holds only what comes before.
@@ -24,14 +24,20 @@ import torch
 
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.checkpoint import PARAMETERS, fetched, written
-from gradwire.optim.clip import by_owner, check_references, measured
-from gradwire.optim.host import stepped_here
-from gradwire.optim.server import make_shard
+from gradwire.optim.checkpoint import (
+    PARAMETERS,
+    fetch_values,
+    gathered,
+    numbered_groups,
+    sharded,
+    split_state_dict,
+    write_values,
+)
+from gradwire.optim.clip import by_owner, check_references, norm_and_scale
+from gradwire.optim.host import optimizer_host
 from gradwire.optim.shard import Options, Shard, State, check_class
-from gradwire.optim.state_dicts import gathered, packed_groups, sharded, unpacked
 from gradwire.optim.torch_private import seen_by_hooks
-from gradwire.optim.two_phase_commit import TwoPhaseCommit
+from gradwire.optim.two_phase_commit import TwoPhaseCommit, make_shard
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
@@ -68,17 +74,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ArgumentTypeError(
                 "params_rref is one reference, not a list of them", hint="pass [rref]"
             )
-        self._here = stepped_here()
+        self._here = optimizer_host()
         self._cls, self._args, self._kwargs = optimizer_class, args, dict(kwargs)
         self._shards: dict[WorkerId, RRef[Shard]] = {}
         self._is_made = False
         super().__init__(cast(Any, params_rref), {})
         owners = sorted({ref.owner().id for ref in self._refs()})
         self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
-        self._agreement = TwoPhaseCommit(self._here, self._shards)
+        self._two_phase = TwoPhaseCommit(self._here, self._shards)
         self._learn(self._ask_all("options").values())
         self.defaults = self._ask_one("defaults")
-        self.state = cast(Any, _State(self._shards, self._agreement, self.param_groups))
+        self.state = cast(Any, _State(self._shards, self._two_phase, self.param_groups))
         self._is_made = True
 
     # -- a step
@@ -103,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if context_id is not None:
             self._here.worker.engine.contexts.find(context_id)
-        self._agreement.step(context_id, self._options(), timeout)
+        self._two_phase.step(context_id, self._options(), timeout)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what is in `.grad`, on all workers. The gradients of a context end with it."""
@@ -122,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norms = {n: norm for part in parts for n, norm in part.items()}
         with torch.no_grad():
             in_order = [norms[n] for n in sorted(norms)]
-            total, coefficient = measured(in_order, max_norm, norm_type, error_if_nonfinite)
+            total, coefficient = norm_and_scale(in_order, max_norm, norm_type, error_if_nonfinite)
         if coefficient is not None:
             self._ask_all("scale", coefficient, context_id)
         return total
@@ -152,12 +158,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = {o: self._new_shard(o, [group], number) for o in owners if o not in self._shards}
         try:
             fresh = {owner: shard.rpc_sync().options() for owner, shard in new.items()}
-            learned = self._agreement.ask(
+            learned = self._two_phase.ask(
                 "add_group", lambda owner: self._share(owner, group, number), old
             )
             _checked(learned)
         except Exception:
-            self._agreement.ask("drop_group", lambda _: (number,), old)
+            self._two_phase.ask("drop_group", lambda _: (number,), old)
             raise
         self._shards.update(new)
         return learned | fresh
@@ -200,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With `sharded_by_owner` the state stays apart, by the name of its owner.
         """
         parts = self._ask_all("state")
-        groups = packed_groups(self.param_groups)
+        groups = numbered_groups(self.param_groups)
         if sharded_by_owner:
             directory = self._here.worker.directory
             return sharded({directory.name(o): part for o, part in parts.items()}, groups)
@@ -208,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a saved state of either form, also if parameters have moved since."""
-        state, options = unpacked(state_dict, self.param_groups)
+        state, options = split_state_dict(state_dict, self.param_groups)
         for group, saved in zip(self.param_groups, options, strict=True):
             refs = group["params"]
             group.clear()
@@ -219,24 +225,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             mine = {n for n, ref in enumerate(self._refs()) if ref.owner().id == owner}
             return {n: state[n] for n in mine & state.keys()}, by_number
 
-        _checked(self._agreement.ask("load", share))
+        _checked(self._two_phase.ask("load", share))
 
     def checkpoint(self) -> StateDict:
         """All that training goes on from: the values of the parameters, and `state_dict()`."""
-        return {PARAMETERS: fetched(self._refs()), **self.state_dict()}
+        return {PARAMETERS: fetch_values(self._refs()), **self.state_dict()}
 
     def restore(self, checkpoint: StateDict) -> None:
         """Bring back what `checkpoint()` saved, also to parameters that were made anew elsewhere.
 
         Not all or nothing: if a worker is lost meanwhile, restore once more.
         """
-        written(self._refs(), checkpoint)
+        write_values(self._refs(), checkpoint)
         self.load_state_dict(checkpoint)
 
     # -- asking owners
 
     def _ask_all(self, method: str, *args: object) -> dict[WorkerId, Any]:
-        return _checked(self._agreement.ask(method, lambda _: args))
+        return _checked(self._two_phase.ask(method, lambda _: args))
 
     def _ask_one(self, method: str) -> Any:  # noqa: ANN401
         return getattr(next(iter(self._shards.values())).rpc_sync(), method)()
@@ -248,10 +254,10 @@ class _State(Mapping[Ref, dict[str, Any]]):
     def __init__(
         self,
         shards: dict[WorkerId, RRef[Shard]],
-        agreement: TwoPhaseCommit,
+        two_phase: TwoPhaseCommit,
         groups: list[dict[str, Any]],
     ) -> None:
-        self._shards, self._agreement, self._groups = shards, agreement, groups
+        self._shards, self._two_phase, self._groups = shards, two_phase, groups
 
     def __getitem__(self, ref: Ref) -> dict[str, Any]:
         n = _refs_in(self._groups).index(ref)
@@ -259,7 +265,7 @@ class _State(Mapping[Ref, dict[str, Any]]):
         return cast(dict[str, Any], shard.rpc_sync().state([n]).get(n, {}))
 
     def __iter__(self) -> Iterator[Ref]:
-        answers = _checked(self._agreement.ask("known", lambda _: ()))
+        answers = _checked(self._two_phase.ask("known", lambda _: ()))
         known = {n for part in answers.values() for n in part}
         return iter([ref for n, ref in enumerate(_refs_in(self._groups)) if n in known])
 

@@ -1,8 +1,8 @@
-"""Whose turn it is to step which parameters: from prepare until commit or abort.
+"""Whose lock it is to step which parameters: from prepare until commit or abort.
 
-A turn is taken for all parameters of a step at once, or not at all, so two steps on one worker
-never wait for each other; over several workers see Note [Turns on many workers], optimizer.py. A
-turn whose worker is lost or whose time is over is taken back.
+A lock is taken for all parameters of a step at once, or not at all, so two steps on one worker
+never wait for each other; over several workers see Note [Locks on many workers], optimizer.py. A
+lock whose worker is lost or whose time is over is taken back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepId(NamedTuple):
 
 
 @dataclass(slots=True)
-class Turn:
+class StepLock:
     """One step's hold on parameters here."""
 
     step: StepId
@@ -46,30 +46,30 @@ class Turn:
 
 
 @final
-class Turns:
-    """The turns of one worker."""
+class ParameterLocks:
+    """The locks of one worker."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._turns: dict[StepId, Turn] = {}
+        self._held: dict[StepId, StepLock] = {}
         self._waiting = 0
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._held)
 
-    def take(
+    def acquire(
         self, step: StepId, parameters: frozenset[int], deadline: float, *, wait: bool
-    ) -> Turn | None:
-        """A turn over these; None if another step has one of them and we are not to wait."""
-        turn = Turn(step, parameters, deadline)
+    ) -> StepLock | None:
+        """A lock over these; None if another step has one of them and we are not to wait."""
+        lock = StepLock(step, parameters, deadline)
         while True:
             with self._lock:
-                others = [t for t in self._turns.values() if t.parameters & parameters]
+                others = [t for t in self._held.values() if t.parameters & parameters]
                 if not others:
-                    self._turns[step] = turn
-                    return turn
+                    self._held[step] = lock
+                    return lock
                 late = [t for t in others if t.is_late(self._clock.now())]
                 if not late and not wait:
                     return None
@@ -78,7 +78,7 @@ class Turns:
             for other in late:
                 self.give_up(other.step)
 
-    def _wait(self, other: Turn, deadline: float) -> None:
+    def _wait(self, other: StepLock, deadline: float) -> None:
         now = self._clock.now()
         if deadline <= now:
             raise DeadlinePassed(
@@ -92,38 +92,38 @@ class Turns:
         finally:
             self._waiting -= 1
 
-    def ready(self, turn: Turn, undo: Callable[[], None]) -> bool:
+    def ready(self, lock: StepLock, undo: Callable[[], None]) -> bool:
         """The step is prepared; False if it was given up meanwhile, and is to be undone."""
         with self._lock:
-            turn.undo = undo
-            return not turn.ending
+            lock.undo = undo
+            return not lock.ending
 
-    def claim(self, step: StepId) -> Turn | None:
-        """The turn, for whoever is to end it: that is for the first who asks."""
+    def claim(self, step: StepId) -> StepLock | None:
+        """The lock, for whoever is to end it: that is for the first who asks."""
         with self._lock:
-            turn = self._turns.get(step)
-            if turn is None or turn.ending:
+            lock = self._held.get(step)
+            if lock is None or lock.ending:
                 return None
-            turn.ending = True
-            return turn
+            lock.ending = True
+            return lock
 
-    def release(self, turn: Turn) -> None:
+    def release(self, lock: StepLock) -> None:
         """What was prepared has been kept or dropped: the next one may step."""
         with self._lock:
-            self._turns.pop(turn.step, None)
+            self._held.pop(lock.step, None)
             if self._waiting:
                 self._changed.notify_all()
 
     def give_up(self, step: StepId) -> None:
         """Drop what a step has prepared, unless somebody else is about to end it."""
-        turn = self.claim(step)
-        if turn is not None and turn.undo is not None:
-            turn.undo()
-            self.release(turn)
+        lock = self.claim(step)
+        if lock is not None and lock.undo is not None:
+            lock.undo()
+            self.release(lock)
 
     def worker_lost(self, worker: WorkerId) -> None:
         """Nobody will end the steps that it has asked for."""
         with self._lock:
-            lost = [step for step in self._turns if step.worker == worker]
+            lost = [step for step in self._held if step.worker == worker]
         for step in lost:
             self.give_up(step)

@@ -16,17 +16,17 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
-from gradwire.optim.host import stepped_here
+from gradwire.optim.host import optimizer_host
 from gradwire.optim.messages import PlainOptions
 from gradwire.optim.parameter_locks import StepId
-from gradwire.optim.step import Aside, Pairs, Prepared, plainly
+from gradwire.optim.step import Pairs, Prepared, Stepper, plain_mode
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
 Options = dict[str, Any]
 State = dict[int, Any]
-Made = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
+GroupSpec = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """What a group is made of: its number, those of its parameters, these, and its options."""
 
 
@@ -54,12 +54,12 @@ class Shard:
     def __init__(
         self,
         cls: type[torch.optim.Optimizer],
-        groups: list[Made],
+        groups: list[GroupSpec],
         args: tuple[object, ...],
         kwargs: Options,
     ) -> None:
         check_class(cls)  # here too: who asks may be any peer
-        self._here = stepped_here()
+        self._here = optimizer_host()
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, Prepared] = {}
@@ -67,8 +67,8 @@ class Shard:
         self._pairs: Pairs = []
         made = [self._made(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
-        self._aside = Aside(self._optimizer, self._stand_ins)
-        self._here.storages.register(self._stand_ins)
+        self._stepper = Stepper(self._optimizer, self._stand_ins)
+        self._here.versions.register(self._stand_ins)
 
     # -- groups
 
@@ -101,13 +101,13 @@ class Shard:
     ) -> dict[int, Options]:
         """One more group; the options of all."""
         try:
-            with self._turn_of_its_own():
+            with self._all_locked():
                 self._optimizer.add_param_group(self._made(number, indices, refs, options))
         except BaseException:
             self.drop_group(number)
             raise
-        self._aside = Aside(self._optimizer, self._stand_ins)
-        self._here.storages.register(self._stand_ins)
+        self._stepper = Stepper(self._optimizer, self._stand_ins)
+        self._here.versions.register(self._stand_ins)
         return self.options()
 
     def drop_group(self, number: int) -> None:
@@ -138,7 +138,7 @@ class Shard:
 
     def set_options(self, options: dict[int, Options]) -> None:
         """From the next step on; for options that do not travel with it."""
-        with self._turn_of_its_own():
+        with self._all_locked():
             self._set(options)
 
     def _set(self, options: Mapping[int, Mapping[str, object]]) -> None:
@@ -157,13 +157,13 @@ class Shard:
         deadline: float,
     ) -> None:
         """Both halves at once, where no other worker takes part."""
-        turn = self._here.turns.take(step, self._names, deadline, wait=True)
-        assert turn is not None
+        lock = self._here.locks.acquire(step, self._names, deadline, wait=True)
+        assert lock is not None
         try:
-            with plainly():
+            with plain_mode():
                 self._put_in_place(self._computed(context, options))
         finally:
-            self._here.turns.release(turn)
+            self._here.locks.release(lock)
 
     def prepare(
         self,
@@ -175,19 +175,19 @@ class Shard:
         wait: bool,
     ) -> bool:
         """Compute the step aside. False if another one has a parameter and we are not to wait."""
-        turns = self._here.turns
-        turn = turns.take(step, self._names, deadline, wait=wait)
-        if turn is None:
+        locks = self._here.locks
+        lock = locks.acquire(step, self._names, deadline, wait=wait)
+        if lock is None:
             return False
         try:
-            with plainly():
+            with plain_mode():
                 self._prepared[step] = self._computed(context, options)
         except BaseException:
-            turns.release(turn)
+            locks.release(lock)
             raise
-        if not turns.ready(turn, lambda: self._undo(step)):
+        if not locks.ready(lock, lambda: self._undo(step)):
             self._undo(step)
-            turns.release(turn)
+            locks.release(lock)
         return True
 
     def _computed(self, context: ContextId | None, options: PlainOptions | None) -> Prepared:
@@ -197,41 +197,41 @@ class Shard:
         if len(gradients) < len(found):
             all_ = zip(pairs, found, strict=True)
             pairs = [pair for pair, gradient in all_ if gradient is not None]
-        prepared = self._aside.begin(pairs)
+        prepared = self._stepper.begin(pairs)
         try:
             if options is not None:
                 self._set(options)
-            self._aside.step(pairs, gradients, is_plain=options is not None)
+            self._stepper.step(pairs, gradients, is_plain=options is not None)
         except BaseException:
-            self._aside.put_back(prepared)
+            self._stepper.put_back(prepared)
             raise
         return prepared
 
     def commit(self, step: tuple[int, int]) -> bool:
         """Put in place what was prepared. False if it was given up before."""
         name = StepId(*step)
-        turn = self._here.turns.claim(name)
-        if turn is None:
+        lock = self._here.locks.claim(name)
+        if lock is None:
             return False
         prepared = self._prepared.pop(name)
         try:
-            with plainly():
+            with plain_mode():
                 self._put_in_place(prepared)
         finally:
-            self._here.turns.release(turn)
+            self._here.locks.release(lock)
         return True
 
     def _put_in_place(self, prepared: Prepared) -> None:
-        for parameter, stand_in in self._here.storages.replace(prepared.pairs):
+        for parameter, stand_in in self._here.versions.replace(prepared.pairs):
             stand_in.data = parameter.data
 
     def abort(self, step: tuple[int, int]) -> None:
         """Drop what was prepared, if anything was."""
-        self._here.turns.give_up(StepId(*step))
+        self._here.locks.give_up(StepId(*step))
 
     def _undo(self, step: StepId) -> None:
-        with plainly():
-            self._aside.put_back(self._prepared.pop(step))
+        with plain_mode():
+            self._stepper.put_back(self._prepared.pop(step))
 
     # -- what it knows
 
@@ -260,7 +260,7 @@ class Shard:
         """
         state = self._optimizer.state
         wanted = {i: s for i, s in self._numbered() if indices is None or i in indices}
-        with self._turn_of_its_own():
+        with self._all_locked():
             return {i: copy.deepcopy(state[s]) for i, s in wanted.items() if s in state}
 
     def known(self) -> list[int]:
@@ -276,7 +276,7 @@ class Shard:
             for group in self._groups
         ]
         mine = {place[i]: state[i] for i, _ in numbered if i in state}
-        with self._turn_of_its_own():
+        with self._all_locked():
             self._optimizer.load_state_dict({"state": mine, "param_groups": groups})
 
     def _numbered(self) -> list[tuple[int, torch.Tensor]]:
@@ -287,16 +287,16 @@ class Shard:
         ]
 
     @contextmanager
-    def _turn_of_its_own(self) -> Iterator[None]:
+    def _all_locked(self) -> Iterator[None]:
         """No step is under way on these parameters inside the block."""
         here = self._here
         step, deadline = here.next_step(), here.worker.deadline(DEFAULT)
-        turn = here.turns.take(step, self._names, deadline, wait=True)
-        assert turn is not None
+        lock = here.locks.acquire(step, self._names, deadline, wait=True)
+        assert lock is not None
         try:
             yield
         finally:
-            here.turns.release(turn)
+            here.locks.release(lock)
 
 
 def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:

@@ -8,18 +8,46 @@ place. What a step has changed of the optimizer's state can be taken back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import optim
 
-from gradwire.optim.batching import Batching, are_of_torch
-from gradwire.optim.plain_sgd import Descent
-from gradwire.optim.torch_private import cloned, cloned_one_by_one, take_step
+from gradwire.optim.torch_private import (
+    cloned,
+    cloned_one_by_one,
+    is_followed,
+    listed_add,
+    listed_negative,
+    take_step,
+)
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters, and what stands for each."""
+
+
+_EXACT = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+    }
+)
+_TYPES = frozenset({torch.float32, torch.float64})
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+"""A class of its own may compute what it likes, and not know lists."""
+_FEWEST = 6
+_MOST_BYTES = 1 << 20
+_SAID_OTHERWISE = ("foreach", "fused", "nesterov", "differentiable", "capturable")
+_NUMBERS = (int, float)
+_is_same_size = torch.Tensor.is_same_size
+_OTHERWISE = ("momentum", "nesterov", "differentiable", "fused", "foreach")
 
 
 class Prepared(NamedTuple):
@@ -30,7 +58,7 @@ class Prepared(NamedTuple):
 
 
 @final
-class Aside:
+class Stepper:
     """For the stand-ins of one optimizer."""
 
     def __init__(
@@ -38,18 +66,18 @@ class Aside:
     ) -> None:
         self._optimizer = optimizer
         self._batching = Batching(optimizer, stand_ins.values())
-        self._descent = Descent(optimizer, stand_ins.keys())
+        self._plain_sgd = PlainSgd(optimizer, stand_ins.keys())
         self._cloned = cloned if are_of_torch(stand_ins) else cloned_one_by_one
 
     def begin(self, pairs: Pairs) -> Prepared:
         """A step of these; what is needed to take it back."""
         state = self._optimizer.state
-        return Prepared(pairs, kept_apart(state, pairs) if state else {})
+        return Prepared(pairs, copied_state(state, pairs) if state else {})
 
     def step(self, pairs: Pairs, gradients: list[torch.Tensor], *, is_plain: bool) -> None:
         """Step the stand-ins. The options of an optimizer that are not plain may be anything."""
         parameters = [parameter for parameter, _ in pairs]
-        stepped = self._descent.maybe_stepped(parameters, gradients) if is_plain else None
+        stepped = self._plain_sgd.maybe_stepped(parameters, gradients) if is_plain else None
         for (_, stand_in), value in zip(pairs, stepped or self._cloned(parameters), strict=True):
             stand_in.data = value
         if stepped is not None:
@@ -75,7 +103,7 @@ class Aside:
                 state[stand_in] = prepared.state[stand_in]
 
 
-def kept_apart(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.Tensor, Any]:
+def copied_state(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.Tensor, Any]:
     """A copy of the state of these stand-ins. Mostly that of each is a dict of tensors and numbers.
 
     hot: copy.deepcopy takes twenty times as long, and a clone of each twice
@@ -102,12 +130,120 @@ def kept_apart(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.Te
     return kept
 
 
-def plainly() -> AbstractContextManager[object]:
+def plain_mode() -> AbstractContextManager[object]:
     """Neither the caller's grad mode nor its inference mode reaches the parameters."""
-    return _plainly() if torch.is_inference_mode_enabled() else torch.no_grad()
+    return _plain_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def _plain_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+@final
+class Batching:
+    """For the stand-ins of one optimizer."""
+
+    __slots__ = ("_dtype", "_optimizer")
+
+    def __init__(self, optimizer: optim.Optimizer, stand_ins: Collection[torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        self._dtype = _maybe_dtype(stand_ins) if type(optimizer) in _EXACT else None
+
+    def begin(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Step those that have these gradients at once, until `end`; False if that is not to be."""
+        dtype, groups = self._dtype, self._optimizer.param_groups
+        if dtype is None:
+            return False
+        if not are_plain(gradients, dtype):
+            return False
+        for group in groups:
+            for option in _SAID_OTHERWISE:
+                if group.get(option):
+                    return False
+            if group["foreach"] is not None:
+                return False
+        for group in groups:
+            group["foreach"] = True
+        return True
+
+    def end(self) -> None:
+        """What is said to the optimizer is what its user has said."""
+        for group in self._optimizer.param_groups:
+            group["foreach"] = None
+
+
+def _maybe_dtype(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
+    """The one type of all, if they are many, small, and of a kind that may be stepped at once."""
+    if len(tensors) < _FEWEST or not are_small(tensors):
+        return None
+    return maybe_plain_type(tensors)
+
+
+def are_small(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one more of each is no matter."""
+    return sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
+
+
+def are_of_torch(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none has a class of its own."""
+    return all(type(tensor) in _KINDS for tensor in tensors)
+
+
+def maybe_plain_type(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
+    """The one type of all, if what is computed of them in lists is known to be the same."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1 or not dtypes <= _TYPES or not are_of_torch(tensors):
+        return None
+    plain = all(t.device.type == "cpu" and t.layout is torch.strided for t in tensors)
+    return dtypes.pop() if plain else None
+
+
+def are_plain(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether all are tensors of this type like any other. hot: a loop over many"""
+    plain, strided = torch.Tensor, torch.strided
+    for gradient in gradients:
+        if (
+            type(gradient) is not plain
+            or gradient.dtype is not dtype
+            or gradient.layout is not strided
+        ):
+            return False
+    return True
+
+
+@final
+class PlainSgd:
+    """For the parameters that one optimizer steps."""
+
+    __slots__ = ("_are_small", "_dtype", "_optimizer")
+
+    def __init__(self, optimizer: optim.Optimizer, parameters: Collection[torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        is_plain = type(optimizer) is optim.SGD and len(optimizer.param_groups) == 1
+        self._dtype = maybe_plain_type(parameters) if is_plain else None
+        self._are_small = are_small(parameters)
+
+    def maybe_stepped(
+        self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor] | None:
+        """What a step makes of some of the parameters; None if torch is to take it."""
+        optimizer, dtype = self._optimizer, self._dtype
+        if dtype is None or not parameters or "step" in vars(optimizer):
+            return None
+        group = optimizer.param_groups[0]
+        if any(group.get(option) for option in _OTHERWISE) or is_followed(optimizer):
+            return None
+        rate, decay, is_ascent = group["lr"], group["weight_decay"], group["maximize"]
+        if type(rate) not in _NUMBERS or type(decay) not in _NUMBERS:
+            return None
+        if (decay or is_ascent) and not self._are_small:  # one more list of gradients
+            return None
+        if not are_plain(gradients, dtype) or not all(map(_is_same_size, gradients, parameters)):
+            return None
+        if is_ascent:
+            gradients = listed_negative(gradients)
+        if decay:
+            gradients = listed_add(gradients, parameters, decay)
+        return listed_add(parameters, gradients, -rate)

@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import msgspec
 import torch
 
 from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
-from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed, UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.host import Stepped
+from gradwire.optim.host import OptimizerHost
 from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, maybe_plain
 from gradwire.optim.parameter_locks import StepId
-from gradwire.optim.server import StepServing
-from gradwire.optim.shard import Options, Shard
+from gradwire.optim.shard import GroupSpec, Options, Shard
 from gradwire.options import Timeout
+from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.refs.permissions import check_life
-from gradwire.rpc.rref import RRef
+from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.worker import Worker
 
 Answers = dict[WorkerId, Any]
-Asking = Prepare | Commit | Abort
+StepMessage = Prepare | Commit | Abort
 _ABORT_SECONDS = 5.0
 _TOLD_SECONDS = 1.0
 """For a shard to say that it has dropped a step that failed; it does so anyway."""
@@ -32,10 +34,10 @@ _GRACE_SECONDS = 0.01
 """The same, if the step failed at its deadline: enough for those who answer at once."""
 _LATE = " after all workers were prepared"
 _ALONE_SHARE = 0.9
-"""Of the time: whoever waits for its turn in vain must say so before we have to guess."""
+"""Of the time: whoever waits for its lock in vain must say so before we have to guess."""
 
 
-class _Asked(msgspec.Struct, frozen=True):
+class _StepRequest(msgspec.Struct, frozen=True):
     """One step, as all of its workers are asked for it."""
 
     step: StepId
@@ -48,9 +50,9 @@ class _Asked(msgspec.Struct, frozen=True):
 class TwoPhaseCommit:
     """The shards of one optimizer, asked together."""
 
-    def __init__(self, here: Stepped, shards: dict[WorkerId, RRef[Shard]]) -> None:
+    def __init__(self, here: OptimizerHost, shards: dict[WorkerId, RRef[Shard]]) -> None:
         self._here, self._shards = here, shards
-        here.worker.part(StepServing)
+        here.worker.part(StepServer)
 
     def ask(
         self,
@@ -79,13 +81,13 @@ class TwoPhaseCommit:
         if plain is None:
             ahead = self.ask("set_options", lambda _: (options,), None, self._left(deadline))
             self._check_prepared(step, ahead, deadline)
-        asked = _Asked(step, context, plain, deadline)
+        asked = _StepRequest(step, context, plain, deadline)
         if len(self._shards) == 1:
             self._step_alone(asked)
         else:
             self._step_together(asked)
 
-    def _step_alone(self, asked: _Asked) -> None:
+    def _step_alone(self, asked: _StepRequest) -> None:
         """There is nobody to agree with: one message, one answer."""
         (owner,) = self._shards
         answer = self._send(owner, self._prepare(asked, owner, alone=True), asked.deadline)
@@ -96,11 +98,11 @@ class TwoPhaseCommit:
             self._check_committed(asked.step, {owner: outcome})
         self._check_prepared(asked.step, {owner: outcome}, asked.deadline)
 
-    def _step_together(self, asked: _Asked) -> None:
+    def _step_together(self, asked: _StepRequest) -> None:
         step, known = asked.step, dict(self._here.lost)
         answers = self._tell({o: self._prepare(asked, o) for o in self._shards}, asked.deadline)
         self._check_prepared(step, answers, asked.deadline)
-        if not all(answers.values()):  # See Note [Turns on many workers], optimizer.py
+        if not all(answers.values()):  # See Note [Locks on many workers], optimizer.py
             self._abort(step, answers, asked.deadline)
             answers = {}
             for owner in sorted(self._shards):
@@ -115,7 +117,7 @@ class TwoPhaseCommit:
         self._check_committed(step, self._tell(commits, asked.deadline))
 
     def _prepare(
-        self, asked: _Asked, owner: WorkerId, *, wait: bool = False, alone: bool = False
+        self, asked: _StepRequest, owner: WorkerId, *, wait: bool = False, alone: bool = False
     ) -> Prepare:
         seconds = self._left(asked.deadline) * (_ALONE_SHARE if alone else 1.0)
         ref = self._shards[owner].handle.ref
@@ -126,13 +128,13 @@ class TwoPhaseCommit:
 
     # -- messages
 
-    def _tell(self, messages: Mapping[WorkerId, Asking], deadline: float) -> Answers:
+    def _tell(self, messages: Mapping[WorkerId, StepMessage], deadline: float) -> Answers:
         """What each shard answers, all told at once; errors are answers too."""
         sent = {owner: self._send(owner, m, deadline) for owner, m in messages.items()}
         return {owner: self._outcome(owner, answer) for owner, answer in sent.items()}
 
     def _send(
-        self, owner: WorkerId, message: Asking, deadline: float
+        self, owner: WorkerId, message: StepMessage, deadline: float
     ) -> Promise[Outcome] | Exception:
         """A promise of the answer, or what has kept the message from leaving."""
         what = f"{type(message).__name__} of {message.step}"
@@ -252,3 +254,61 @@ def _outcome(answer: Any) -> Any:  # noqa: ANN401
         return answer.wait()
     except Exception as error:  # what a worker raised; under compat, of torch's types
         return error
+
+
+@final
+class StepServer:
+    """Of one worker, for all shards on it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        agent = worker.agent
+        agent.handle(Prepare, self._prepare, Lane.USER, lambda message: message.shard)
+        agent.handle(Commit, self._commit, Lane.USER)
+        agent.handle(Abort, self._abort, Lane.USER)
+        agent.kinds.add(Agreed)
+
+    def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
+        deadline = self._deadline(message.seconds)
+        step, context, options = message.step, message.context, message.options
+        with self._worker.serving(None, deadline):
+            shard = self._shard(message, source, deadline)
+            if message.alone:
+                shard.step(step, context, options, deadline)
+                done = True
+            else:
+                done = shard.prepare(step, context, options, deadline, wait=message.wait)
+        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+
+    def _commit(self, message: Commit, _: Payload, source: Source) -> None:
+        deadline = self._deadline(message.seconds)
+        done = self._shard(message, source, deadline).commit(message.step)
+        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+
+    def _abort(self, message: Abort, _: Payload, source: Source) -> None:
+        deadline = self._deadline(message.seconds)
+        self._shard(message, source, deadline).abort(message.step)
+        self._worker.agent.answer(source, Agreed(True), deadline=deadline)
+
+    def _deadline(self, seconds: float) -> float:
+        """Not later than that of a step of our own: others may wait for the same parameters."""
+        return min(self._worker.agent.clock.now() + seconds, self._worker.step_deadline())
+
+    def _shard(self, message: Prepare | Commit | Abort, source: Source, deadline: float) -> Shard:
+        """The shard of a step: whoever asks must hold it, and asks for a step of its own."""
+        ref, step, asker = message.shard, message.step, source.worker
+        if step.worker != asker:
+            raise BadMessage(f"w{asker} speaks for {step}, which is another worker's")
+        shard = self._worker.refs.value_for(asker, ref, deadline)
+        if not isinstance(shard, Shard):
+            raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")
+        return shard
+
+
+@expose
+def make_shard(
+    cls: type, groups: list[GroupSpec], args: tuple[object, ...], kwargs: Options
+) -> Shard:
+    """A shard here, and whoever serves the steps that it is asked for."""
+    cast(Worker, home_door.find()).part(StepServer)
+    return Shard(cls, groups, args, kwargs)

@@ -117,31 +117,31 @@ class _Spot(NamedTuple):
 
 
 @final
-class _Saving:
+class _HookedBlock:
     """A block under the hooks. hot: around all that is served in a context"""
 
-    __slots__ = ("_hooks", "_storages", "_thread")
+    __slots__ = ("_hooks", "_thread", "_versions")
 
-    def __init__(self, storages: Storages, hooks: AbstractContextManager[None]) -> None:
-        self._storages, self._hooks = storages, hooks
+    def __init__(self, versions: WeightVersions, hooks: AbstractContextManager[None]) -> None:
+        self._versions, self._hooks = versions, hooks
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        self._storages.entered(self._thread)
+        self._versions.entered(self._thread)
         self._hooks.__enter__()
 
     def __exit__(self, *_: object) -> None:
         try:
             self._hooks.__exit__(None, None, None)
         finally:
-            self._storages.left(self._thread)
+            self._versions.left(self._thread)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @final
-class Storages:
+class WeightVersions:
     """The parameters of one worker that optimizers step."""
 
     def __init__(self) -> None:
@@ -170,9 +170,9 @@ class Storages:
 
         return weakref.ref(parameter, gone)
 
-    def saving(self) -> AbstractContextManager[None]:
+    def hooks(self) -> AbstractContextManager[None]:
         """The hooks, around code that makes graphs."""
-        return _Saving(self, self._hooks) if self._entries else _NOTHING
+        return _HookedBlock(self, self._hooks) if self._entries else _NOTHING
 
     def entered(self, thread: int) -> None:
         """A thread comes under the hooks."""

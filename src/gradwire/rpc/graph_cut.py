@@ -1,4 +1,4 @@
-"""The warning that a graph was cut, at the user's own line."""
+"""GraphCutWarning: warns, at the user's line, that a tensor crossed without its graph."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LIBRARIES = tuple(
 
 
 def warn_of_cut(count: int, what: str, copies: int = 0) -> None:
-    """Say that so many tensors that require grad lost their graph when they crossed.
+    """Warn that tensors that require grad lost their graph when they crossed.
 
-    `count` crossed where no context records them, and `copies` in one, but inside objects.
+    `count` of them crossed outside of any context, and `copies` in one, but inside objects.
     """
     if count:
         _warn(
@@ -47,10 +47,10 @@ def _warn(text: str) -> None:
 
 
 def _user_level() -> int:
-    """How many frames up the user's code is, seen from _warn.
+    """How many frames above _warn the user's code is.
 
-    Torch's frames are not the user's either: a module is called through its `Module.__call__`, and
-    Python shows a warning once for each line, so all modules of a program would share one.
+    Torch's frames are skipped too: a module is called through `Module.__call__`, and Python shows a
+    warning once for each line, so all modules of a program would share one warning.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -40,7 +40,7 @@ from gradwire.rpc.all_gather import Gatherings
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls
 from gradwire.rpc.calls.server import Serving
-from gradwire.rpc.codec.body import Bodies
+from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
@@ -135,7 +135,7 @@ class Worker:
         codec = self._codec(registry, reference)
         leaves = behavior.leaves_outside_contexts
         modes = behavior.carries_modes
-        bodies = Bodies(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
+        bodies = BodyCodec(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, in_flight=in_flight)
         Serving(agent, self.engine, self.refs, bodies, registry, inside, behavior, self.generators)

@@ -20,7 +20,7 @@ import torch
 import gradwire as gw
 from gradwire.agent.requests.promise import Promise
 from gradwire.autograd.scope import current_context
-from gradwire.rpc.calls.futures import PendingResult, Unpacked
+from gradwire.rpc.calls.futures import DecodedBody, PendingResult
 from gradwire.testing import cluster
 
 HERE = sys.modules[__name__]
@@ -237,7 +237,7 @@ def test_finalizers_that_the_collector_runs_may_make_calls(workers):
 def test_a_future_is_not_unpacked_inside_of_its_own_unpacking():
     came = Promise()
     came.settle("the answer")
-    landing = PendingResult(came, lambda _: Unpacked(landing.value(), 0))
+    landing = PendingResult(came, lambda _: DecodedBody(landing.value(), 0))
 
     with pytest.raises(gw.UsageError, match="a call was waited for by a finalizer") as raised:
         landing.value()

@@ -20,8 +20,9 @@ from torch import nn
 
 from gradwire.errors import BadMessage, NotExposed, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, numpy_types, tags, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types, numpy_types, user_codecs
 from gradwire.rpc.codec.codec import Codec
+from gradwire.rpc.codec.walk import Tag
 
 
 class Table:
@@ -153,9 +154,9 @@ def codec():
 
 
 def crossed(codec, value):
-    data, tensors, _ = codec.pack(value)
+    data, tensors, _ = codec.encode(value)
     assert type(data) is bytes
-    return codec.unpack(data, tensors)
+    return codec.decode(data, tensors)
 
 
 def assert_same(sent, got):
@@ -261,8 +262,8 @@ def test_a_state_dict_arrives_with_its_metadata(codec):
 def test_tensors_are_listed_in_the_order_of_the_walk_and_each_time_they_appear(codec):
     a, b = torch.ones(2), nn.Parameter(torch.zeros(3))
 
-    data, tensors, _ = codec.pack(([a, {"b": b}], a))
-    got = codec.unpack(data, tensors)
+    data, tensors, _ = codec.encode(([a, {"b": b}], a))
+    got = codec.decode(data, tensors)
 
     assert [id(tensor) for tensor in tensors] == [id(a), id(b), id(a)]
     assert got[0][0] is a
@@ -294,8 +295,8 @@ def test_tensors_are_listed_in_the_order_of_the_walk_and_each_time_they_appear(c
     ids=lambda array: f"{array.dtype.str} {array.shape}",
 )
 def test_an_array_arrives_with_its_dtype_shape_and_order_and_may_be_written_to(codec, array):
-    data, (tensor,), _ = codec.pack(array)
-    got = codec.unpack(data, [tensor.clone()])
+    data, (tensor,), _ = codec.encode(array)
+    got = codec.decode(data, [tensor.clone()])
 
     assert type(got) is np.ndarray
     assert got.dtype.str == array.dtype.str
@@ -307,7 +308,7 @@ def test_an_array_arrives_with_its_dtype_shape_and_order_and_may_be_written_to(c
 def test_the_bytes_of_a_contiguous_array_are_not_copied(codec):
     array = np.zeros(4)
 
-    _, (tensor,), _ = codec.pack(array)
+    _, (tensor,), _ = codec.encode(array)
     array[0] = 1.0
 
     assert tensor.view(torch.float64)[0] == 1.0
@@ -403,9 +404,9 @@ def test_an_extension_travels_as_what_it_makes_of_itself():
     with pytest.raises(
         NotSerializable, match=r"args: a value of type .*LateTicket does not travel"
     ):
-        codec.pack(LateTicket(1))
+        codec.encode(LateTicket(1))
     with pytest.raises(BadMessage, match="malformed: TypeError"):
-        codec.unpack(msgspec.msgpack.encode([64, 3]), [])
+        codec.decode(msgspec.msgpack.encode([64, 3]), [])
 
 
 def test_extensions_of_one_codec_are_unknown_to_another(codec):
@@ -413,7 +414,7 @@ def test_extensions_of_one_codec_are_unknown_to_another(codec):
     extended.extend(Ticket, 64, lambda ticket: ticket.n, Ticket)
 
     with pytest.raises(BadMessage, match="unknown tag 64"):
-        codec.unpack(extended.pack(Ticket(1)).data, [])
+        codec.decode(extended.encode(Ticket(1)).data, [])
 
 
 @pytest.mark.parametrize(("tag", "why"), [(5, "not for"), (128, "not for"), (64, "is taken")])
@@ -426,15 +427,15 @@ def test_a_tag_that_is_not_free_is_our_own_bug(tag, why):
 
 
 def test_tags_are_never_shared():
-    own = {tags.PICKLED: None}
+    own = {Tag.PICKLED: None}
     tables = (
-        builtin_types.UNPACKERS,
-        numpy_types.UNPACKERS,
-        named_types.UNPACKERS,
-        user_codecs.UNPACKERS,
+        builtin_types.DECODERS,
+        numpy_types.DECODERS,
+        named_types.DECODERS,
+        user_codecs.DECODERS,
         own,
     )
-    numbers = [n for name, n in vars(tags).items() if name.isupper() and n < tags.FIRST_EXTENSION]
+    numbers = [n for name, n in vars(Tag).items() if name.isupper()]
 
     assert sorted(numbers) == sorted(tag for table in tables for tag in table)
 
@@ -444,7 +445,7 @@ def test_tags_are_never_shared():
 
 def refused(codec, value, **place):
     with pytest.raises(NotSerializable) as caught:
-        codec.pack(value, **place)
+        codec.encode(value, **place)
     return caught.value
 
 
@@ -551,7 +552,7 @@ def test_a_place_may_name_the_elements_of_a_tuple(codec, value, place):
 )
 def test_what_would_arrive_as_less_than_it_is_is_refused(codec, value, what, hint):
     with pytest.raises(NotSerializable, match=rf"args: a.*{what}[^\n]*\nhint: .*{hint}"):
-        codec.pack(value)
+        codec.encode(value)
 
 
 def test_attributes_beside_the_content_are_refused_wherever_they_hide(codec):
@@ -583,7 +584,7 @@ def test_depth_is_limited_alike_on_both_ends(wrap):
     assert crossed(shallow, three) == three
     assert refused(shallow, four).message == "containers are nested deeper than 3"
     with pytest.raises(BadMessage, match="nested deeper than the limit"):
-        shallow.unpack(deep.pack(four).data, [])
+        shallow.decode(deep.encode(four).data, [])
 
 
 def test_a_depth_that_python_cannot_walk_is_refused_on_both_ends():
@@ -593,9 +594,9 @@ def test_a_depth_that_python_cannot_walk_is_refused_on_both_ends():
         deep = [deep]
 
     with pytest.raises(NotSerializable, match="deeper than Python's stack"):
-        codec.pack(deep)
+        codec.encode(deep)
     with pytest.raises(BadMessage, match="malformed: RecursionError"):
-        codec.unpack(b"\x92\x00" * 5000 + b"\xc0", [])
+        codec.decode(b"\x92\x00" * 5000 + b"\xc0", [])
 
 
 def test_bulk_data_outside_of_tensors_is_refused_before_it_is_sent():
@@ -604,7 +605,7 @@ def test_bulk_data_outside_of_tensors_is_refused_before_it_is_sent():
     with pytest.raises(
         NotSerializable, match=r"10\d bytes besides tensors are over the limit of 100\nhint"
     ):
-        codec.pack(b"x" * 100)
+        codec.encode(b"x" * 100)
 
 
 # -- what a peer may send
@@ -629,87 +630,87 @@ def node(*elements):
         (node(1.0), "unknown tag 1.0"),
         (node("a"), "unknown tag 'a'"),
         (node(-1), "unknown tag -1"),
-        (node([tags.LIST]), r"unknown tag \[0\]"),
-        (node(tags.DICT, 1), "malformed: ValueError"),
-        (node(tags.DICT, 1, 2, 1, 3), "a packed dict has a key twice"),
-        (node(tags.DICT, [tags.LIST], 1), "malformed: TypeError: unhashable"),
-        (node(tags.SET, [tags.DICT]), "malformed: TypeError: unhashable"),
-        (node(tags.SET, 1, 1), "a packed set has an item twice"),
-        (node(tags.FROZENSET, 1, True), "a packed set has an item twice"),
-        (node(tags.SET, [tags.DATACLASS, "BadHash", "n", 1]), "malformed: ZeroDivisionError"),
-        (node(tags.BIG_INT, 3), "holds 3 where a bytes was due"),
-        (node(tags.BIG_INT), "malformed: ValueError: not enough values"),
-        (node(tags.COMPLEX, 1.0, 2), "holds 2 where a float was due"),
-        (node(tags.SLICE, 1, 2), "malformed: ValueError"),
-        (node(tags.RANGE, 1, 2, 0), "malformed: ValueError"),
-        (node(tags.RANGE, 1, 2, True), "holds True where a int was due"),
-        (node(tags.ELLIPSIS, 1), "malformed: ValueError"),
-        (node(tags.BYTEARRAY, 1 << 60), "where a bytes was due"),
-        (node(tags.SURROGATES, b"\xff"), "malformed: UnicodeDecodeError"),
-        (node(tags.ORDERED_DICT), "malformed: ValueError"),
-        (node(tags.TORCH_WORD, "torch.load"), "has no 'torch.load'"),
-        (node(tags.DEVICE, "nowhere"), "malformed: RuntimeError"),
-        (node(tags.DEVICE, "cuda:300"), "'cuda:300' is no device"),
-        (node(tags.DEVICE, 0), "holds 0 where a str was due"),
-        (node(tags.SIZE, (1 << 64) - 1), "a number over 64 bits"),
-        (node(tags.SIZE, "a"), "holds 'a' where a int was due"),
-        (node(tags.NAMED, 7), "holds 7 where a str was due"),
-        (node(tags.ENUM, "Color", "GREEN"), "malformed: KeyError: 'GREEN'"),
-        (node(tags.ENUM, "Color", 1), "Color is no Flag here"),
-        (node(tags.ENUM, "Access", 1 << 9), "malformed: ValueError"),
-        (node(tags.ENUM, "Config", "lr"), "Config is no Enum here"),
-        (node(tags.NAMED_TUPLE, "double", "x", 1), "double is no tuple here"),
-        (node(tags.NAMED_TUPLE, "Point", "x,y", 1), "1 values came as the fields x,y of .*Point"),
-        (node(tags.NAMED_TUPLE, "Point", "y,x", 1, 2), "fields y,x of .*Point, which here are x,y"),
-        (node(tags.DATACLASS, "Plain", ""), "Plain is no dataclass here"),
-        (node(tags.DATACLASS, "ListLike", "n", 1), "ListLike is no dataclass here"),
-        (node(tags.DATACLASS, "double", "x", 1), "double is no object here"),
-        (node(tags.DATACLASS, "Frozen", "x,z", 1, 2), "fields x,z of .*Frozen, which here are x,y"),
-        (node(tags.DATACLASS, "Config"), "malformed: ValueError"),
-        (node(tags.RETURN_TYPE, "max", 1), "malformed: TypeError"),
-        (node(tags.RETURN_TYPE, "os", 1), "malformed: KeyError"),
-        (node(tags.RETURN_TYPE), "malformed: IndexError"),
-        (node(tags.NUMPY_SCALAR, "|O8", b"12345678"), r"no plain dtype '\|O8'"),
-        (node(tags.NUMPY_SCALAR, "T", b"1" * 16), "no plain dtype 'T'"),
-        (node(tags.NUMPY_SCALAR, "<i8", b"1234"), "numpy scalar of int64 has 4 bytes"),
-        (node(tags.NUMPY_SCALAR, "<U1", b"\xff" * 4), "numpy scalar of <U1 has 4 bytes"),
-        (node(tags.NUMPY_SCALAR, "<f3", b"123"), "malformed: TypeError"),
-        (node(tags.NUMPY_SCALAR, "U", b"a"), "holds b'a' where a str was due"),
+        (node([Tag.LIST]), r"unknown tag \[0\]"),
+        (node(Tag.DICT, 1), "malformed: ValueError"),
+        (node(Tag.DICT, 1, 2, 1, 3), "an encoded dict has a key twice"),
+        (node(Tag.DICT, [Tag.LIST], 1), "malformed: TypeError: unhashable"),
+        (node(Tag.SET, [Tag.DICT]), "malformed: TypeError: unhashable"),
+        (node(Tag.SET, 1, 1), "an encoded set has an item twice"),
+        (node(Tag.FROZENSET, 1, True), "an encoded set has an item twice"),
+        (node(Tag.SET, [Tag.DATACLASS, "BadHash", "n", 1]), "malformed: ZeroDivisionError"),
+        (node(Tag.BIG_INT, 3), "holds 3 where a bytes was expected"),
+        (node(Tag.BIG_INT), "malformed: ValueError: not enough values"),
+        (node(Tag.COMPLEX, 1.0, 2), "holds 2 where a float was expected"),
+        (node(Tag.SLICE, 1, 2), "malformed: ValueError"),
+        (node(Tag.RANGE, 1, 2, 0), "malformed: ValueError"),
+        (node(Tag.RANGE, 1, 2, True), "holds True where a int was expected"),
+        (node(Tag.ELLIPSIS, 1), "malformed: ValueError"),
+        (node(Tag.BYTEARRAY, 1 << 60), "where a bytes was expected"),
+        (node(Tag.SURROGATES, b"\xff"), "malformed: UnicodeDecodeError"),
+        (node(Tag.ORDERED_DICT), "malformed: ValueError"),
+        (node(Tag.TORCH_CONSTANT, "torch.load"), "has no 'torch.load'"),
+        (node(Tag.DEVICE, "nowhere"), "malformed: RuntimeError"),
+        (node(Tag.DEVICE, "cuda:300"), "'cuda:300' is no device"),
+        (node(Tag.DEVICE, 0), "holds 0 where a str was expected"),
+        (node(Tag.SIZE, (1 << 64) - 1), "a number over 64 bits"),
+        (node(Tag.SIZE, "a"), "holds 'a' where a int was expected"),
+        (node(Tag.NAMED, 7), "holds 7 where a str was expected"),
+        (node(Tag.ENUM, "Color", "GREEN"), "malformed: KeyError: 'GREEN'"),
+        (node(Tag.ENUM, "Color", 1), "Color is no Flag here"),
+        (node(Tag.ENUM, "Access", 1 << 9), "malformed: ValueError"),
+        (node(Tag.ENUM, "Config", "lr"), "Config is no Enum here"),
+        (node(Tag.NAMED_TUPLE, "double", "x", 1), "double is no tuple here"),
+        (node(Tag.NAMED_TUPLE, "Point", "x,y", 1), "1 values came as the fields x,y of .*Point"),
+        (node(Tag.NAMED_TUPLE, "Point", "y,x", 1, 2), "fields y,x of .*Point, which here are x,y"),
+        (node(Tag.DATACLASS, "Plain", ""), "Plain is no dataclass here"),
+        (node(Tag.DATACLASS, "ListLike", "n", 1), "ListLike is no dataclass here"),
+        (node(Tag.DATACLASS, "double", "x", 1), "double is no object here"),
+        (node(Tag.DATACLASS, "Frozen", "x,z", 1, 2), "fields x,z of .*Frozen, which here are x,y"),
+        (node(Tag.DATACLASS, "Config"), "malformed: ValueError"),
+        (node(Tag.RETURN_TYPE, "max", 1), "malformed: TypeError"),
+        (node(Tag.RETURN_TYPE, "os", 1), "malformed: KeyError"),
+        (node(Tag.RETURN_TYPE), "malformed: IndexError"),
+        (node(Tag.NUMPY_SCALAR, "|O8", b"12345678"), r"no plain dtype '\|O8'"),
+        (node(Tag.NUMPY_SCALAR, "T", b"1" * 16), "no plain dtype 'T'"),
+        (node(Tag.NUMPY_SCALAR, "<i8", b"1234"), "numpy scalar of int64 has 4 bytes"),
+        (node(Tag.NUMPY_SCALAR, "<U1", b"\xff" * 4), "numpy scalar of <U1 has 4 bytes"),
+        (node(Tag.NUMPY_SCALAR, "<f3", b"123"), "malformed: TypeError"),
+        (node(Tag.NUMPY_SCALAR, "U", b"a"), "holds b'a' where a str was expected"),
     ],
 )
 def test_a_wrong_node_is_a_bad_message(codec, data, why):
     with pytest.raises(BadMessage, match=why):
-        codec.unpack(data, [])
+        codec.decode(data, [])
 
 
 def test_another_version_of_a_class_is_told_apart_with_a_hint(codec):
     with pytest.raises(
         BadMessage, match="hint: run the same version of the program on every worker"
     ):
-        codec.unpack(node(tags.NAMED_TUPLE, "Point", "x", 1), [])
+        codec.decode(node(Tag.NAMED_TUPLE, "Point", "x", 1), [])
 
 
 def test_a_name_that_is_unknown_here_is_not_exposed_rather_than_bad(codec):
     with pytest.raises(NotExposed, match=r"os\.system is not exposed"):
-        codec.unpack(node(tags.NAMED, "os.system"), [])
+        codec.decode(node(Tag.NAMED, "os.system"), [])
 
 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (node(tags.LIST), "2 of 2 tensors belong to no value"),
-        (node(tags.LIST, [5, 0]), "1 of 2 tensors belong to no value"),
-        (node(tags.LIST, [5, 0], [5, 0]), "names tensor 0 where 1 of 2 was due"),
-        (node(tags.LIST, [5, 1], [5, 0]), "names tensor 1 where 0 of 2 was due"),
-        (node(tags.LIST, [5, 0], [5, 1], [5, 2]), "names tensor 2 where 2 of 2 was due"),
-        (node(tags.TENSOR, -1), "names tensor -1 where 0"),
-        (node(tags.TENSOR, "a"), "names tensor 'a' where 0"),
-        (node(tags.TENSOR), "malformed: ValueError"),
+        (node(Tag.LIST), "2 of 2 tensors belong to no value"),
+        (node(Tag.LIST, [5, 0]), "1 of 2 tensors belong to no value"),
+        (node(Tag.LIST, [5, 0], [5, 0]), "names tensor 0 where 1 of 2 was expected"),
+        (node(Tag.LIST, [5, 1], [5, 0]), "names tensor 1 where 0 of 2 was expected"),
+        (node(Tag.LIST, [5, 0], [5, 1], [5, 2]), "names tensor 2 where 2 of 2 was expected"),
+        (node(Tag.TENSOR, -1), "names tensor -1 where 0"),
+        (node(Tag.TENSOR, "a"), "names tensor 'a' where 0"),
+        (node(Tag.TENSOR), "malformed: ValueError"),
     ],
 )
 def test_every_tensor_is_used_exactly_once(codec, data, why):
     with pytest.raises(BadMessage, match=why):
-        codec.unpack(data, [torch.ones(1), torch.ones(1)])
+        codec.decode(data, [torch.ones(1), torch.ones(1)])
 
 
 @pytest.mark.parametrize(
@@ -721,16 +722,24 @@ def test_every_tensor_is_used_exactly_once(codec, data, why):
         (("<i8", False, 2), torch.zeros(8, dtype=torch.uint8), "malformed: ValueError"),
         (("<i8", False, 1), torch.zeros(9, dtype=torch.uint8), "malformed: ValueError"),
         (("<i8", False, -1), torch.zeros(8, dtype=torch.uint8), r"has the shape \[-1\]"),
-        (("<U1", False, 1), torch.full((4,), 255, dtype=torch.uint8), "holds what is no character"),
-        ((">U1", False, 2), torch.arange(8, dtype=torch.uint8), "holds what is no character"),
-        (("<i8", 0, 1), torch.zeros(8, dtype=torch.uint8), "where a bool was due"),
-        (("<i8", False, "a"), torch.zeros(8, dtype=torch.uint8), "where a int was due"),
+        (
+            ("<U1", False, 1),
+            torch.full((4,), 255, dtype=torch.uint8),
+            "that is no character",
+        ),
+        (
+            (">U1", False, 2),
+            torch.arange(8, dtype=torch.uint8),
+            "that is no character",
+        ),
+        (("<i8", 0, 1), torch.zeros(8, dtype=torch.uint8), "where a bool was expected"),
+        (("<i8", False, "a"), torch.zeros(8, dtype=torch.uint8), "where a int was expected"),
         (("i4,O", False, 1), torch.zeros(12, dtype=torch.uint8), "no plain dtype 'i4,O'"),
     ],
 )
 def test_a_wrong_array_is_a_bad_message(codec, rest, tensor, why):
     with pytest.raises(BadMessage, match=why):
-        codec.unpack(node(tags.ARRAY, 0, *rest), [tensor])
+        codec.decode(node(Tag.ARRAY, 0, *rest), [tensor])
 
 
 # -- any value, any bytes
@@ -780,7 +789,7 @@ def test_any_nested_value_arrives_equal_with_equal_types(value):
     assert_same(value, crossed(CODEC, value))
 
 
-any_tag = st.integers(-1, tags.RETURN_TYPE + 1)
+any_tag = st.integers(-1, Tag.RETURN_TYPE + 1)
 words = st.sampled_from(
     [*(each.__qualname__ for each in EXPOSED), "max", "torch.int8", "<i4", "x,y"]
 )
@@ -801,11 +810,11 @@ garbage = st.recursive(
 def test_any_skeleton_gives_a_value_or_a_refusal(skeleton, count):
     tensors = [torch.zeros(8, dtype=torch.uint8)] * count
     with contextlib.suppress(BadMessage, NotExposed):
-        CODEC.unpack(msgspec.msgpack.encode(skeleton), tensors)
+        CODEC.decode(msgspec.msgpack.encode(skeleton), tensors)
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_give_a_value_or_a_refusal(data):
     with contextlib.suppress(BadMessage, NotExposed):
-        CODEC.unpack(data, [])
+        CODEC.decode(data, [])

@@ -40,21 +40,21 @@ def shown(value):
 @settings(derandomize=True, deadline=None)
 @given(ordinary | rows | calls)
 def test_what_is_ordinary_makes_the_bytes_of_the_walk_and_comes_back(value):
-    data, tensors, _ = CODEC.pack(value)
-    flat = CODEC.maybe_pack(value)
+    data, tensors, _ = CODEC.encode(value)
+    flat = CODEC.maybe_encode(value)
     assert flat is not None
     assert flat[0] == data
     assert shown(flat[1]) == shown(tensors)
-    assert shown(CODEC.maybe_unpack(data, tensors)) == shown(value)
+    assert shown(CODEC.maybe_decode(data, tensors)) == shown(value)
 
 
 @settings(derandomize=True, deadline=None)
 @given(other | st.tuples(ordinary, other) | st.tuples(rows, other) | st.tuples(rows, rows, other))
 def test_whatever_else_is_packed_alike_or_left_to_the_walk(value):
-    data, tensors, _ = CODEC.pack(value)
-    flat = CODEC.maybe_pack(value)
+    data, tensors, _ = CODEC.encode(value)
+    flat = CODEC.maybe_encode(value)
     assert flat is None or (flat[0] == data and shown(flat[1]) == shown(tensors))
-    came = CODEC.maybe_unpack(data, tensors)
+    came = CODEC.maybe_decode(data, tensors)
     assert isinstance(came, Undecoded) or shown(came) == shown(value)
 
 
@@ -74,9 +74,9 @@ skeletons = st.recursive(
 @given(skeletons, st.integers(0, 2))
 def test_no_skeleton_passes_that_the_walk_would_refuse(skeleton, count):
     data, tensors = msgspec.msgpack.encode(skeleton), [torch.ones(1)] * count
-    value = CODEC.maybe_unpack(data, tensors)
+    value = CODEC.maybe_decode(data, tensors)
     if not isinstance(value, Undecoded):
-        assert shown(CODEC.open(Undecoded(skeleton), tensors)) == shown(value)
+        assert shown(CODEC.decode_node(Undecoded(skeleton), tensors)) == shown(value)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_no_skeleton_passes_that_the_walk_would_refuse(skeleton, count):
 )
 def test_what_does_not_fit_is_refused_by_the_walk(skeleton, count):
     data, tensors = msgspec.msgpack.encode(skeleton), [torch.ones(1)] * count
-    assert isinstance(CODEC.maybe_unpack(data, tensors), Undecoded)
+    assert isinstance(CODEC.maybe_decode(data, tensors), Undecoded)
     with pytest.raises(BadMessage):
-        CODEC.unpack(data, tensors)
+        CODEC.decode(data, tensors)
 
 
 def test_limits_are_for_the_walk_to_judge():
@@ -108,10 +108,10 @@ def test_limits_are_for_the_walk_to_judge():
     shallow = Codec(Registry(), Limits(depth=1))
     narrow = Codec(Registry(), Limits(head=8))
     many, call = ((1,) * 20, {}), ((1,), {})
-    data = CODEC.pack(many).data
-    assert short.maybe_pack(many) is None
-    assert narrow.maybe_pack(many) is None
-    assert shallow.maybe_pack(call) is None
-    assert isinstance(shallow.maybe_unpack(data, ()), Undecoded)
+    data = CODEC.encode(many).data
+    assert short.maybe_encode(many) is None
+    assert narrow.maybe_encode(many) is None
+    assert shallow.maybe_encode(call) is None
+    assert isinstance(shallow.maybe_decode(data, ()), Undecoded)
     with pytest.raises(OverLimit, match="more than 8 values"):
-        short.maybe_unpack(data, ())
+        short.maybe_decode(data, ())

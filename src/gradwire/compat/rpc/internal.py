@@ -57,14 +57,14 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
         """The value as bytes and tensors."""
-        data, tensors, copies = _codec(self._class_reducer_dict).pack(obj)
+        data, tensors, copies = _codec(self._class_reducer_dict).encode(obj)
         if copies and torch.is_grad_enabled() and current_context() is not None:
             warn_of_cut(0, "what was serialized", copies)
         return data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
         """The value that was serialized."""
-        return _codec({}).unpack(binary_data, tensor_table)
+        return _codec({}).decode(binary_data, tensor_table)
 
 
 def _codec(reducers: Reducers) -> PickleCodec:

@@ -29,7 +29,7 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.futures import INTERRUPTED, Environment, Future, Opened, PendingResult
 from gradwire.rpc.calls.target import Created, Sent, Target, spoken, spoken_on
-from gradwire.rpc.codec.body import Bodies, Packed, Unpacked, cut_tensors
+from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
@@ -51,7 +51,7 @@ class Calls:
         agent: Agent,
         engine: Engine,
         refs: Refs,
-        bodies: Bodies,
+        bodies: BodyCodec,
         behavior: Behavior,
         *,
         in_flight: int,
@@ -243,7 +243,7 @@ class Calls:
         asked = None if session is None else cast(CheckpointRun, session).calling((to, target.name))
         draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._bodies.pack(value, to=to, context=context, place=place, deadline=deadline)
+        packed = self._bodies.encode(value, to=to, context=context, place=place, deadline=deadline)
         body, size, counted = packed.body, packed.size, False
         what = target.what or spoken(target.name)
         try:
@@ -272,14 +272,14 @@ class Calls:
         answer = None if asked is None else asked.sent(promise, self._agent)
         return Sent(call, promise, size, answer)
 
-    def _warn_if_cut(self, packed: Packed, what: str, to: WorkerId) -> None:
+    def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
         if cut or packed.copies:
             callee = self._agent.directory.name(to)
             warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
 
     def _not_sent(
-        self, to: WorkerId, size: int, packed: Packed, asked: CheckpointedCall | None
+        self, to: WorkerId, size: int, packed: EncodedBody, asked: CheckpointedCall | None
     ) -> None:
         """A call that was packed did not leave; `size` is what it takes of the window so far."""
         if size:
@@ -331,13 +331,13 @@ class Calls:
 
     def _opened(
         self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
-    ) -> Unpacked:
+    ) -> DecodedBody:
         result = answer.message
         if not isinstance(result, Result):
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.piggybacked.answer_arrived(result.accepted, peer)
-        came = self._bodies.unpack(
+        came = self._bodies.decode(
             result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
         return replace(came, copies=result.copies) if result.copies > 0 else came

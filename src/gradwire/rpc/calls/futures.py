@@ -29,7 +29,7 @@ from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.scope import current_context, inside
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
-from gradwire.rpc.codec.body import Unpacked
+from gradwire.rpc.codec.body import DecodedBody
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 from gradwire.rpc.scope import current_due
@@ -43,7 +43,7 @@ _log = logging.getLogger("gradwire")
 _Native = torch._C.Future
 """what torch's own futures pass on to"""
 
-Opened = Unpacked | BaseException
+Opened = DecodedBody | BaseException
 """What came: a value, or the exception in its place."""
 
 
@@ -52,7 +52,7 @@ def as_it_is(opened: Opened) -> Opened:
     return opened
 
 
-def _being_opened(_: object) -> Unpacked:
+def _being_opened(_: object) -> DecodedBody:
     raise AssertionError("it stands for what unpacks a future, while that is at work")
 
 
@@ -107,7 +107,7 @@ class PendingResult(Generic[T]):
         if self._unpack is not None:
             self._open()
         came = self._came
-        if type(came) is Unpacked:
+        if type(came) is DecodedBody:
             return came.value  # type: ignore[no-any-return]
         return came.unpacked() if isinstance(came, PendingResult) else came  # type: ignore[return-value]
 
@@ -140,7 +140,7 @@ class PendingResult(Generic[T]):
         if self._unpack is not None:
             self._open()
         came = self._came
-        if type(came) is not Unpacked:
+        if type(came) is not DecodedBody:
             if isinstance(came, PendingResult):
                 return came.value()
             if self.unseen is not None:
@@ -263,7 +263,7 @@ class Future(torch.futures.Future[T]):
 
         def run() -> None:
             came = self._brought_by(callback, note)
-            inner = came.value if isinstance(came, Unpacked) else came
+            inner = came.value if isinstance(came, DecodedBody) else came
             if isinstance(inner, Future):
                 landed = inner._landing
                 inner._promise.on_settled(lambda _: pass_on(landed))
@@ -312,13 +312,13 @@ class Future(torch.futures.Future[T]):
         yield from done
         return self.wait()
 
-    def _in_scope(self, callback: Callable[[Future[T]], S]) -> Unpacked:
+    def _in_scope(self, callback: Callable[[Future[T]], S]) -> DecodedBody:
         """Run a callback where the call was made: its worker, its context, its grad mode."""
 
-        def run() -> Unpacked:
+        def run() -> DecodedBody:
             with inside(current_context()):
                 value = callback(self)
-                return Unpacked(value, self._around.depth_of(value))
+                return DecodedBody(value, self._around.depth_of(value))
 
         with torch.set_grad_enabled(self._grad_enabled):
             return self._scope.copy().run(run)

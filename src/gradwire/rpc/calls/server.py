@@ -27,7 +27,7 @@ from gradwire.autograd.engine import Engine
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.behavior import Behavior
-from gradwire.rpc.codec.body import Bodies
+from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Reference, Result
@@ -63,7 +63,7 @@ class Serving:
         agent: Agent,
         engine: Engine,
         refs: Refs,
-        bodies: Bodies,
+        bodies: BodyCodec,
         registry: Registry,
         inside: Inside,
         behavior: Behavior,
@@ -189,7 +189,7 @@ class Serving:
 
     def _returned(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
         body, name = call.body, call.function
-        unpacked = self._bodies.unpack(
+        unpacked = self._bodies.decode(
             body,
             payload,
             source=caller,
@@ -293,7 +293,7 @@ class Serving:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        packed = self._bodies.pack(
+        packed = self._bodies.encode(
             value, to=source.worker, context=context, place="result", deadline=deadline
         )
         if self._agent.events.are_heard:

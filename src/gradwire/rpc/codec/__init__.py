@@ -1,5 +1,5 @@
-"""Values to bytes and tensors, and back. Data only; pickles where both sides ask for them.
+"""Encodes values as bytes and tensors, and decodes them. Pickles only if both sides ask for them.
 
-body.py is a whole message body: values, tensors, references, edges. codec.py encodes one value, by
-the walk in walk.py. Read codec.py first.
+codec.py encodes one value, by the walk in walk.py; body.py encodes a whole message body: value,
+tensors, references and edges. Read codec.py first.
 """

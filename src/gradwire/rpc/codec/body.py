@@ -1,8 +1,8 @@
-"""Values on their way to one peer, with all that hangs on them.
+"""BodyCodec: encodes the arguments or the result of a call as a message body for one peer.
 
-Packing does four things that stand or fall together: the codec turns the value into data, its
-tensors into frames, its references into counted forks, and the crossings of its graph into edges.
-Whatever fails, nothing is left behind: no fork, no edge, no pinned tensor.
+Encoding does four things or none of them: the codec turns the value into data, its tensors into
+payload, its references into counted forks, and the crossings of its graph into edges. If one of
+them fails, no fork, no edge and no pinned tensor is left behind.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ from gradwire.wire.tensor_header import REQUIRES_GRAD, TensorHeader, without_inf
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 
 
-class Packed(msgspec.Struct, frozen=True):
-    """A body ready to leave. `payload` are views of the tensors' bytes, to be sent at once."""
+class EncodedBody(msgspec.Struct, frozen=True):
+    """A body that is ready to be sent.
+
+    `payload` holds views of the tensors' memory, so it has to be sent at once. `copies` counts the
+    tensors cut off from the graph of the context because they are copied with an object.
+    """
 
     body: Body
     payload: Sequence[Buffer]
     context: ContextId | None
     copies: int = 0
-    """tensors cut off from the graph of the context, as they are copied with an object"""
 
     @property
     def size(self) -> int:
@@ -52,11 +55,11 @@ class Packed(msgspec.Struct, frozen=True):
         return size + sum(map(len, self.payload)) if self.payload else size
 
 
-class Unpacked(msgspec.Struct, frozen=True):
+class DecodedBody(msgspec.Struct, frozen=True):
     """A value that arrived.
 
-    `depth` is that of the deepest edge it came by; `cut` is how many tensors lost their graph, and
-    `copies` how many more did so inside an object, though a context was open.
+    `depth` is that of the deepest edge it came by. `cut` counts the tensors that lost their graph,
+    and `copies` those that lost it inside an object, though a context was open.
     """
 
     value: Any
@@ -66,8 +69,8 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 
 @final
-class Bodies:
-    """Packs and unpacks for one worker."""
+class BodyCodec:
+    """Encodes and decodes the message bodies of one worker."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Bodies:
         self._codec, self._engine, self._refs = codec, engine, refs
         self._leaves, self._carries_modes = leaves, carries_modes
 
-    def pack(
+    def encode(
         self,
         value: object,
         *,
@@ -89,33 +92,33 @@ class Bodies:
         context: ContextId | None,
         place: str | tuple[str, ...],
         deadline: float,
-    ) -> Packed:
+    ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
         try:
-            flat = self._codec.maybe_pack(value)
+            flat = self._codec.maybe_encode(value)
             if flat is not None:
                 data, tensors = flat
                 if not tensors:
-                    return Packed(Body(data, [], [], []), (), context)
-                return self._sealed(data, tensors, [], to, context)
+                    return EncodedBody(Body(data, [], [], []), (), context)
+                return self._with_tensors(data, tensors, [], to, context)
             with self._refs.packing(to, deadline) as references:
-                data, tensors, copies = self._codec.pack(value, place)
-                packed = self._sealed(data, tensors, references, to, context)
+                data, tensors, copies = self._codec.encode(value, place)
+                encoded = self._with_tensors(data, tensors, references, to, context)
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
-        # Outside of contexts nobody waits for a gradient; a result that crosses is warned of.
-        return replace(packed, copies=copies) if copies and context is not None else packed
+        # Outside of a context no gradient is expected, so copies need no warning.
+        return replace(encoded, copies=copies) if copies and context is not None else encoded
 
-    def _sealed(
+    def _with_tensors(
         self,
         data: bytes,
         tensors: list[Tensor],
         references: list[Reference],
         to: WorkerId,
         context: ContextId | None,
-    ) -> Packed:
+    ) -> EncodedBody:
         if not tensors:
-            return Packed(Body(data, [], [], references), (), context)
+            return EncodedBody(Body(data, [], [], references), (), context)
         if is_inside_transform():
             refuse_transformed(tensors)
         if has_tangent(tensors):
@@ -129,12 +132,12 @@ class Bodies:
         crossings: list[Crossing] = []
         if context is not None:
             crossings = self._engine.attach_send(context, to, tensors)
-        return Packed(Body(data, headers, crossings, references), payload, context)
+        return EncodedBody(Body(data, headers, crossings, references), payload, context)
 
     def _placed(
         self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]
     ) -> NotSerializable:
-        """The refusal of a tensor names its number; the user knows it by where it sits."""
+        """The refusal of a tensor, with its place in the value instead of its index."""
         number = _NUMBER.fullmatch(refusal.place)
         if number is None:
             return refusal
@@ -143,13 +146,13 @@ class Bodies:
             refusal if at is None else NotSerializable(refusal.message, place=at, hint=refusal.hint)
         )
 
-    def undo(self, packed: Packed) -> None:
-        """It did not leave."""
-        self._refs.pack_undone(packed.body.references)
-        if packed.context is not None:
-            self._engine.withdraw(packed.context, packed.body.crossings)
+    def undo(self, encoded: EncodedBody) -> None:
+        """Release what a body holds that was not sent."""
+        self._refs.pack_undone(encoded.body.references)
+        if encoded.context is not None:
+            self._engine.withdraw(encoded.context, encoded.body.crossings)
 
-    def unpack(
+    def decode(
         self,
         body: Body,
         payload: memoryview | None,
@@ -158,26 +161,26 @@ class Bodies:
         context: ContextId | None,
         is_answered: bool = False,
         is_recorded: bool = True,
-    ) -> Unpacked:
-        """The value, its references held and, if that is recorded, its graph attached.
+    ) -> DecodedBody:
+        """The value, with its references held and, if `is_recorded`, its graph attached.
 
         For `is_answered` see Note [An answer accepts], refs/server.py.
         """
         if not body.references:
-            return self._opened(body, payload, source, context, is_recorded)
+            return self._decode(body, payload, source, context, is_recorded)
         with self._refs.unpacking(body.references, source, is_answered=is_answered):
-            return self._opened(body, payload, source, context, is_recorded)
+            return self._decode(body, payload, source, context, is_recorded)
 
-    def _opened(
+    def _decode(
         self,
         body: Body,
         payload: memoryview | None,
         source: WorkerId,
         context: ContextId | None,
         is_recorded: bool,
-    ) -> Unpacked:
+    ) -> DecodedBody:
         if not body.tensors:
-            return Unpacked(self._value(body, (), source))
+            return DecodedBody(self._decode_value(body, (), source))
         tensors = decode_tensors(body.tensors, payload, self._engine.limits)
         crossings: Sequence[Crossing] = body.crossings
         if crossings:
@@ -193,22 +196,22 @@ class Bodies:
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        return Unpacked(self._value(body, tensors, source), depth, len(cut))
+        return DecodedBody(self._decode_value(body, tensors, source), depth, len(cut))
 
-    def _value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
-        value = self._codec.maybe_unpack(body.data, tensors)
+    def _decode_value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
+        value = self._codec.maybe_decode(body.data, tensors)
         if type(value) is not Undecoded:
             return value
         if body.references:
-            return self._codec.open(value, tensors)
-        with self._refs.unpacking((), source):  # or it could name those of a message around it
-            return self._codec.open(value, tensors)
+            return self._codec.decode_node(value, tensors)
+        with self._refs.unpacking((), source):  # hides those of an outer message
+            return self._codec.decode_node(value, tensors)
 
 
 def refuse_transformed(tensors: Sequence[Tensor]) -> None:
-    """Refuse the tensors that torch.func puts in the place of a user's inside a transform.
+    """Refuse the wrappers that torch.func puts around tensors inside a transform.
 
-    Their memory is not what they stand for: that of a functionalized tensor is garbage.
+    Their memory does not hold their values: that of a functionalized tensor is garbage.
     """
     wrapped = wrapped_by_transform(tensors)
     if wrapped is not None:
@@ -220,7 +223,7 @@ def refuse_transformed(tensors: Sequence[Tensor]) -> None:
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
-    """The places of the tensors in a message that require grad and are recorded by no edge.
+    """The indices of the tensors in a message that require grad and that no edge records.
 
     hot: every message with tensors
     """

@@ -1,62 +1,73 @@
-"""Python values to bytes and a list of tensors, and back. Data only: no pickle.
+"""Codec: encodes Python values as bytes and a list of tensors, and decodes them. No pickle.
 
-Msgpack alone would turn tuples into lists, subclasses into their bases and big integers into
-errors: our own walk (walk.py) first makes a skeleton in which every value that is not plain has a
-tag, and msgpack only writes that down. Unpacking constructs exposed dataclasses, namedtuples and
-enums, and runs no other code of a user's but the __hash__ and __eq__ of keys.
+Msgpack alone would turn tuples into lists and subclasses into their bases, and refuse big integers.
+So a walk (walk.py) first makes a skeleton in which every value that is not plain has a tag, and
+msgpack writes that down. Decoding constructs exposed dataclasses, namedtuples and enums. It runs no
+other user code but register_codec's functions and the __hash__ and __eq__ of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import concurrent.futures
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Sequence,
+    ValuesView,
+)
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, final
 
 import msgspec
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import (
-    builtin_types,
-    fast_path,
-    named_types,
-    numpy_types,
-    refused,
-    tags,
-    user_codecs,
-)
-from gradwire.rpc.codec.tags import END_OF_TAGS, FIRST_EXTENSION
+from gradwire.rpc.codec import builtin_types, fast_path, named_types, numpy_types, user_codecs
 from gradwire.rpc.codec.walk import (
+    END_OF_TAGS,
+    FIRST_EXTENSION,
+    Decoder,
+    Encoder,
     Names,
     Node,
-    Packer,
-    Packing,
-    Unpacker,
-    Unpacking,
+    Tag,
+    TypeDecoder,
+    TypeEncoder,
     exactly,
-    spoken,
+    type_name,
 )
 from gradwire.wire.message import check_arrived, check_leaving
-
-__all__ = ["Codec", "Names", "Packed", "Undecoded"]
 
 T = TypeVar("T")
 
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
+_FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
+_LISTED = (Iterator, KeysView, ItemsView, ValuesView)
+MODULE_HINT = (
+    "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
+    "(gradwire.remote), or send its state_dict()"
+)
 _TWO_WAYS = (
     "give its class a codec with gradwire.register_codec on both workers, or let what is not data "
     "travel as pickles with Options(pickle=True) on both"
 )
-_PICKLE_HINT = "Options(pickle=True) loads them; whoever may send one may run anything here"
+_PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may run any code here"
 
 
-class Packed(NamedTuple):
-    """A value as data, and the tensors it names; their bytes travel beside it.
+class Encoded(NamedTuple):
+    """A value as bytes, and the tensors it refers to by index; their bytes travel separately.
 
-    `copies` counts the tensors that require grad but are copied into the data: no gradient will
-    come back to them. Only a pickle has such.
+    `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
+    comes back to them. Only a pickle has such.
     """
 
     data: bytes
@@ -65,72 +76,74 @@ class Packed(NamedTuple):
 
 
 class Undecoded(msgspec.Struct, frozen=True):
-    """What came, where the value takes a walk."""
+    """A received skeleton that the fast path leaves to the walk; or the bytes of a pickle."""
 
     node: Any
 
 
 class Fallback(Protocol):
-    """A way for what is not data."""
+    """A codec for the values that `Codec` itself does not encode."""
 
-    def pack(self, value: object, place: str) -> Packed:
-        """The value in its way, and the tensors in it."""
+    def encode(self, value: object, place: str) -> Encoded:
+        """The value as bytes, and the tensors in it."""
 
-    def unpack(self, data: bytes, tensors: Sequence[Tensor]) -> object:
-        """The same again."""
+    def decode(self, data: bytes, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded."""
 
 
 @final
 class Codec:
-    """What travels between workers as arguments and results, and how.
+    """Encodes and decodes arguments and results.
 
-    May be used by many threads at once. With `odd`, what is not data travels too, in that way.
+    Any number of threads may use it at once. Values that are not data go to `fallback`, if given.
     """
 
-    def __init__(self, names: Names, limits: Limits, odd: Fallback | None = None) -> None:
-        self._names, self._limits, self._odd = names, limits, odd
+    def __init__(self, names: Names, limits: Limits, fallback: Fallback | None = None) -> None:
+        self._names, self._limits, self._fallback = names, limits, fallback
         self._is_shallow = limits.depth < fast_path.DEPTH
-        self._packers: dict[type, Packer] = {
-            **builtin_types.PACKERS,
-            **numpy_types.PACKERS,
-            **named_types.PACKERS,
+        self._encoders: dict[type, TypeEncoder] = {
+            **builtin_types.ENCODERS,
+            **numpy_types.ENCODERS,
+            **named_types.ENCODERS,
         }
-        self._unpackers: dict[int, Unpacker] = {
-            **builtin_types.UNPACKERS,
-            **numpy_types.UNPACKERS,
-            **named_types.UNPACKERS,
-            **user_codecs.UNPACKERS,
-            tags.PICKLED: self._unpack_odd,
+        self._decoders: dict[int, TypeDecoder] = {
+            **builtin_types.DECODERS,
+            **numpy_types.DECODERS,
+            **named_types.DECODERS,
+            **user_codecs.DECODERS,
+            Tag.PICKLED: self._decode_fallback,
         }
         self._extended: list[type] = []
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes | memoryview], object] = msgspec.msgpack.Decoder().decode
+        self._to_msgpack = msgspec.msgpack.Encoder().encode
+        self._from_msgpack: Callable[[bytes | memoryview], object] = (
+            msgspec.msgpack.Decoder().decode
+        )
 
     def extend(
         self,
         kind: type[T],
         tag: int,
-        pack: Callable[[T], object],
-        unpack: Callable[[Any], object],
+        encode: Callable[[T], object],
+        decode: Callable[[Any], object],
     ) -> None:
-        """Let values of exactly this type travel as what `pack` makes of them.
+        """Encode values of exactly this type as what `encode` returns.
 
         That must be plain: None, numbers, text, bytes, lists of these. A peer may send anything
-        plain in its place, and `unpack` has to check it.
+        plain instead, so `decode` has to check it.
         """
         assert FIRST_EXTENSION <= tag < END_OF_TAGS, f"tag {tag} is not for extensions"
-        assert tag not in self._unpackers, f"tag {tag} is taken"
+        assert tag not in self._decoders, f"tag {tag} is taken"
 
-        def unpack_node(_walk: Unpacking, node: Node) -> object:
+        def decode_extension(_walk: Decoder, node: Node) -> object:
             _, data = node
-            return unpack(data)
+            return decode(data)
 
         self._extended.append(kind)
-        self._packers[kind] = lambda _, value: [tag, pack(value)]
-        self._unpackers[tag] = unpack_node
+        self._encoders[kind] = lambda _, value: [tag, encode(value)]
+        self._decoders[tag] = decode_extension
 
-    def maybe_pack(self, value: object) -> tuple[bytes, list[Tensor]] | None:
-        """The same as `pack`, if it can be had without a walk: see fast_path.py.
+    def maybe_encode(self, value: object) -> tuple[bytes, list[Tensor]] | None:
+        """The same as `encode`, or None if the value needs a walk: see fast_path.py.
 
         hot: every argument list and result
         """
@@ -138,19 +151,19 @@ class Codec:
         node = fast_path.maybe_node(value, tensors)
         if node is fast_path.WALK or self._is_shallow:
             return None
-        data = self._encode(node)
+        data = self._to_msgpack(node)
         limits = self._limits
         is_long = len(data) > limits.elements or len(data) > limits.head
         return None if is_long else (data, tensors)
 
-    def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
-        """The value as data; raises NotSerializable, which says where in `place` the culprit sits.
+    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
+        """Encode a value; NotSerializable says where in `place` the refused part is.
 
-        `place` is what errors call the value or, for a tuple, each of its elements.
+        `place` is what errors call the value or, if a tuple, each of its elements.
         """
-        walk = Packing(self._packers, self._learn, self._names, self._limits.depth)
+        walk = Encoder(self._encoders, self._find_encoder, self._names, self._limits.depth)
         try:
-            data = self._encode(walk.node(value))
+            data = self._to_msgpack(walk.node(value))
             check_leaving(data, self._limits.elements)
         except NotSerializable as refusal:
             raise _placed(refusal, place) from None
@@ -161,94 +174,94 @@ class Codec:
                 f"{len(data)} bytes besides tensors are over the limit of {self._limits.head}",
                 hint="send them as a tensor or a numpy array, or raise Limits.head",
             )
-        return Packed(data, walk.tensors, walk.copies)
+        return Encoded(data, walk.tensors, walk.copies)
 
     def place_of_tensor(
         self, value: object, place: str | tuple[str, ...], index: int
     ) -> str | None:
-        """Where in `place` the tensor of that number sits, in the order of `pack`.
+        """Where in `place` the tensor with this index is. Walks again, so only for an error.
 
-        None if that is not known, as inside a pickle. For an error: it walks once more.
+        None if that is not known, as inside a pickle.
         """
-        if self._odd is not None:
+        if self._fallback is not None:
             return None
 
-        def find(walk: Packing, tensor: Tensor) -> Node:
+        def find(walk: Encoder, tensor: Tensor) -> Node:
             if len(walk.tensors) == index:
                 raise NotSerializable
-            return builtin_types.pack_tensor(walk, tensor)
+            return builtin_types.tensor_node(walk, tensor)
 
-        # References are counted when they are packed: not again.
+        # Encoding a reference counts it, which must not happen twice.
         counted = dict.fromkeys(self._extended, lambda _walk, _value: None)
-        packers = {**self._packers, **counted, Tensor: find, Parameter: find}
-        walk = Packing(packers, self._learn, self._names, self._limits.depth)
+        encoders = {**self._encoders, **counted, Tensor: find, Parameter: find}
+        walk = Encoder(encoders, self._find_encoder, self._names, self._limits.depth)
         try:
             walk.node(value)
         except NotSerializable as found:
             return _placed(found, place).place
         return None
 
-    def maybe_unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed; Undecoded, if that takes a walk. Raises as `unpack` does.
+    def maybe_decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded, or Undecoded if it needs a walk. Raises as `decode` does.
 
         hot: every argument list and result
         """
         if len(data) > self._limits.elements:
             check_arrived(data, self._limits.elements)
         try:
-            node = self._decode(data)
+            node = self._from_msgpack(data)
         except Exception as error:
             raise _malformed(error) from error
         value = fast_path.WALK if self._is_shallow else fast_path.maybe_value(node, tensors)
         return Undecoded(node) if value is fast_path.WALK else value
 
-    def open(self, unopened: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """The value that `maybe_unpack` left to a walk."""
-        walk = Unpacking(self._unpackers, self._names, self._limits.depth, tensors)
+    def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
+        """Decode by a walk what `maybe_decode` did not."""
+        walk = Decoder(self._decoders, self._names, self._limits.depth, tensors)
         try:
-            value = walk.value(unopened.node)
+            value = walk.value(undecoded.node)
         except GradwireError:
             raise
         except Exception as error:
-            # Whatever a peer's bytes lead to, in a constructor or a __hash__, is the peer's.
+            # The peer's bytes caused it, even if it was raised by a constructor or a __hash__.
             raise _malformed(error) from error
         walk.done()
         return value
 
-    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed; raises BadMessage, or NotExposed for a name unknown here."""
-        value = self.maybe_unpack(data, tensors)
-        return self.open(value, tensors) if type(value) is Undecoded else value
+    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
+        value = self.maybe_decode(data, tensors)
+        return self.decode_node(value, tensors) if type(value) is Undecoded else value
 
-    def _learn(self, kind: type) -> Packer:
-        packer = user_codecs.maybe_packer(kind) or named_types.maybe_packer(kind)
-        if packer is None and refused.maybe_refusal(kind) is not None:
-            packer = _refuse
-        if packer is None and self._odd is not None:
-            packer = self._pack_odd
-        if packer is None:
-            raise _refusal(kind)
-        self._packers[kind] = packer
-        return packer
+    def _find_encoder(self, kind: type) -> TypeEncoder:
+        encoder = user_codecs.maybe_encoder(kind) or named_types.maybe_encoder(kind)
+        if encoder is None and maybe_refusal(kind) is not None:
+            encoder = _refuse
+        if encoder is None and self._fallback is not None:
+            encoder = self._encode_fallback
+        if encoder is None:
+            raise _refused_type(kind)
+        self._encoders[kind] = encoder
+        return encoder
 
-    def _pack_odd(self, walk: Packing, value: object) -> object:
-        assert self._odd is not None
-        packed, first = self._odd.pack(value, spoken(type(value))), len(walk.tensors)
-        walk.tensors.extend(packed.tensors)
-        walk.copies += packed.copies
-        return [tags.PICKLED, packed.data, first, len(packed.tensors)]
+    def _encode_fallback(self, walk: Encoder, value: object) -> object:
+        assert self._fallback is not None
+        encoded, first = self._fallback.encode(value, type_name(type(value))), len(walk.tensors)
+        walk.tensors.extend(encoded.tensors)
+        walk.copies += encoded.copies
+        return [Tag.PICKLED, encoded.data, first, len(encoded.tensors)]
 
-    def _unpack_odd(self, walk: Unpacking, node: Node) -> object:
+    def _decode_fallback(self, walk: Decoder, node: Node) -> object:
         _, data, first, count = node
-        if self._odd is None:
+        if self._fallback is None:
             raise BadMessage("a pickle came, which this worker does not load", hint=_PICKLE_HINT)
         places = range(exactly(first, int), exactly(first, int) + exactly(count, int))
         tensors = [walk.tensor(place) for place in places]
-        return self._odd.unpack(exactly(data, bytes), tensors)
+        return self._fallback.decode(exactly(data, bytes), tensors)
 
 
 def _malformed(error: Exception) -> BadMessage:
-    return BadMessage(f"a packed value is malformed: {type(error).__name__}: {error}")
+    return BadMessage(f"an encoded value is malformed: {type(error).__name__}: {error}")
 
 
 def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerializable:
@@ -262,16 +275,65 @@ def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerial
     return refusal
 
 
-def _refuse(_walk: Packing, value: object) -> NoReturn:
-    refusal = refused.maybe_refusal(type(value))
+def _refuse(_walk: Encoder, value: object) -> NoReturn:
+    refusal = maybe_refusal(type(value))
     assert refusal is not None, f"{type(value).__name__} was refused without a reason"
-    refused.refuse(refusal, value)
+    refuse(refusal, value)
 
 
-def _refusal(kind: type) -> NotSerializable:
-    advice = refused.maybe_hint(kind)
+def _refused_type(kind: type) -> NotSerializable:
+    advice = maybe_hint(kind)
     if advice is not None:
-        return NotSerializable(f"a value of type {spoken(kind)} does not travel", hint=advice)
+        return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=advice)
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
     hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
-    return NotSerializable(f"a value of type {spoken(kind)} does not travel", hint=hint)
+    return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=hint)
+
+
+class _Refusal(NamedTuple):
+    subject: str
+    hint: str
+
+
+def maybe_refusal(kind: type) -> NotSerializable | None:
+    """The error for a type that cannot even be pickled; None for any other."""
+    found = _maybe_found(kind)
+    if found is None:
+        return None
+    return NotSerializable(f"{found.subject} does not travel", hint=found.hint)
+
+
+def _maybe_found(kind: type) -> _Refusal | None:
+    if issubclass(kind, Coroutine):
+        return _Refusal(
+            "the coroutine of an `async def` function",
+            "declare the function with def; one that answers later is decorated with "
+            "@gradwire.async_execution and returns a future",
+        )
+    if issubclass(kind, Generator | AsyncGenerator):
+        return _Refusal("a generator", "return or send a list of what it yields")
+    if issubclass(kind, _FUTURES):
+        return _Refusal(
+            "a future",
+            "send what it brings, as future.wait() returns it; a function that returns a "
+            "torch or gradwire future is decorated with @gradwire.async_execution",
+        )
+    if issubclass(kind, _LISTED):
+        return _Refusal(f"a {kind.__name__}", "send a list of what it yields, list(...)")
+    return None
+
+
+def maybe_hint(kind: type) -> str | None:
+    """What to do instead of sending a value of this type, which only a pickle could carry."""
+    if issubclass(kind, nn.Module):
+        return MODULE_HINT
+    if issubclass(kind, torch.Tensor) and hasattr(kind, "full_tensor"):
+        return "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
+    return None
+
+
+def refuse(refusal: NotSerializable, value: object) -> NoReturn:
+    """Raise the refusal; close a coroutine first, or Python warns that it was never awaited."""
+    if isinstance(value, Coroutine):
+        value.close()
+    raise refusal

@@ -1,7 +1,7 @@
-"""Ordinary values without the walk: plain ones and tensors, alone or side by side in a tuple.
+"""Encodes common values without a walk: scalars and tensors, alone or in a tuple.
 
-The skeletons are those of the walk (walk.py). What holds anything else, or does not fit, is left to
-it: the walk alone looks into containers, and judges what a peer sent.
+The skeletons are the same as those of walk.py. Any other value, and any skeleton that does not fit,
+is left to the walk: only the walk looks into containers and raises errors about what a peer sent.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Final
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.rpc.codec.tags import DICT, TENSOR, TUPLE
-from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node
+from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Tag
 
+DICT, TENSOR, TUPLE = Tag.DICT, Tag.TENSOR, Tag.TUPLE
 DEPTH: Final = 2
-"""how deep such a value is nested at most"""
+"""how deep such a value is nested at most: a call is a tuple of arguments in a tuple"""
 WALK: Final = object()
-"""in place of a value: the walk has to go there"""
+"""returned in place of a value that needs a walk"""
 
 
 def maybe_node(value: object, tensors: list[Tensor]) -> object:
-    """The skeleton of a value, whose tensors are added to these; or WALK.
+    """The skeleton of a value, or WALK; appends its tensors to `tensors`.
 
     hot: every argument list and result
     """
@@ -30,7 +30,7 @@ def maybe_node(value: object, tensors: list[Tensor]) -> object:
     if type(value) is not tuple:
         values: tuple[object, ...] = (value,)
     elif len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
-        is_call, values = True, value[0]  # its arguments, all of them positional
+        is_call, values = True, value[0]  # a call's arguments, without keywords
     else:
         values = value
     row: Node = [TUPLE]
@@ -55,7 +55,7 @@ def maybe_node(value: object, tensors: list[Tensor]) -> object:
 
 
 def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
-    """The value of a skeleton that holds all of these tensors; or WALK.
+    """The value of a skeleton that uses all of these tensors, or WALK.
 
     hot: every argument list and result
     """
@@ -79,15 +79,15 @@ def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
 
 def _maybe_values(row: Node, tensors: Sequence[Tensor]) -> list[object] | None:
     values: list[object] = []
-    due = 0
+    used = 0
     for node in row[1:]:
         if type(node) in LEAVES:
             values.append(node)
         elif type(node) is list and len(node) == 2 and type(node[0]) is int and node[0] == TENSOR:
-            if node[1] != due or due == len(tensors):
+            if node[1] != used or used == len(tensors):
                 return None
-            values.append(tensors[due])
-            due += 1
+            values.append(tensors[used])
+            used += 1
         else:
             return None
-    return values if due == len(tensors) else None
+    return values if used == len(tensors) else None

@@ -1,14 +1,13 @@
-"""Values that travel by the name of something exposed: functions, classes, and instances of these.
+"""Encodes values by an exposed name: functions, classes, enums, namedtuples and dataclasses.
 
-Enums go by the name of the member; namedtuples and dataclasses as their fields. A dataclass is
-rebuilt without its constructor, field by field, as `copy` and the other codecs of Python do:
-`__init__` takes no init=False fields and wants InitVars that nobody kept, `__post_init__` would
-convert a second time what it has converted, and frozen ones and ones with slots need nothing
-special. So what is not a field cannot arrive, and an instance that has more is refused; what a
-cached_property remembers is left behind, since it is computed again.
+An enum is sent as the name of its member, a namedtuple or dataclass as its fields. A dataclass is
+rebuilt field by field without its constructor, as `copy` does: `__init__` takes no init=False
+fields and needs InitVars that were not kept, `__post_init__` would convert the fields a second
+time, and frozen classes and slots need no special case. So only fields can arrive, and an instance
+with other attributes is refused; values of a cached_property are dropped, to be computed again.
 
-The names of the fields travel too: two workers that run different versions of a class must not
-swap its values in silence. This file knows no tensors.
+The names of the fields are sent too, so that two workers with different versions of a class do not
+silently swap its values. This file does not know tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +22,16 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from gradwire.errors import BadMessage, NotSerializable
-from gradwire.rpc.codec import tags
-from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly, spoken
+from gradwire.rpc.codec.walk import (
+    Decoder,
+    Encoder,
+    Node,
+    Tag,
+    TypeDecoder,
+    TypeEncoder,
+    exactly,
+    type_name,
+)
 
 T = TypeVar("T")
 
@@ -33,60 +40,60 @@ _RETURN_TYPES = {
     for kind in vars(torch.return_types).values()
     if isinstance(kind, type) and kind.__module__ == "torch.return_types"
 }
-# Set by CPython on every class that a class statement made.
+# CPython sets this flag on every class made by a class statement.
 _IS_HEAP_TYPE = 1 << 9
 
 
 class Traveller(Protocol):
-    """Of a layer above: travels as a few values that are not all it has."""
+    """A class of a higher layer that is encoded as a few values, such as RemoteModule."""
 
     def _travel_parts(self) -> tuple[object, ...]:
-        """What it is made of; anything that travels."""
+        """The values to send; anything that travels."""
 
     @classmethod
     def _from_parts(cls, *parts: Any) -> object:  # noqa: ANN401
-        """The same again; has to check what a peer sent."""
+        """The object again; has to check what a peer sent."""
 
 
-def maybe_packer(kind: type) -> Packer | None:
-    """How values of a type met for the first time are packed, if they travel by a name at all."""
+def maybe_encoder(kind: type) -> TypeEncoder | None:
+    """The encoder of a type that was not seen before, if its values travel by a name."""
     if issubclass(kind, type):
-        return _pack_named
+        return _encode_named
     if issubclass(kind, Enum):
-        return _pack_enum
+        return _encode_enum
     if issubclass(kind, tuple):
-        return _pack_named_tuple if hasattr(kind, "_fields") else None
+        return _encode_named_tuple if hasattr(kind, "_fields") else None
     if dataclasses.is_dataclass(kind) and _is_made_of_fields(kind):
-        return _pack_dataclass
+        return _encode_dataclass
     if hasattr(kind, "_travel_parts"):
-        return _pack_parts
+        return _encode_parts
     return None
 
 
-def _class(walk: Unpacking, name: object, base: type[T]) -> type[T]:
+def _class(walk: Decoder, name: object, base: type[T]) -> type[T]:
     kind = walk.lookup(name)
     if isinstance(kind, type) and issubclass(kind, base):
         return kind
     raise BadMessage(f"{name} is no {base.__name__} here")
 
 
-def _pack_named(walk: Packing, value: object) -> object:
-    return [tags.NAMED, walk.name_of(value)]
+def _encode_named(walk: Encoder, value: object) -> object:
+    return [Tag.NAMED, walk.name_of(value)]
 
 
-def _unpack_named(walk: Unpacking, node: Node) -> object:
+def _decode_named(walk: Decoder, node: Node) -> object:
     _, name = node
     return walk.lookup(name)
 
 
-def _pack_enum(walk: Packing, value: Enum) -> object:
+def _encode_enum(walk: Encoder, value: Enum) -> object:
     kind = type(value)
-    # Flags that were combined have a value, but no name.
+    # A combination of flags has a value, but no name.
     member = value.name if value.name in kind.__members__ else walk.node(value.value)
-    return [tags.ENUM, walk.name_of(kind), member]
+    return [Tag.ENUM, walk.name_of(kind), member]
 
 
-def _unpack_enum(walk: Unpacking, node: Node) -> object:
+def _decode_enum(walk: Decoder, node: Node) -> object:
     _, name, member = node
     kind = _class(walk, name, Enum)
     if type(member) is str:
@@ -106,18 +113,18 @@ def _fields_of(kind: type) -> tuple[str, ...]:
     return ()
 
 
-def _pack_named_tuple(walk: Packing, value: tuple[object, ...]) -> object:
+def _encode_named_tuple(walk: Encoder, value: tuple[object, ...]) -> object:
     kind = type(value)
     _refuse_more(kind, getattr(value, "__dict__", {}).keys())
-    node: Node = [tags.NAMED_TUPLE, walk.name_of(kind), ",".join(_fields_of(kind))]
+    node: Node = [Tag.NAMED_TUPLE, walk.name_of(kind), ",".join(_fields_of(kind))]
     return walk.children(node, value, value, _by_field)
 
 
-def _unpack_named_tuple(walk: Unpacking, node: Node) -> object:
+def _decode_named_tuple(walk: Decoder, node: Node) -> object:
     _, name, told, *items = node
     kind = _class(walk, name, tuple)
     _check_fields(kind, told, len(items))
-    # Not its constructor: a subclass may have one of its own, with other arguments.
+    # Not the class's own constructor: in a subclass it may take other arguments.
     return tuple.__new__(kind, walk.children(node, 3))
 
 
@@ -125,27 +132,27 @@ def _check_fields(kind: type, told: object, count: int) -> None:
     known = _fields_of(kind)
     if told != ",".join(known) or count != len(known):
         raise BadMessage(
-            f"{count} values came as the fields {told} of {spoken(kind)}, which here are "
+            f"{count} values came as the fields {told} of {type_name(kind)}, which here are "
             f"{','.join(known) or 'none'}",
             hint="run the same version of the program on every worker",
         )
 
 
-def _pack_dataclass(walk: Packing, value: object) -> object:
+def _encode_dataclass(walk: Encoder, value: object) -> object:
     kind = type(value)
     names = _fields_of(kind)
     _refuse_more(kind, _attributes_of(value) - set(names) - _computed_by(kind))
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotSerializable(
-            f"a {spoken(kind)} without a value for {', '.join(missing)} does not travel",
+            f"a {type_name(kind)} without a value for {', '.join(missing)} does not travel",
             hint="give every field a value or a default",
         )
-    node: Node = [tags.DATACLASS, walk.name_of(kind), ",".join(names)]
+    node: Node = [Tag.DATACLASS, walk.name_of(kind), ",".join(names)]
     return walk.children(node, value, [getattr(value, name) for name in names], _by_field)
 
 
-def _unpack_dataclass(walk: Unpacking, node: Node) -> object:
+def _decode_dataclass(walk: Decoder, node: Node) -> object:
     _, name, told, *items = node
     kind = _class(walk, name, object)
     if not dataclasses.is_dataclass(kind) or not _is_made_of_fields(kind):
@@ -158,12 +165,12 @@ def _unpack_dataclass(walk: Unpacking, node: Node) -> object:
 
 
 def _is_made_of_fields(kind: type) -> bool:
-    """Whether instances hold nothing but attributes: no list, no exception, no tensor inside."""
+    """Whether instances hold nothing but attributes: the class derives from no builtin type."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE) is object
 
 
 def _attributes_of(value: object) -> set[str]:
-    """Every attribute an instance has now, in its dict or in a slot of any of its classes."""
+    """Every attribute of an instance, in its dict or in a slot of any of its classes."""
     slots = set[str]()
     for base in type(value).__mro__:
         declared = vars(base).get("__slots__", ())
@@ -184,50 +191,50 @@ def _computed_by(kind: type) -> set[str]:
 def _refuse_more(kind: type, attributes: Collection[str]) -> None:
     if attributes:
         raise NotSerializable(
-            f"a {spoken(kind)} with attributes besides its fields does not travel: "
+            f"a {type_name(kind)} with attributes besides its fields does not travel: "
             f"{', '.join(sorted(attributes))}",
             hint="make them fields, or send them beside it",
         )
 
 
-def _pack_return_type(walk: Packing, value: tuple[object, ...]) -> object:
-    return walk.children([tags.RETURN_TYPE, type(value).__name__], value, value, _by_position)
+def _encode_return_type(walk: Encoder, value: tuple[object, ...]) -> object:
+    return walk.children([Tag.RETURN_TYPE, type(value).__name__], value, value, _by_position)
 
 
 def _by_position(_: object, n: int) -> str:
     return f"[{n}]"
 
 
-def _unpack_return_type(walk: Unpacking, node: Node) -> object:
+def _decode_return_type(walk: Decoder, node: Node) -> object:
     kind = _RETURN_TYPES[exactly(node[1], str)]
     return kind(walk.children(node, 2))
 
 
-def _pack_parts(walk: Packing, value: Traveller) -> object:
-    node: Node = [tags.PARTS, walk.name_of(type(value))]
+def _encode_parts(walk: Encoder, value: Traveller) -> object:
+    node: Node = [Tag.PARTS, walk.name_of(type(value))]
     return walk.children(node, value, value._travel_parts(), _by_position)
 
 
-def _unpack_parts(walk: Unpacking, node: Node) -> object:
+def _decode_parts(walk: Decoder, node: Node) -> object:
     kind = _class(walk, node[1], object)
     if not hasattr(kind, "_travel_parts"):
         raise BadMessage(f"{node[1]} is not made of parts here")
     return cast(type[Traveller], kind)._from_parts(*walk.children(node, 2))
 
 
-PACKERS: dict[type, Packer] = {
-    FunctionType: _pack_named,
-    BuiltinFunctionType: _pack_named,
-    MethodDescriptorType: _pack_named,
-    type: _pack_named,
-    **dict.fromkeys(_RETURN_TYPES.values(), _pack_return_type),
+ENCODERS: dict[type, TypeEncoder] = {
+    FunctionType: _encode_named,
+    BuiltinFunctionType: _encode_named,
+    MethodDescriptorType: _encode_named,
+    type: _encode_named,
+    **dict.fromkeys(_RETURN_TYPES.values(), _encode_return_type),
 }
 
-UNPACKERS: dict[int, Unpacker] = {
-    tags.NAMED: _unpack_named,
-    tags.ENUM: _unpack_enum,
-    tags.NAMED_TUPLE: _unpack_named_tuple,
-    tags.DATACLASS: _unpack_dataclass,
-    tags.RETURN_TYPE: _unpack_return_type,
-    tags.PARTS: _unpack_parts,
+DECODERS: dict[int, TypeDecoder] = {
+    Tag.NAMED: _decode_named,
+    Tag.ENUM: _decode_enum,
+    Tag.NAMED_TUPLE: _decode_named_tuple,
+    Tag.DATACLASS: _decode_dataclass,
+    Tag.RETURN_TYPE: _decode_return_type,
+    Tag.PARTS: _decode_parts,
 }

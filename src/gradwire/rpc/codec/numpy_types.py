@@ -1,9 +1,9 @@
-"""Numpy arrays and scalars as values that travel.
+"""Encodes numpy arrays and scalars.
 
-The bytes of an array ride along as a flat tensor of uint8, whatever its dtype, so that large ones
-take the same road as tensors; the dtype is numpy's own short text for it. Only dtypes that this
-text tells completely travel: no objects, no fields. Numpy would build an array of pointers from a
-peer's bytes if it were asked to, so the text is matched before numpy sees it.
+The bytes of an array of any dtype are sent as a flat uint8 tensor, so that large arrays are sent as
+efficiently as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this
+string describes completely travel: no objects, no fields. Numpy would make an array of pointers
+from a peer's bytes if asked to, so the string is matched before numpy sees it.
 """
 
 from __future__ import annotations
@@ -16,57 +16,56 @@ import numpy as np
 import torch
 
 from gradwire.errors import BadMessage, NotSerializable
-from gradwire.rpc.codec import tags
-from gradwire.rpc.codec.builtin_types import pack_tensor
-from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly
+from gradwire.rpc.codec.builtin_types import tensor_node
+from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, TypeEncoder, exactly
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _PLAIN_DTYPE = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 
 
-def _pack_array(walk: Packing, value: Array) -> object:
+def _encode_array(walk: Encoder, value: Array) -> object:
     dtype = _spelled(value.dtype)
     fortran = value.flags.f_contiguous and not value.flags.c_contiguous
     rows = value.T if fortran else value
     if not (rows.flags.c_contiguous and rows.flags.writeable):
         rows = _compacted(rows)
-    _, index = pack_tensor(walk, torch.from_numpy(rows.reshape(-1).view(np.uint8)))
-    return [tags.ARRAY, index, dtype, fortran, *value.shape]
+    _, index = tensor_node(walk, torch.from_numpy(rows.reshape(-1).view(np.uint8)))
+    return [Tag.ARRAY, index, dtype, fortran, *value.shape]
 
 
 def _compacted(array: Array) -> Array:
-    """A copy that fills its memory row by row, and may be written to, as torch wants it."""
+    """A contiguous, writeable copy, as torch.from_numpy needs it."""
     return array.copy()
 
 
-def _unpack_array(walk: Unpacking, node: Node) -> object:
+def _decode_array(walk: Decoder, node: Node) -> object:
     _, index, text, fortran, *shape = node
     tensor = walk.tensor(index)
     if tensor.dtype is not torch.uint8 or tensor.layout is not torch.strided or not tensor.is_cpu:
-        raise BadMessage(f"the bytes of a packed array came as {tensor.dtype} on {tensor.device}")
+        raise BadMessage(f"the bytes of an encoded array came as {tensor.dtype} on {tensor.device}")
     sizes = [exactly(size, int) for size in shape]
     if any(size < 0 for size in sizes):
-        raise BadMessage(f"a packed array has the shape {sizes}")
+        raise BadMessage(f"an encoded array has the shape {sizes}")
     items = tensor.numpy().view(_dtype(text))
     if (
         items.dtype.kind == "U"
         and (items.view(items.dtype.byteorder + "u4") > sys.maxunicode).any()
     ):
-        raise BadMessage("a packed array of text holds what is no character")
+        raise BadMessage("an encoded array of text holds a code point that is no character")
     return items.reshape(sizes, order="F" if exactly(fortran, bool) else "C")
 
 
-def _pack_scalar(walk: Packing, value: np.generic) -> object:
-    # Numpy drops zeros at the end of text, also in its own str(): only Python's is exact.
+def _encode_scalar(walk: Encoder, value: np.generic) -> object:
+    # Numpy drops zeros at the end of text, even in its own str(): only Python's is exact.
     if isinstance(value, np.str_):
-        return [tags.NUMPY_SCALAR, "U", walk.node(str.__str__(value))]
+        return [Tag.NUMPY_SCALAR, "U", walk.node(str.__str__(value))]
     if isinstance(value, np.bytes_):
-        return [tags.NUMPY_SCALAR, "S", bytes(value)]
-    return [tags.NUMPY_SCALAR, _spelled(value.dtype), value.tobytes()]
+        return [Tag.NUMPY_SCALAR, "S", bytes(value)]
+    return [Tag.NUMPY_SCALAR, _spelled(value.dtype), value.tobytes()]
 
 
-def _unpack_scalar(walk: Unpacking, node: Node) -> object:
+def _decode_scalar(walk: Decoder, node: Node) -> object:
     _, text, data = node
     if text == "U":
         return np.str_(exactly(walk.value(data), str))
@@ -75,7 +74,7 @@ def _unpack_scalar(walk: Unpacking, node: Node) -> object:
         return np.bytes_(raw)
     dtype = _dtype(text)
     if dtype.itemsize != len(raw) or dtype.kind in "US":
-        raise BadMessage(f"a packed numpy scalar of {dtype} has {len(raw)} bytes")
+        raise BadMessage(f"an encoded numpy scalar of {dtype} has {len(raw)} bytes")
     return np.ndarray((), dtype, buffer=raw)[()]
 
 
@@ -96,12 +95,12 @@ def _dtype(text: object) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-PACKERS: dict[type, Packer] = {
-    np.ndarray: _pack_array,
-    **{kind: _pack_scalar for kind in set(np.sctypeDict.values()) if kind is not np.object_},
+ENCODERS: dict[type, TypeEncoder] = {
+    np.ndarray: _encode_array,
+    **{kind: _encode_scalar for kind in set(np.sctypeDict.values()) if kind is not np.object_},
 }
 
-UNPACKERS: dict[int, Unpacker] = {
-    tags.ARRAY: _unpack_array,
-    tags.NUMPY_SCALAR: _unpack_scalar,
+DECODERS: dict[int, TypeDecoder] = {
+    Tag.ARRAY: _decode_array,
+    Tag.NUMPY_SCALAR: _decode_scalar,
 }

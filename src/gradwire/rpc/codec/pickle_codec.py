@@ -1,9 +1,8 @@
-"""Values of any kind, as a pickle with its tensors and references beside it. Not for strangers.
+"""PickleCodec: encodes any value as a pickle, with its tensors and references separately.
 
-Whoever may send a pickle may run anything here. A worker packs and unpacks this way only if its
-options or its behavior say so, which is how programs written for torch.distributed.rpc send what
-they like. No other module imports pickle: what a process and its own children tell each other goes
-through here as well.
+A peer that may send a pickle may run any code here. A worker uses this codec only if its options or
+its behavior say so, as for programs written for torch.distributed.rpc. No other module imports
+pickle: messages between a process and its own children are pickled here as well.
 
 Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
 nn.Parameter among the arguments, in their containers (subclasses too: a call is a NamedTuple) or in
@@ -13,6 +12,10 @@ any other object, such as a module, it is copied with that object and arrives as
 that receives a module may register, freeze and optimize its parameters, which a tensor with a
 grad_fn does not allow. No gradient comes back to the original, so copies are counted, and the
 caller is warned (rpc/graph_cut.py).
+
+TorchScript is pickled as torch.distributed.rpc does it. A function is sent by its name, and its
+module is imported on the other worker if no TorchScript of that name is compiled there. A module is
+sent as the archive that torch saves, with copies of its parameters.
 """
 
 from __future__ import annotations
@@ -23,19 +26,24 @@ import importlib.util
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import FunctionType, ModuleType, NoneType
 from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor, nn
+from torch._C import ScriptFunction
 from torch.jit import ScriptModule
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
-from gradwire.rpc.codec.codec import Packed, Undecoded
-from gradwire.rpc.codec.scripted import maybe_reduced
+from gradwire.rpc.codec.codec import Encoded, Undecoded
+from gradwire.rpc.expose.async_execution import LATER, async_execution
 from gradwire.rpc.expose.names import one_main
 
 T = TypeVar("T")
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 Reducers = Mapping[type, Callable[[Any], Any]]
+_ROOT = "__torch__."
 _TENSOR = -1
 _PARAMETER = -2
 _SEQUENCES = (list, tuple, set, frozenset)
@@ -44,7 +52,7 @@ _LEAVES = frozenset({NoneType, bool, int, float, str, bytes})
 
 @final
 class PickleCodec:
-    """Packs and unpacks like `Codec`, whatever the value is.
+    """Encodes and decodes any value; has the methods of `Codec`.
 
     With `restores_parameters`, a parameter that arrives without a graph is an nn.Parameter again.
     """
@@ -54,42 +62,42 @@ class PickleCodec:
     ) -> None:
         self._reducers: Reducers = {} if reducers is None else reducers
         self._restores = restores_parameters
-        self._packers: dict[type, tuple[int, Callable[[Any], object]]] = {}
-        self._unpackers: dict[int, Callable[[Any], object]] = {}
+        self._encoders: dict[type, tuple[int, Callable[[Any], object]]] = {}
+        self._decoders: dict[int, Callable[[Any], object]] = {}
 
     def extend(
         self,
         kind: type[T],
         tag: int,
-        pack: Callable[[T], object],
-        unpack: Callable[[Any], object],
+        encode: Callable[[T], object],
+        decode: Callable[[Any], object],
     ) -> None:
-        """Let values of exactly this type travel as what `pack` makes of them."""
-        self._packers[kind] = tag, pack
-        self._unpackers[tag] = unpack
+        """Encode values of exactly this type as what `encode` returns."""
+        self._encoders[kind] = tag, encode
+        self._decoders[tag] = decode
 
-    def maybe_pack(self, _value: object) -> None:
-        """A pickle has no shorter way."""
+    def maybe_encode(self, _value: object) -> None:
+        """None: a pickle has no fast path."""
 
     def place_of_tensor(
         self, _value: object, _place: str | tuple[str, ...], _index: int
     ) -> str | None:
-        """A pickle does not say."""
+        """None: the order of tensors in a pickle is not known."""
         return None
 
-    def maybe_unpack(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
-        """A pickle has no shorter way."""
+    def maybe_decode(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
+        """Undecoded: a pickle has no fast path."""
         return Undecoded(data)
 
-    def open(self, unopened: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed."""
-        return self.unpack(unopened.node, tensors)
+    def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded."""
+        return self.decode(undecoded.node, tensors)
 
-    def pack(self, value: object, place: str | tuple[str, ...] = "args") -> Packed:
+    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
         """The value as a pickle and its tensors; raises NotSerializable."""
         data = io.BytesIO()
         parameters = {id(parameter) for parameter in _parameters(value)}
-        pickler = _Pickler(data, self._packers, self._reducers, parameters)
+        pickler = _Pickler(data, self._encoders, self._reducers, parameters)
         try:
             pickler.dump(value)
         except GradwireError:
@@ -97,12 +105,12 @@ class PickleCodec:
         except Exception as error:
             name = place if isinstance(place, str) else "the arguments"
             raise NotSerializable(f"{name}: {type(error).__name__}: {error}") from error
-        return Packed(data.getvalue(), pickler.tensors, pickler.copies)
+        return Encoded(data.getvalue(), pickler.tensors, pickler.copies)
 
-    def unpack(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was packed."""
+    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded."""
         try:
-            return _Unpickler(io.BytesIO(data), self._unpackers, tensors, self._restores).load()
+            return _Unpickler(io.BytesIO(data), self._decoders, tensors, self._restores).load()
         except GradwireError:
             raise
         except (AttributeError, ImportError) as error:
@@ -115,7 +123,7 @@ class PickleCodec:
 
 
 def sent_exception(name: str) -> type[BaseException] | None:
-    """The exception of that name, wherever it is defined: who sends pickles may name anything."""
+    """The exception of that name; imports its module, as a peer that sends pickles may do so."""
     home, _, qualname = name.partition(":")
     try:
         found = pickle._getattribute(importlib.import_module(home), qualname)[0]  # type: ignore[attr-defined]
@@ -125,23 +133,23 @@ def sent_exception(name: str) -> type[BaseException] | None:
 
 
 def dumps(value: object) -> bytes:
-    """A pickle for a process that this one starts; modules go by their names."""
+    """Pickle a value for a process that this one starts; modules are pickled by name."""
     file = io.BytesIO()
     _PlainPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def loads(data: bytes) -> Any:  # noqa: ANN401
-    """What `dumps` made a pickle of.
+    """The value that `dumps` pickled.
 
-    Never for what came from a peer: see launch/child.py.
+    Never call it on bytes from a peer: see launch/pickled_arguments.py.
     """
     return pickle.loads(data)
 
 
 class _PlainPickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
-        """Modules have no pickle of their own."""
+        """Pickle a Python module by its name."""
         if isinstance(value, ModuleType):
             return importlib.import_module, (one_main(value.__name__),)
         return NotImplemented
@@ -151,19 +159,19 @@ class _Pickler(pickle.Pickler):
     def __init__(
         self,
         file: io.BytesIO,
-        packers: dict[type, tuple[int, Callable[[Any], object]]],
+        encoders: dict[type, tuple[int, Callable[[Any], object]]],
         reducers: Reducers,
         parameters: set[int],
     ) -> None:
         super().__init__(file)
-        self._packers, self._reducers, self._parameters = packers, reducers, parameters
+        self._encoders, self._reducers, self._parameters = encoders, reducers, parameters
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.copies = 0
-        """how many tensors that require grad are copied, and cut off from their graph"""
+        """how many tensors that require grad are copied, and so cut off from their graph"""
 
     def persistent_id(self, value: object) -> object:
-        """What travels beside the pickle: the same tensor only once."""
+        """Keep tensors and references out of the pickle; each tensor is listed once."""
         kind = type(value)
         if kind is Tensor or (kind is nn.Parameter and id(value) in self._parameters):
             assert isinstance(value, Tensor)
@@ -171,14 +179,14 @@ class _Pickler(pickle.Pickler):
                 self._places[id(value)] = len(self.tensors)
                 self.tensors.append(value)
             return _TENSOR if kind is Tensor else _PARAMETER, self._places[id(value)]
-        extension = self._packers.get(kind)
+        extension = self._encoders.get(kind)
         if extension is None:
             return None
-        tag, pack = extension
-        return tag, pack(value)
+        tag, encode = extension
+        return tag, encode(value)
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
-        """How to pickle what has a reducer; functions without a name, where cloudpickle can."""
+        """Pickle values with a reducer by it, and nameless functions by cloudpickle, if there."""
         self._note_copy(value)
         reducer = self._reducers.get(type(value))
         if reducer is not None:
@@ -203,26 +211,26 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
         file: io.BytesIO,
-        unpackers: dict[int, Callable[[Any], object]],
+        decoders: dict[int, Callable[[Any], object]],
         tensors: Sequence[Tensor],
         restores_parameters: bool,
     ) -> None:
         super().__init__(file)
-        self._unpackers, self._tensors, self._restores = unpackers, tensors, restores_parameters
+        self._decoders, self._tensors, self._restores = decoders, tensors, restores_parameters
         self._restored: dict[int, nn.Parameter] = {}
 
-    def persistent_load(self, said: Any) -> object:  # noqa: ANN401
-        """What came beside the pickle."""
-        tag, data = said
+    def persistent_load(self, pid: Any) -> object:  # noqa: ANN401
+        """Find the tensor or reference that came beside the pickle."""
+        tag, data = pid
         if tag == _TENSOR:
             return self._tensors[data]
-        return self._parameter(data) if tag == _PARAMETER else self._unpackers[tag](data)
+        return self._parameter(data) if tag == _PARAMETER else self._decoders[tag](data)
 
     def _parameter(self, place: int) -> Tensor:
         tensor = self._tensors[place]
         if tensor.grad_fn is not None or not self._restores:
             return tensor
-        if place not in self._restored:  # named in several places, it is one object in all
+        if place not in self._restored:  # one object, however often it is named
             self._restored[place] = nn.Parameter(tensor, tensor.requires_grad)
         return self._restored[place]
 
@@ -254,7 +262,7 @@ def _inside(value: object) -> Iterable[object] | None:
 
 
 def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> bytes:
-    """A function with what it captures. That is a pickle of its own: its tensors are copies."""
+    """Pickle a function with what it captures; tensors in it are copied."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -272,3 +280,35 @@ def _is_nameless(function: FunctionType) -> bool:
 
 def _has_cloudpickle() -> bool:
     return importlib.util.find_spec("cloudpickle") is not None
+
+
+def maybe_reduced(value: object) -> Reduced | None:
+    """The reduced form of TorchScript, or of a TorchScript function with `async_execution`."""
+    if isinstance(value, ScriptFunction):
+        return function_named, (value.qualified_name,)
+    if isinstance(value, ScriptModule):
+        return module_from, (value.save_to_buffer(),)
+    marked = getattr(value, LATER, None) if isinstance(value, FunctionType) else None
+    return (async_execution, (marked,)) if isinstance(marked, ScriptFunction) else None
+
+
+def function_named(name: str) -> Any:  # noqa: ANN401
+    """The TorchScript function of that name; AttributeError if this process has none."""
+    unit = torch.jit._state._python_cu
+    found = unit.find_function(name)
+    if found is None:
+        home = name.removeprefix(_ROOT).rpartition(".")[0]
+        with suppress(ImportError, ValueError):
+            importlib.import_module(home)
+        found = unit.find_function(name)
+    if found is None:
+        raise AttributeError(f"no TorchScript function {name.removeprefix(_ROOT)} is compiled here")
+    return found
+
+
+def module_from(data: bytes) -> ScriptModule:
+    """The module of an archive. Not by torch.jit.load, which warns that it is deprecated."""
+    load: Any = torch._C.import_ir_module_from_buffer
+    wrap: Any = torch.jit._recursive.wrap_cpp_module
+    module: ScriptModule = wrap(load(torch._C.CompilationUnit(), data, None, {}, False))
+    return module

@@ -1,8 +1,8 @@
-"""Classes that travel as what their user makes of them.
+"""register_codec: how users let values of their own classes travel.
 
-A declaration, like @expose: filled as modules are imported, and only ever compared with what a peer
-sends. What a codec makes of a value travels by the same rules as any other value; what it makes of
-that again, it has to check, as a peer may send anything in its place.
+The table is filled as modules are imported, like that of @expose, and a peer's names are only
+compared with it. What a codec makes of a value is encoded by the same rules as any other value. The
+codec has to check what it decodes, because a peer may send anything instead.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from gradwire.errors import ArgumentTypeError, NotExposed
-from gradwire.rpc.codec import tags
-from gradwire.rpc.codec.walk import Node, Packer, Packing, Unpacker, Unpacking, exactly
+from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, TypeEncoder, exactly
 from gradwire.rpc.expose.names import plain_name
 
 T = TypeVar("T")
@@ -20,8 +19,8 @@ T = TypeVar("T")
 
 class _Codec(NamedTuple):
     name: str
-    pack: Callable[[Any], object]
-    unpack: Callable[[Any], object]
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
 
 
 _BY_TYPE: dict[type, _Codec] = {}
@@ -29,38 +28,38 @@ _BY_NAME: dict[str, _Codec] = {}
 
 
 def register_codec(
-    cls: type[T], pack: Callable[[T], object], unpack: Callable[[Any], T]
+    cls: type[T], encode: Callable[[T], object], decode: Callable[[Any], T]
 ) -> type[T]:
-    """Let values of exactly this class travel as what `pack` makes of them.
+    """Let values of exactly this class travel as what `encode` makes of them.
 
-    That may be anything that travels. `unpack` makes the value again, on a worker that has called
-    this too; it gets what a peer sent, and should raise if that makes no sense. To be called where
-    the class is defined, before a value of it is sent.
+    That may be anything that travels. `decode` makes the value again, on a worker that has called
+    this too; it gets what a peer sent, and should raise if that makes no sense. Call this where the
+    class is defined, before a value of it is sent.
 
     >>> gradwire.register_codec(Fraction, str, Fraction)
     """
     if not isinstance(cls, type):
         raise ArgumentTypeError(f"a codec is for a class, not for a {type(cls).__name__} object")
-    codec = _Codec(plain_name(cls), pack, unpack)
+    codec = _Codec(plain_name(cls), encode, decode)
     _BY_TYPE[cls] = _BY_NAME[codec.name] = codec
     return cls
 
 
-def maybe_packer(kind: type) -> Packer | None:
-    """How values of this type are packed, if it has a codec."""
-    return _pack_registered if kind in _BY_TYPE else None
+def maybe_encoder(kind: type) -> TypeEncoder | None:
+    """The encoder of this type, if it has a codec."""
+    return _encode_registered if kind in _BY_TYPE else None
 
 
-def _as_packed(_: object, __: int) -> str:
+def _same_place(_: object, __: int) -> str:
     return ""
 
 
-def _pack_registered(walk: Packing, value: object) -> object:
+def _encode_registered(walk: Encoder, value: object) -> object:
     codec = _BY_TYPE[type(value)]
-    return walk.children([tags.REGISTERED, codec.name], value, (codec.pack(value),), _as_packed)
+    return walk.children([Tag.REGISTERED, codec.name], value, (codec.encode(value),), _same_place)
 
 
-def _unpack_registered(walk: Unpacking, node: Node) -> object:
+def _decode_registered(walk: Decoder, node: Node) -> object:
     _, name, _ = node
     codec = _BY_NAME.get(exactly(name, str))
     if codec is None:
@@ -69,7 +68,7 @@ def _unpack_registered(walk: Unpacking, node: Node) -> object:
             hint="call gradwire.register_codec there too, where the class is defined",
         )
     (data,) = walk.children(node, 2)
-    return codec.unpack(data)
+    return codec.decode(data)
 
 
-UNPACKERS: dict[int, Unpacker] = {tags.REGISTERED: _unpack_registered}
+DECODERS: dict[int, TypeDecoder] = {Tag.REGISTERED: _decode_registered}

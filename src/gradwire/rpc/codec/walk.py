@@ -1,8 +1,8 @@
-"""The walk over a value, down into its containers, and over a skeleton, back up.
+"""Encoder and Decoder: the walk over a value that makes a skeleton of it, and the way back.
 
-A skeleton is made of what msgpack carries unchanged: None, bool, int, float, str and bytes stand
-for themselves, and a list is a node, whose first element is the tag of its kind. One walk serves
-one value; it knows depth, tensors and names, not what the kinds are.
+A skeleton consists of what msgpack carries unchanged: None, bool, int, float, str and bytes stand
+for themselves, and a list is a node, whose first element is the tag of its type. One walk is for
+one value. It knows depth, tensors and names; how each type is encoded is in the *_types.py files.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from gradwire.errors import BadMessage, NotExposed, NotSerializable, OverLimit
 
 Node = list[object]
-Packer = Callable[["Packing", Any], object]
-Unpacker = Callable[["Unpacking", Node], object]
+TypeEncoder = Callable[["Encoder", Any], object]
+TypeDecoder = Callable[["Decoder", Node], object]
 Step = Callable[[Any, int], str]
 
 T = TypeVar("T")
@@ -28,9 +28,45 @@ EXPOSE_HINT = "expose it with @gradwire.expose"
 AS_THEY_ARE = frozenset({NoneType, bool, float, bytes})
 LEAVES = AS_THEY_ARE | {int, str}
 
+FIRST_EXTENSION = 64
+"""Tags from here to END_OF_TAGS belong to the callers of `Codec.extend`."""
+END_OF_TAGS = 128
+
+
+class Tag:
+    """The first element of every node: the type of the value. New numbers are added at the end."""
+
+    LIST = 0
+    TUPLE = 1
+    DICT = 2
+    SET = 3
+    FROZENSET = 4
+    TENSOR = 5
+    BIG_INT = 6
+    COMPLEX = 7
+    SLICE = 8
+    RANGE = 9
+    ELLIPSIS = 10
+    BYTEARRAY = 11
+    SURROGATES = 12
+    ORDERED_DICT = 13
+    TORCH_CONSTANT = 14
+    DEVICE = 15
+    SIZE = 16
+    ARRAY = 17
+    NUMPY_SCALAR = 18
+    NAMED = 19
+    ENUM = 20
+    NAMED_TUPLE = 21
+    DATACLASS = 22
+    RETURN_TYPE = 23
+    PARTS = 24
+    REGISTERED = 25
+    PICKLED = 26
+
 
 class Names(Protocol):
-    """By which names functions and classes travel."""
+    """Maps functions and classes to the names that stand for them in messages, and back."""
 
     def name_of(self, obj: Any) -> str:  # noqa: ANN401  (a function or a class)
         """The name of a function or class; raises NotExposed."""
@@ -40,21 +76,21 @@ class Names(Protocol):
 
 
 @final
-class Packing:
-    """One value on its way into a skeleton and a list of tensors."""
+class Encoder:
+    """Makes a skeleton and a list of tensors of one value."""
 
-    __slots__ = ("_depth", "_learn", "_left", "_names", "_packers", "copies", "tensors")
+    __slots__ = ("_depth", "_encoders", "_find_encoder", "_left", "_names", "copies", "tensors")
 
     def __init__(
         self,
-        packers: Mapping[type, Packer],
-        learn: Callable[[type], Packer],
+        encoders: Mapping[type, TypeEncoder],
+        find_encoder: Callable[[type], TypeEncoder],
         names: Names,
         depth: int,
     ) -> None:
         self.tensors: list[Tensor] = []
         self.copies = 0
-        self._packers, self._learn, self._names = packers, learn, names
+        self._encoders, self._find_encoder, self._names = encoders, find_encoder, names
         self._depth = self._left = depth
 
     def node(self, value: object) -> object:
@@ -65,13 +101,13 @@ class Packing:
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
-        packer = self._packers.get(kind)
-        if packer is None:
-            packer = self._learn(kind)
-        return packer(self, value)
+        encoder = self._encoders.get(kind)
+        if encoder is None:
+            encoder = self._find_encoder(kind)
+        return encoder(self, value)
 
     def children(self, node: Node, owner: object, values: Iterable[object], step: Step) -> Node:
-        """Add the values inside `owner` to its node; `step` says how the n-th is reached."""
+        """Add the values inside `owner` to its node; `step` names the n-th for errors."""
         if not self._left:
             raise NotSerializable(
                 f"containers are nested deeper than {self._depth}",
@@ -79,22 +115,22 @@ class Packing:
             )
         self._left -= 1
         first = len(node)
-        packers = self._packers
+        encoders = self._encoders
         try:
-            for value in values:  # `node` for each, spelt out
+            for value in values:  # self.node(value), inlined
                 kind = type(value)
                 if kind in AS_THEY_ARE:
                     node.append(value)
                 else:
-                    packer = packers.get(kind) or self._learn(kind)
-                    node.append(packer(self, value))
+                    encoder = encoders.get(kind) or self._find_encoder(kind)
+                    node.append(encoder(self, value))
         except NotSerializable as refusal:
             raise refusal.inside(step(owner, len(node) - first)) from None
         self._left += 1
         return node
 
     def name_of(self, named: object) -> str:
-        """The name by which a function or class travels."""
+        """The name that stands for a function or class."""
         try:
             return self._names.name_of(named)
         except NotExposed as refusal:
@@ -103,41 +139,41 @@ class Packing:
 
 
 @final
-class Unpacking:
-    """One skeleton on its way back; whatever does not fit is the peer's fault."""
+class Decoder:
+    """Makes the value of one skeleton; anything that does not fit is a BadMessage of the peer."""
 
-    __slots__ = ("_due", "_left", "_names", "_tensors", "_unpackers")
+    __slots__ = ("_decoders", "_left", "_names", "_next", "_tensors")
 
     def __init__(
         self,
-        unpackers: Mapping[int, Unpacker],
+        decoders: Mapping[int, TypeDecoder],
         names: Names,
         depth: int,
         tensors: Sequence[Tensor],
     ) -> None:
-        self._unpackers, self._names, self._tensors = unpackers, names, tensors
+        self._decoders, self._names, self._tensors = decoders, names, tensors
         self._left = depth
-        self._due = 0
+        self._next = 0
 
     def value(self, node: object) -> object:
-        """The value behind one node.
+        """The value of one node.
 
         hot: every argument and result
         """
         if type(node) is not list:
             if type(node) in LEAVES:
                 return node
-            raise BadMessage(f"a packed value holds a bare {type(node).__name__}")
+            raise BadMessage(f"an encoded value holds a bare {type(node).__name__}")
         tag = node[0] if node else None
-        unpacker = self._unpackers.get(tag) if type(tag) is int else None
-        if unpacker is None:
-            raise BadMessage(f"a packed value has the unknown tag {reprlib.repr(tag)}")
-        return unpacker(self, node)
+        decoder = self._decoders.get(tag) if type(tag) is int else None
+        if decoder is None:
+            raise BadMessage(f"an encoded value has the unknown tag {reprlib.repr(tag)}")
+        return decoder(self, node)
 
     def children(self, node: Node, first: int = 1) -> list[object]:
         """The values inside a node, from its element `first` on."""
         if not self._left:
-            raise OverLimit("a packed value is nested deeper than the limit")
+            raise OverLimit("an encoded value is nested deeper than the limit")
         self._left -= 1
         value = self.value
         values = [child if type(child) in LEAVES else value(child) for child in node[first:]]
@@ -145,36 +181,36 @@ class Unpacking:
         return values
 
     def tensor(self, index: object) -> Tensor:
-        """The next tensor. They are packed in the order of the walk, so its number is known."""
-        if index != self._due or self._due == len(self._tensors):
+        """The next tensor. They are numbered in the order of the walk, so its index is known."""
+        if index != self._next or self._next == len(self._tensors):
             raise BadMessage(
-                f"a packed value names tensor {reprlib.repr(index)} where {self._due} "
-                f"of {len(self._tensors)} was due"
+                f"an encoded value names tensor {reprlib.repr(index)} where {self._next} "
+                f"of {len(self._tensors)} was expected"
             )
-        self._due += 1
-        return self._tensors[self._due - 1]
+        self._next += 1
+        return self._tensors[self._next - 1]
 
     def lookup(self, name: object) -> object:
         """The function or class of that name; raises NotExposed."""
         return self._names.lookup(exactly(name, str))
 
     def done(self) -> None:
-        """The walk is over: every tensor must have been met."""
-        if self._due != len(self._tensors):
-            unused = len(self._tensors) - self._due
+        """Check at the end of the walk that every tensor was used."""
+        if self._next != len(self._tensors):
+            unused = len(self._tensors) - self._next
             raise BadMessage(f"{unused} of {len(self._tensors)} tensors belong to no value")
 
 
 def exactly(value: object, kind: type[T]) -> T:
-    """The value a peer sent, if it is of that very type."""
+    """The value that a peer sent, if it is of exactly this type; else BadMessage."""
     if type(value) is not kind:
         shown = reprlib.repr(value)
-        raise BadMessage(f"a packed value holds {shown} where a {kind.__name__} was due")
+        raise BadMessage(f"an encoded value holds {shown} where a {kind.__name__} was expected")
     return value
 
 
-def spoken(kind: type) -> str:
+def type_name(kind: type) -> str:
     """The full name of a type, for messages."""
-    # A spawned process knows its script as __mp_main__, which no user has written anywhere.
+    # A spawned process calls its script __mp_main__, a name that users do not know.
     home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     return f"{home}.{kind.__qualname__}"

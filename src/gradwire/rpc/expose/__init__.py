@@ -1,5 +1,5 @@
-"""What a peer may name: exposed functions and classes, and a checked-in list of torch's.
+"""Which functions and classes a peer may use: the exposed ones, and those on two lists of torch's.
 
-registry.py decides; names.py says how a function is named; torch_allowlist.py reads the lists.
+registry.py decides; names.py names functions; torch_allowlist.py reads the lists.
 Read registry.py first.
 """

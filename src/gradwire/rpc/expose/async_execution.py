@@ -1,4 +1,4 @@
-"""Functions that answer later: they return a future, and its value is the answer."""
+"""async_execution: marks functions that return a future, whose value is the result of the call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LATER = "_wrapped_async_rpc_function"
 
 
 def async_execution(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function return a future; whoever calls it gets what the future brings.
+    """Let a function return a future; its caller gets the value of the future.
 
-    No thread waits for it meanwhile. Goes below @staticmethod and @classmethod.
+    No thread waits for the future. Put it below @staticmethod and @classmethod.
     """
 
     @functools.wraps(function)
@@ -37,23 +37,21 @@ def answers_later(function: Callable[..., object]) -> bool:
 
 
 class Later(NamedTuple):
-    """An answer that a future will bring."""
+    """A result that a future will have."""
 
     future: torch.futures.Future[Any]
     finish: Callable[[BaseException | None], object] | None = None
-    """what to do when it is done, with the error if it has failed; if this raises, that is the
-    answer
-    """
+    """called when the future is done, with its error or None; what this raises is the result"""
 
 
 def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
-    """What the function returns; Later, if it is one that answers later."""
+    """What the function returns, or Later if it is marked with `async_execution`."""
     value = function(*args, **kwargs)
     return later_of(function, value) if answers_later(function) else value
 
 
 def later_of(function: Callable[..., object], value: object) -> Later:
-    """What a function that answers later has returned."""
+    """The future that a function marked with `async_execution` returned, as Later."""
     if isinstance(value, torch._C.Future):
         return Later(value)  # type: ignore[arg-type]
     kind = type(value)
@@ -61,5 +59,5 @@ def later_of(function: Callable[..., object], value: object) -> Later:
     raise UsageError(
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
         f"but got {kind.__module__}.{kind.__qualname__}",
-        hint=f"return the future itself from {name}, not what it brings",
+        hint=f"return the future itself from {name}, not its value",
     )

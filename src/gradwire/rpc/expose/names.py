@@ -1,8 +1,8 @@
-"""The names by which functions and classes travel: "module:qualname".
+"""The names of functions and classes in messages: "module:qualname".
 
-The caller names, the callee decides: refused here is only what no worker could look up by a name.
-Whether a name may be used is `registry.py`'s affair, and this file must not know it. Names are
-followed here only if they were made here; a peer's never are.
+The caller names a function, and the callee decides in registry.py whether it may be called. Only
+what no worker could look up by a name is refused here. This file resolves only names that it made
+itself, never those of a peer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DEFINE_HINT = "define it with def at module level and expose it"
 
 
 def name_of(target: Function) -> str:
-    """The name a function or class travels by; refused if it would not lead back to it.
+    """The name of a function or class; NotExposed if the name does not lead back to it.
 
-    hot: asked for each call.
+    hot: every call
     """
     is_plain = type(target) is FunctionType
     names = torch_allowlist.names()
@@ -45,7 +45,7 @@ def name_of(target: Function) -> str:
     name = _method_name(target) if isinstance(target, MethodType) else plain_name(target)
     path = steps(name)
     found = maybe_at(path)
-    # A bound class method is made anew each time it is read: equal, never identical.
+    # Every access to a class method makes a new bound method: equal, never identical.
     if found is not target and not (isinstance(target, MethodType) and found == target):
         raise _elsewhere(name, target, found)
     if is_instance_method(path):
@@ -54,12 +54,12 @@ def name_of(target: Function) -> str:
 
 
 def exception_name(kind: type[BaseException]) -> str:
-    """The name an exception's type travels by; not every such name can be looked up again."""
+    """The name of an exception's type; not every such name can be looked up again."""
     return torch_allowlist.maybe_name(kind) or label(kind)
 
 
 def plain_name(target: object) -> str:
-    """Where a function or class says it was defined; refused unless at module level."""
+    """The name of where a function or class was defined; refused unless at module level."""
     home, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(home, str) or not isinstance(qualname, str):
         raise NotExposed(
@@ -70,7 +70,7 @@ def plain_name(target: object) -> str:
 
 @lru_cache(1 << 10)
 def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
-    """The name of what is defined there, and its steps; refused unless at module level."""
+    """The name of what is defined there, and its parts; refused unless at module level."""
     name = f"{one_main(home)}:{qualname}"
     if qualname.endswith("<lambda>"):
         raise NotExposed(f"{name} is a lambda, which has no name to travel by", hint=_DEFINE_HINT)
@@ -80,7 +80,7 @@ def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
 
 
 def one_main(home: str) -> str:
-    """The module's name, the same on every worker: spawned ones run the script as `__mp_main__`."""
+    """The module's name, with `__main__` for `__mp_main__`, as spawned workers call the script."""
     return "__main__" if home == "__mp_main__" else home
 
 
@@ -90,13 +90,13 @@ def label(cls: type) -> str:
 
 
 def steps(name: str) -> tuple[str, ...]:
-    """The module and the attributes that a name of our own consists of."""
+    """The module and the attributes in a name that this file made."""
     home, _, qualname = name.partition(":")
     return (home, *qualname.split("."))
 
 
 def maybe_at(path: tuple[str, ...]) -> object | None:
-    """What a name of our own stands for now."""
+    """The object that a name made by this file stands for now."""
     found: object | None = sys.modules.get(path[0])
     for step in path[1:]:
         found = getattr(found, step, None)
@@ -104,7 +104,7 @@ def maybe_at(path: tuple[str, ...]) -> object | None:
 
 
 def is_instance_method(path: tuple[str, ...]) -> bool:
-    """Whether a name of our own stands for a function that wants an object first."""
+    """Whether a name made by this file stands for a method that needs an object."""
     if len(path) == 2:
         return False
     owner = maybe_at(path[:-1])
@@ -112,7 +112,7 @@ def is_instance_method(path: tuple[str, ...]) -> bool:
 
 
 def described(value: object) -> str:
-    """A value as an error speaks of it: by its kind, for its repr may be long or private."""
+    """A value for an error text: its type, because its repr may be long or private."""
     return "nothing" if value is None else f"a {type(value).__name__} object"
 
 
@@ -125,14 +125,14 @@ def _method_name(method: MethodType) -> str:
 
 
 def _elsewhere(name: str, target: object, found: object) -> NotExposed:
-    """The function given calls itself by the name of another, as a wrapper of it does."""
+    """The error for a function that has the name of another, as a wrapper of it does."""
     function = name.rpartition(".")[2].rpartition(":")[2]
     inner = getattr(target, "_torchdynamo_orig_callable", getattr(target, "__wrapped__", None))
     if inner is not None and inner is found:
         is_compiled = hasattr(target, "_torchdynamo_orig_callable")
         how = "torch.compile" if is_compiled else "your decorator"
         return NotExposed(
-            f"{name} is the function itself here, not the one that {how} made of it",
+            f"{name} is the original function here, not the one that {how} made of it",
             hint=f"give both one name, as in `{function} = {how.split()[-1]}({function})` or "
             "@… above its def; or call it inside a function of yours",
         )

@@ -1,10 +1,11 @@
-"""What may run on a worker when a peer names it.
+"""@expose and Registry: which functions, classes and methods the peers of a worker may call.
 
-Functions and classes travel as names (`names.py`) and are looked up here. Rules of this file:
-  1. A peer's string is compared, never followed: no import on its behalf, no walk along its dots
-     but the one step from an exposed class to a static or class method of it.
-  2. What is not found is refused, with the way to expose it. Nothing is exposed by accident: not
-     what a module imports, not private names, not what torch and Python define beyond their lists.
+Functions and classes are sent as names (`names.py`) and looked up here. Rules of this file:
+  1. A peer's string is compared, never resolved: it causes no import and no attribute access, but
+     for the one step from an exposed class to a static or class method of it.
+  2. A name that is not found is refused, with a hint how to expose it. Nothing is exposed by
+     accident: not what a module imports, not private names, not what torch and Python define beyond
+     tbase lists.
 
 This file must not know calls, references or messages.
 """
@@ -51,7 +52,7 @@ _NOWHERE = ModuleType("nowhere")
 
 
 class _Known(NamedTuple):
-    """What was found exposed, by its name in a module: it still is while it stands there."""
+    """A function that was found exposed; valid as long as the module has it under that name."""
 
     home: str
     attribute: str
@@ -60,13 +61,13 @@ class _Known(NamedTuple):
 
 _MARK = "__gradwire_exposed__"
 
-# What @expose was put on, as where to find it: a pure declaration, filled as modules are imported,
-# like the definitions it stands on. Where, not what, so that a decorator above @expose has effect.
+# Where to find what @expose was put on; filled as modules are imported. The place rather than the
+# object, so that a decorator above @expose has effect.
 _DECLARED: dict[str, tuple[str, ...]] = {}
 
-# The double underscores that one call can answer with data. Not __iter__: an iterator cannot
-# travel. Not __enter__ and __exit__: a `with` block spread over calls stays open when its caller
-# dies. Everything else (__init__, __class__, __reduce__, ...) is how Python is taken apart.
+# The special methods that return data from one call. Not __iter__: an iterator cannot travel. Not
+# __enter__ and __exit__: a `with` block spread over calls stays open when its caller dies. All
+# others (__init__, __class__, __reduce__, ...) give access to Python's internals.
 DUNDERS = frozenset(
     {"__call__", "__contains__", "__delitem__", "__getitem__", "__len__", "__setitem__"}
 )
@@ -84,7 +85,7 @@ _METHOD_KINDS = (
 
 _SEQUENCE = "__contains__ __getitem__ __len__ count index"
 _SET = "__contains__ __len__ copy difference intersection isdisjoint issubset issuperset union"
-# Not str.format and format_map: their fields walk attributes ("{0.__class__}").
+# Not str.format and format_map: tbase fields can read attributes ("{0.__class__}").
 _BUILTIN_METHODS: Mapping[type, frozenset[str]] = {
     cls: frozenset(methods.split())
     for cls, methods in {
@@ -105,7 +106,7 @@ _BUILTIN_METHODS: Mapping[type, frozenset[str]] = {
     }.items()
 }
 
-# Not SystemExit, KeyboardInterrupt, GeneratorExit: a peer must not end this process by naming one.
+# Not SystemExit, KeyboardInterrupt, GeneratorExit: a peer must not end this process with one.
 _EXCEPTIONS: Mapping[str, type[BaseException]] = {
     label(kind): kind
     for kind in (*vars(builtins).values(), *vars(errors).values())
@@ -125,8 +126,8 @@ _WRAP_HINT = "use it inside a function or method of yours that is exposed on the
 def expose(target: _T) -> _T:
     """Let peers call this function, or construct this class and call its public methods.
 
-    Returns `target` with a mark on it. The mark is not inherited: a subclass needs its own. On
-    a single method it exposes that method; a private name is exposed like any other.
+    Returns `target`, marked. The mark is not inherited: a subclass needs its own. On a single
+    method it exposes that method. A private name is exposed like any other.
     """
     if not isinstance(target, FunctionType | type):
         raise UsageError(
@@ -143,36 +144,36 @@ def expose(target: _T) -> _T:
 class Registry:
     """The functions, classes and methods that the peers of one worker may use.
 
-    Those marked with `expose`; those given here one by one; the public ones that a module given
-    here or the `__main__` script defines itself; the listed ones of torch.
+    These are: those marked with `expose`; those given to the constructor; the public ones defined
+    in a module given to the constructor, or in the `__main__` script; and those on torch's lists.
     """
 
     def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
         self._given: dict[str, Function] = {}
         self._known: dict[str, _Known] = {}
         self._methods: dict[tuple[type, str], Any] = {}
-        """what stands for the names of methods that were asked for; functions, while they do"""
+        """the methods that were allowed before; each is valid while the class still has it"""
         for item in listed(expose):
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
     def name_of(self, target: Function) -> str:
-        """The name under which a function or class travels; what is behind it is for the callee."""
+        """The name of a function or class; the callee decides what it stands for."""
         return name_of(target)
 
     def lookup(self, name: str) -> Function:
-        """The function or class of that name, to be called; refused unless it is exposed.
+        """The function or class of that name; NotExposed if there is none that peers may call.
 
-        hot: asked for each call served.
+        hot: every call served
         """
         known = self._known.get(name)
         if known is not None:
-            standing: object = getattr(sys.modules.get(known.home), known.attribute, None)
-            if standing is known.function:
+            current: object = getattr(sys.modules.get(known.home), known.attribute, None)
+            if current is known.function:
                 return known.function
         found = self._maybe_find(name)
         if found is None:
             raise NotExposed(
-                f"{_spoken(name)} is not exposed on this worker", hint=_function_hint(name)
+                f"{_printable(name)} is not exposed on this worker", hint=_function_hint(name)
             )
         home, _, attribute = name.partition(":")
         if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
@@ -182,9 +183,10 @@ class Registry:
     def method(self, value: object, name: str) -> Function:
         """The public method `name` of an object held by a reference, bound to it.
 
-        Judged by the type: what is stored on the object only is no method. If it stands there for
-        a method that may be called, it is called, as in Python; the owner has put it there. A
-        method that torch or Python defines is judged by their lists, whoever's class inherits it.
+        The type decides: an attribute of the object alone is no method. But an attribute of the
+        object that overrides a method of its type is called instead, as in Python, because the
+        owner has set it. A method that torch or Python defines must be on tbase lists, even if the
+        user's class inherits it.
         """
         cls = type(value)
         known: Any = self._methods.get((cls, name))
@@ -202,25 +204,25 @@ class Registry:
         return bound
 
     def _method_of(self, value: object, cls: type, name: str) -> Any:  # noqa: ANN401
-        spoken = f"{label(cls)}.{_spoken(name)}"
+        full_name = f"{label(cls)}.{_printable(name)}"
         if _is_private(name) and name not in DUNDERS:
-            raise NotExposed(f"{spoken} is private: a reference offers public methods only")
+            raise NotExposed(f"{full_name} is private: a reference offers public methods only")
         definer = _maybe_definer(cls, name)
         if definer is None:
-            raise _missing(value, name, spoken)
+            raise _missing(value, name, full_name)
         if not self._allows(cls, definer, name) and not torch_allowlist.is_forward(
             value, definer, name
         ):
-            hint = _WRAP_HINT if _is_fenced(definer) else _CLASS_HINT
-            raise NotExposed(f"{spoken} is not exposed on this worker", hint=hint)
+            hint = _WRAP_HINT if _is_builtin_or_torch(definer) else _CLASS_HINT
+            raise NotExposed(f"{full_name} is not exposed on this worker", hint=hint)
         if not _is_method(vars(definer)[name], definer):
             if torch_allowlist.is_forward(value, definer, name):
-                return _AS_ATTRIBUTE  # TorchScript finds its forward when it is asked for
-            raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+                return _AS_ATTRIBUTE  # TorchScript makes its forward on access
+            raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
         return vars(definer)[name]
 
     def exception_type(self, name: str) -> type[BaseException] | None:
-        """The exception of that name, if it is a builtin, one of ours, exposed or listed."""
+        """The exception of that name, if it is Python's, gradwire's, exposed or on a list."""
         found = _EXCEPTIONS.get(name) or self._maybe_find(name)
         return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
@@ -255,20 +257,20 @@ class Registry:
     def _allows(self, cls: type, definer: type, method: str) -> bool:
         """Whether `method`, defined by `definer`, may be called on objects of `cls`.
 
-        An exposed class opens what it defines and inherits, but for what torch and Python define;
-        an heir that is not exposed opens nothing of its own.
+        An exposed class exposes the methods that it defines and inherits, except those that torch
+        and Python define. A subclass that is not exposed exposes no methods of its own.
         """
-        heirs = cls.__mro__[: cls.__mro__.index(definer) + 1]
-        if _is_fenced(definer):
-            return any(_lists_method(heir, method) for heir in heirs) or self._is_exposed(definer)
-        return any(map(self._is_exposed, heirs)) or _is_marked(vars(definer)[method])
+        classes = cls.__mro__[: cls.__mro__.index(definer) + 1]
+        if _is_builtin_or_torch(definer):
+            return any(_lists_method(base, method) for base in classes) or self._is_exposed(definer)
+        return any(map(self._is_exposed, classes)) or _is_marked(vars(definer)[method])
 
     def _is_exposed(self, cls: type) -> bool:
         return _is_marked(cls) or self._maybe_of_user(label(cls)) is cls
 
 
 def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
-    """What is to be exposed, if it was given in a list."""
+    """What the user wants to expose; an error unless it is a list."""
     if isinstance(expose, ModuleType | str) or callable(expose):
         given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
         raise ArgumentTypeError(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
@@ -308,17 +310,17 @@ def _maybe_in_main(name: str) -> Function | None:
 
 
 def _is_defined_as(value: object, home: str, name: str) -> bool:
-    """Whether `home` defines this function or class, under that name: no import, no alias."""
+    """Whether `home` defines this function or class under that name: no import, no alias."""
     if not callable(value) or getattr(value, "__qualname__", None) != name:
         return False
     return one_main(getattr(value, "__module__", "")) == home
 
 
 def _is_method(raw: object, definer: type) -> bool:
-    """Whether it is a method, and not a function of Python's or torch's that a class holds."""
+    """Whether it is a method, rather than a function of Python or torch set on a user's class."""
     if not isinstance(raw, _METHOD_KINDS):
         return False
-    if _is_fenced(definer):
+    if _is_builtin_or_torch(definer):
         return True
     function = getattr(raw, "func", getattr(raw, "__func__", raw))
     home = str(getattr(function, "__module__", None)).partition(".")[0]
@@ -328,10 +330,10 @@ def _is_method(raw: object, definer: type) -> bool:
 
 
 def _stored(value: object, name: str) -> Function:
-    """What stands on the object itself for a method of its class, if that is something to call.
+    """The attribute of an object that overrides a method of its class, if it may be called.
 
-    Not a function of Python's or torch's that an object of the user's holds, but for modules:
-    torch itself puts compiled and scripted methods there.
+    Functions of Python or torch are refused, except on modules: torch itself sets compiled and
+    scripted methods there.
     """
     found: object = vars(value)[name]
     while isinstance(found, functools.partial):
@@ -339,14 +341,14 @@ def _stored(value: object, name: str) -> Function:
     home = str(getattr(getattr(found, "__func__", found), "__module__", None)).partition(".")[0]
     is_foreign = home == "torch" or home in sys.stdlib_module_names
     if not callable(found) or (is_foreign and not isinstance(value, Module)):
-        spoken = f"{label(type(value))}.{_spoken(name)}"
-        raise NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+        full_name = f"{label(type(value))}.{_printable(name)}"
+        raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
     stored: Function = vars(value)[name]
     return stored
 
 
 class _AsAttribute:
-    """A method that is had by asking the object for it."""
+    """Stands for a `forward` that has to be read from the object itself."""
 
     def __get__(self, value: object, _: type) -> Any:  # noqa: ANN401
         return getattr(value, "forward")  # noqa: B009  (the only one)
@@ -363,7 +365,7 @@ def _is_marked(target: object) -> bool:
     return getattr(target, "__dict__", {}).get(_MARK) is True
 
 
-def _is_fenced(definer: type) -> bool:
+def _is_builtin_or_torch(definer: type) -> bool:
     return definer.__module__.partition(".")[0] in ("builtins", "torch")
 
 
@@ -372,23 +374,23 @@ def _lists_method(cls: type, method: str) -> bool:
 
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:
-    return next((heir for heir in cls.__mro__ if attribute in vars(heir)), None)
+    return next((base for base in cls.__mro__ if attribute in vars(base)), None)
 
 
 def _function_hint(name: str) -> str:
-    """What the user did not write cannot be decorated."""
+    """How to expose it: only what the user wrote can be decorated."""
     home = name.partition(":")[0].partition(".")[0]
     if home == "torch" or home in sys.stdlib_module_names - {"__main__"}:
         return _OTHERS_HINT
     return _FUNCTION_HINT
 
 
-def _missing(value: object, name: str, spoken: str) -> Exception:
+def _missing(value: object, name: str, full_name: str) -> Exception:
     if name in getattr(value, "__dict__", {}):
-        return NotExposed(f"{spoken} is not a method", hint=_WRAP_HINT)
+        return NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
     return AttributeError(f"{type(value).__name__!r} object has no attribute {name[:200]!r}")
 
 
-def _spoken(name: str) -> str:
-    """A peer's string, fit for an error and a log."""
+def _printable(name: str) -> str:
+    """A peer's string, made safe for errors and logs."""
     return name if name.isprintable() and 0 < len(name) <= 200 else repr(name[:200])

@@ -1,13 +1,13 @@
-"""The parts of torch that a peer may name: the lines of two checked-in lists, and nothing else.
+"""The functions, classes and methods of torch that a peer may use: the lines of two lists.
 
     torch_operators.txt   functions, as module:name
     torch_classes.txt     classes to construct, as module:Class, and the methods that may be called
                           on one held by a reference, as module:Class.method
 
-What a peer sends is only ever compared with these lines; what is fetched for it is the line's, from
-a module imported here. A line that this version of torch lacks counts as not listed. The lists
-bound what can be reached (files, code, state of the process); how well an operator checks its own
-arguments is torch's affair, and those known to crash on bad ones are left out.
+A peer's string is only compared with these lines. The object is then found by the line, in a module
+imported here. A line that this version of torch does not have counts as not listed. Nothing on the
+lists gives access to files, code or the state of the process. Whether an operator checks its
+arguments is up to torch; operators known to crash on bad arguments are not listed.
 
 This file must not know registries or user code.
 """
@@ -66,14 +66,14 @@ def classes() -> frozenset[str]:
 
 
 def lines_of(file: str) -> list[str]:
-    """The names a list holds, in its order, without its comments."""
+    """The lines of a list, in order, without comments."""
     text = files("gradwire.rpc.expose").joinpath(file).read_text(encoding="ascii")
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def maybe_find(name: str) -> Callable[..., object] | None:
     """The torch function or class of that name, if it is listed and this torch has it."""
-    # Asked before the caches below: a cache of what peers sent would grow at their will.
+    # Checked before the caches below, or peers could make these grow without limit.
     if name in operators() or name in classes():
         return _maybe_function(name)
     return None
@@ -81,16 +81,16 @@ def maybe_find(name: str) -> Callable[..., object] | None:
 
 @functools.cache
 def names() -> Mapping[object, str]:
-    """The line that stands for each object of torch's; aten packets name themselves."""
-    # In order, so that of an object with two names (torch.conv2d is also in nn.functional) the one
-    # that sorts last stands: "torch:" comes after every "torch.something:".
+    """The line of each listed object of torch, except aten packets, which have their own names."""
+    # Sorted, so that of an object with two names (torch.conv2d is also in nn.functional) the last
+    # one is kept: "torch:" comes after every "torch.something:".
     lines = sorted(operators() | classes())
     known = ((_maybe_function(line), line) for line in lines if not line.startswith(_ATEN))
     return {found: line for found, line in known if found is not None}
 
 
 def maybe_name(target: object) -> str | None:
-    """The line that stands for this object of torch's, if one does; an aten packet names itself."""
+    """The line of an object of torch, if it is listed; an aten packet's own name."""
     if isinstance(target, _PACKET):
         namespace, _, operator = str(target).partition(".")
         return f"torch.ops.{namespace}:{operator}"
@@ -98,7 +98,7 @@ def maybe_name(target: object) -> str | None:
 
 
 def is_compiled(target: object) -> bool:
-    """Whether this is a compiled function of torch's, whose own name leads nowhere."""
+    """Whether this is a function of torch compiled from C++, whose own name leads nowhere."""
     if not isinstance(target, _COMPILED_KINDS):
         return False
     home = getattr(getattr(target, "__objclass__", target), "__module__", None)
@@ -111,12 +111,11 @@ def lists_method(cls: type, method: str) -> bool:
 
 
 def is_forward(value: object, definer: type, name: str) -> bool:
-    """Whether this is the forward or the call of a module, as one of torch's classes defines it.
+    """Whether this is the `forward` or `__call__` of a module, defined by a class of torch.
 
-    Module.__call__ is listed, and runs the forward of the object, whichever that is: so neither a
-    `__call__` of torch's own that does the same (of compiled and fx modules), nor a forward that
-    torch has put together (fx, TorchScript) or declared for others to set on the object
-    (torch.compile) opens more than that line does.
+    Module.__call__ is listed, and runs any forward that the object has. So these allow no more than
+    that line does: the `__call__` of compiled and fx modules, which does the same; a forward that
+    torch has generated (fx, TorchScript) or that is set on the object (torch.compile).
     """
     if name not in ("forward", "__call__") or not isinstance(value, torch.nn.Module):
         return False
@@ -124,7 +123,7 @@ def is_forward(value: object, definer: type, name: str) -> bool:
 
 
 def maybe_compiled_from(value: object) -> object | None:
-    """The module that `torch.compile` was given, to which what it made passes attributes on."""
+    """The original of a module that `torch.compile` made, which forwards attributes to it."""
     cls = type(value)
     if (cls.__module__, cls.__qualname__) != _COMPILED_MODULE:  # without an import of dynamo
         return None
@@ -149,10 +148,10 @@ def _maybe_fetch(line: str) -> object | None:
 
 
 def _stands_alone(line: str) -> bool:
-    """Whether the line names something to call by itself, rather than on an object.
+    """Whether the line names a function that needs no reference to an object.
 
-    The methods of tensors do: a tensor travels, so it can come as the first argument. A module or
-    an optimizer does not, and its methods are reached through a reference.
+    Methods of tensors need none: a tensor can be sent as the first argument. Modules and optimizers
+    do not travel, so their methods are called through a reference.
     """
     owner, _, method = line.rpartition(".")
     if ":" not in owner or owner == "torch:Tensor":

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import UsageError
-from gradwire.nn.place import Place, parse_place
+from gradwire.nn.remote_module import RemoteDevice, parse_remote_device
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("w1", Place("w1", "cpu")),
-        ("w1/cpu", Place("w1", "cpu")),
-        ("trainer:1/cuda:3", Place("trainer:1", "cuda:3")),
-        ("w1/cuda", Place("w1", "cuda")),
-        ("rank:0", Place(0, "cpu")),
-        ("rank:12/meta", Place(12, "meta")),
+        ("w1", RemoteDevice("w1", "cpu")),
+        ("w1/cpu", RemoteDevice("w1", "cpu")),
+        ("trainer:1/cuda:3", RemoteDevice("trainer:1", "cuda:3")),
+        ("w1/cuda", RemoteDevice("w1", "cuda")),
+        ("rank:0", RemoteDevice(0, "cpu")),
+        ("rank:12/meta", RemoteDevice(12, "meta")),
     ],
 )
 def test_a_place_is_a_worker_and_a_device(text, place):
-    assert parse_place(text) == place
+    assert parse_remote_device(text) == place
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_place_is_a_worker_and_a_device(text, place):
 )
 def test_what_names_no_place_is_refused_with_what_does(text, story):
     with pytest.raises(UsageError) as refused:
-        parse_place(text)
+        parse_remote_device(text)
 
     assert refused.value.message == story
     assert "w1/cuda:0" in refused.value.hint
