@@ -26,7 +26,7 @@ import gradwire.testing
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gradwire"
 WARM_UP, ROUNDS = 3, 6
-BACKGROUND = re.compile(r"gradwire \S+ (timer|keep|refs|accept)")
+BACKGROUND = re.compile(r"gradwire \S+ (timer|keep|watchdog|refs|accept)")
 """threads whose work belongs to no call"""
 
 Passed = set[tuple[str, str]]
