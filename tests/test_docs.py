@@ -79,6 +79,18 @@ def test_layers_of_the_picture_stand_above_what_they_import(tmp_path):
     assert rooms.imports == {("a", "b"), ("a", shared)}
 
 
+# -- concepts
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "concepts").glob("*.md")), ids=named)
+def test_a_concept_fits_on_a_page_with_a_picture(page):
+    text = page.read_text()
+
+    assert len(text.splitlines()) <= 120
+    assert re.search(r"^```(mermaid)?\n", text, re.M), "it has no picture"
+    assert f"(concepts/{page.name})" in (ROOT / "docs" / "architecture.md").read_text()
+
+
 # -- links
 
 
