@@ -14,7 +14,7 @@ import torch
 
 import gradwire
 import gradwire.testing
-from docs.generate import size, wire
+from docs.generate import architecture, size, wire
 from docs.generate.pages import PAGES
 from gradwire.wire.message import kind_of
 
@@ -55,6 +55,40 @@ def test_code_lines_are_those_with_code():
     source = '"""A module."""\n\n# a comment\nx = (\n    1,  # one\n)\n"""about x"""\n'
 
     assert size.code_lines(source) == 3
+
+
+def test_the_picture_of_the_architecture_shows_every_folder_and_no_import_that_points_up():
+    rooms = architecture.rooms_of(SOURCE)
+
+    folders = {path.parent for path in SOURCE.rglob("*.py") if path.name != "__init__.py"}
+    assert len(rooms.order()) == len(folders)
+    assert [pair for pair in rooms.imports if rooms.level(pair[0]) < rooms.level(pair[1])] == []
+
+
+def test_layers_of_the_picture_stand_above_what_they_import(tmp_path):
+    texts = {"a/one.py": "from p.b import two\nimport p.words", "b/two.py": "", "words.py": ""}
+    for name, text in texts.items():
+        path = tmp_path / "p" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    rooms = architecture.rooms_of(tmp_path / "p")
+
+    shared = architecture.SHARED
+    assert rooms.order().index("a") == 2
+    assert rooms.imports == {("a", "b"), ("a", shared)}
+
+
+# -- concepts
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "concepts").glob("*.md")), ids=named)
+def test_a_concept_fits_on_a_page_with_a_picture(page):
+    text = page.read_text()
+
+    assert len(text.splitlines()) <= 120
+    assert re.search(r"^```(mermaid)?\n", text, re.M), "it has no picture"
+    assert f"(concepts/{page.name})" in (ROOT / "docs" / "architecture.md").read_text()
 
 
 # -- links

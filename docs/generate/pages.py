@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.generate import reference, size, wire
+from docs.generate import architecture, reference, size, wire
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "gradwire"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +39,6 @@ class Page:
 PAGES = [
     Page(ROOT / "docs" / "wire.md", lambda _: wire.page()),
     Page(ROOT / "docs" / "reference.md", lambda _: reference.page()),
-    Page(ROOT / "README.md", lambda text: size.in_text(text, ROOT / "src" / "gradwire")),
+    Page(ROOT / "README.md", lambda text: size.in_text(text, PACKAGE)),
+    Page(ROOT / "docs" / "architecture.svg", lambda _: architecture.page(PACKAGE)),
 ]

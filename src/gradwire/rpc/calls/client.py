@@ -1,6 +1,6 @@
 """A call, on the worker that makes it: pack, send, wait. The other end is server.py.
 
-See docs/design.md, section 3, for the stairs it walks down here and up there.
+docs/concepts/calls.md lists the functions that a call passes on both workers.
 """
 
 from __future__ import annotations
