@@ -49,7 +49,7 @@ from gradwire.testing import cluster
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SharedMemory
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.wire.frame import Frame, encode_prefix, sealed
+from gradwire.wire.frame import Frame, encode_prefix, pack_prefix
 from gradwire.wire.message import Kinds, Message, encode, kind_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 from gradwire.wire.tensor_header import TensorHeader
@@ -119,7 +119,7 @@ def _stream(data: bytes) -> bytes:
             stream += encode_prefix(frame) + content + rest[: length % 128]
             rest = rest[length % 128 :]
         else:
-            stream += sealed(kind, flags, head, length, request) + content
+            stream += pack_prefix(kind, flags, head, length, request) + content
     return stream
 
 

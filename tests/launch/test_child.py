@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire import UsageError
-from gradwire.launch.child import maybe_exception, packed, unpacked
+from gradwire.launch.child import maybe_exception, pickled, unpickled
 
 
 class Fallback(Exception):
@@ -16,7 +16,7 @@ class Fallback(Exception):
 def test_values_arrive_as_copies():
     sent = {"x": torch.ones(2, requires_grad=True), "n": [1, 2]}
 
-    came = unpacked(packed(sent, "it"), "it")
+    came = unpickled(pickled(sent, "it"), "it")
 
     assert torch.equal(came["x"], sent["x"])
     assert came["x"].requires_grad
@@ -27,28 +27,28 @@ def test_values_arrive_as_copies():
 def test_a_tensor_is_not_moved_to_shared_memory():
     x = torch.ones(2)
 
-    packed(x, "it")
+    pickled(x, "it")
 
     assert not x.is_shared()
 
 
 def test_modules_go_by_name():
-    assert unpacked(packed([torch.nn, pytest], "it"), "it") == [torch.nn, pytest]
+    assert unpickled(pickled([torch.nn, pytest], "it"), "it") == [torch.nn, pytest]
 
 
 def test_what_cannot_be_pickled_is_named():
     with pytest.raises(UsageError, match=r"my thing cannot be pickled: .*lambda") as caught:
-        packed(lambda: 1, "my thing", hint="do otherwise")
+        pickled(lambda: 1, "my thing", hint="do otherwise")
     assert caught.value.hint == "do otherwise"
 
 
 def test_what_cannot_be_unpickled_is_named():
     with pytest.raises(UsageError, match="my thing cannot be unpickled here: "):
-        unpacked(b"no pickle", "my thing")
+        unpickled(b"no pickle", "my thing")
 
 
 def test_exceptions_are_found_in_any_module_of_ours():
     assert maybe_exception("builtins:KeyError") is KeyError
     assert maybe_exception(f"{__name__}:Fallback") is Fallback
-    assert maybe_exception(f"{__name__}:packed") is None
+    assert maybe_exception(f"{__name__}:pickled") is None
     assert maybe_exception("no.such.module:Error") is None

@@ -8,32 +8,32 @@ from pathlib import Path
 import pytest
 
 from gradwire import DeadlinePassed, JoinTimeout, Options, PeerLost, UsageError
-from gradwire.launch.plan import check, orders_for
-from gradwire.launch.supervise_state import Died, Overdue, Stage, death, overdue
+from gradwire.launch.plan import check_arguments, worker_specs
+from gradwire.launch.supervise_state import Died, Overdue, WorkerStage, death_error, overdue_error
 
 HOME = Path("/private")
 
 
 def test_workers_are_numbered_and_named_and_meet_in_the_private_directory():
-    first, second = orders_for(2, Options(threads=7), HOME)
+    first, second = worker_specs(2, Options(threads=7), HOME)
 
     assert (first.name, first.rank, first.world_size, first.is_caller) == ("w0", 0, 2, True)
     assert (second.name, second.rank, second.world_size, second.is_caller) == ("w1", 1, 2, False)
-    assert first.options.init_method == second.options.init_method == "file:///private/meeting"
+    assert first.options.init_method == second.options.init_method == "file:///private/rendezvous"
     assert first.options.threads == 7
     assert first.failure != second.failure
 
 
 @pytest.mark.parametrize("listen", ["auto", "unix"])
 def test_their_sockets_lie_there_too(listen):
-    first, second = orders_for(2, Options(listen=listen), HOME)
+    first, second = worker_specs(2, Options(listen=listen), HOME)
 
     assert first.options.listen == "unix:///private/w0.socket"
     assert second.options.listen == "unix:///private/w1.socket"
 
 
 def test_another_link_may_be_asked_for():
-    (only,) = orders_for(1, Options(listen="tcp://127.0.0.1:0"), HOME)
+    (only,) = worker_specs(1, Options(listen="tcp://127.0.0.1:0"), HOME)
 
     assert only.options.listen == "tcp://127.0.0.1:0"
 
@@ -41,48 +41,60 @@ def test_another_link_may_be_asked_for():
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, "3", True])
 def test_a_run_needs_a_worker(world_size):
     with pytest.raises(UsageError, match="at least one worker, not world_size="):
-        check(world_size, Options(), None)
+        check_arguments(world_size, Options(), None)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan])
 def test_a_timeout_is_a_number_of_seconds(timeout):
     with pytest.raises(UsageError, match=r"run\(timeout=.*\) is not a positive, finite number"):
-        check(1, Options(), timeout)
+        check_arguments(1, Options(), timeout)
 
 
 def test_another_meeting_place_is_refused_not_ignored():
     with pytest.raises(UsageError, match="cannot use tcp://here:1"):
-        check(1, Options(init_method="tcp://here:1"), None)
+        check_arguments(1, Options(init_method="tcp://here:1"), None)
 
 
 @pytest.mark.parametrize(
     ("died", "kind", "text"),
     [
         (
-            Died(1, 1, Stage.STARTING, None),
+            Died(1, 1, WorkerStage.STARTING, None),
             UsageError,
             "b could not start: it ended with exit",
         ),
-        (Died(1, -9, Stage.STARTING, None), PeerLost, r"b died \(SIGKILL\) while it started"),
-        (Died(0, 3, Stage.WORKING, 1), PeerLost, r"a died \(exit status 3\) while it was at work"),
-        (Died(0, 0, Stage.LEAVING, None), PeerLost, r"a died \(exit status 0\) while it was leav"),
-        (Died(0, -11, Stage.LEFT, None), PeerLost, r"a died \(SIGSEGV\) after it had left"),
-        (Died(0, -99, Stage.WORKING, None), PeerLost, r"a died \(signal 99\) while"),
+        (Died(1, -9, WorkerStage.STARTING, None), PeerLost, r"b died \(SIGKILL\) while it started"),
+        (
+            Died(0, 3, WorkerStage.WORKING, 1),
+            PeerLost,
+            r"a died \(exit status 3\) while it was at w",
+        ),
+        (
+            Died(0, 0, WorkerStage.LEAVING, None),
+            PeerLost,
+            r"a died \(exit status 0\) while it was l",
+        ),
+        (Died(0, -11, WorkerStage.LEFT, None), PeerLost, r"a died \(SIGSEGV\) after it had left"),
+        (Died(0, -99, WorkerStage.WORKING, None), PeerLost, r"a died \(signal 99\) while"),
     ],
 )
 def test_a_death_is_told_with_its_cause_and_its_moment(died, kind, text):
     with pytest.raises(kind, match=text):
-        raise death(died, ["a", "b"])
+        raise death_error(died, ["a", "b"])
 
 
 @pytest.mark.parametrize(
     ("due", "kind", "text"),
     [
-        (Stage.WORKING, JoinTimeout, "a, c did not start in time"),
-        (Stage.LEAVING, DeadlinePassed, r"run\(\) gave up on a, c after 2\.5 s"),
-        (Stage.LEFT, DeadlinePassed, "a, c did not end in time after the function had returned"),
+        (WorkerStage.WORKING, JoinTimeout, "a, c did not start in time"),
+        (WorkerStage.LEAVING, DeadlinePassed, r"run\(\) gave up on a, c after 2\.5 s"),
+        (
+            WorkerStage.LEFT,
+            DeadlinePassed,
+            "a, c did not end in time after the function",
+        ),
     ],
 )
 def test_a_wait_that_is_given_up_names_whom_it_was_for(due, kind, text):
     with pytest.raises(kind, match=text):
-        raise overdue(Overdue((0, 2), due), ["a", "b", "c"], 2.5)
+        raise overdue_error(Overdue((0, 2), due), ["a", "b", "c"], 2.5)

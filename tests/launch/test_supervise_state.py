@@ -14,18 +14,18 @@ from gradwire.launch.supervise_state import (
     Died,
     Failed,
     Overdue,
-    Patience,
     Restart,
-    Stage,
+    RunState,
+    RunTimeouts,
     Succeeded,
-    Watch,
+    WorkerStage,
 )
 
-PATIENCE = Patience(start=10, whole=1000, leave=20)
+PATIENCE = RunTimeouts(start=10, whole=1000, leave=20)
 
 
-def _at_work(workers: int = 3, patience: Patience = PATIENCE) -> Watch:
-    watch = Watch(workers, patience, 0)
+def _at_work(workers: int = 3, patience: RunTimeouts = PATIENCE) -> RunState:
+    watch = RunState(workers, patience, 0)
     for worker in range(workers):
         watch.begun(worker)
     return watch
@@ -75,7 +75,7 @@ def test_a_death_is_the_cause_of_the_loss_that_was_felt(order, apart):
         else:
             watch.failed(CALLER, now, of_lost_peer=True)
 
-    assert watch.verdict(5 + apart) == Died(1, -9, Stage.WORKING, felt_by=CALLER)
+    assert watch.verdict(5 + apart) == Died(1, -9, WorkerStage.WORKING, reported_by=CALLER)
 
 
 def test_a_loss_that_no_death_explains_is_told_as_it_is():
@@ -93,7 +93,7 @@ def test_a_death_that_nobody_felt_is_told_as_it_is():
 
     assert watch.verdict(5) is None
     assert watch.next_deadline() == 5 + LINGER_SECONDS
-    assert watch.verdict(5 + LINGER_SECONDS) == Died(2, 3, Stage.WORKING, felt_by=None)
+    assert watch.verdict(5 + LINGER_SECONDS) == Died(2, 3, WorkerStage.WORKING, reported_by=None)
 
 
 def test_the_first_of_two_deaths_is_told():
@@ -101,21 +101,21 @@ def test_the_first_of_two_deaths_is_told():
     watch.exited(2, 3, 5)
     watch.exited(1, 4, 5)
 
-    assert watch.verdict(7) == Died(2, 3, Stage.WORKING, felt_by=None)
+    assert watch.verdict(7) == Died(2, 3, WorkerStage.WORKING, reported_by=None)
 
 
 def test_the_caller_s_death_is_told_at_once():
     watch = _at_work()
     watch.exited(CALLER, 0, 5)
 
-    assert watch.verdict(5) == Died(CALLER, 0, Stage.WORKING, felt_by=None)
+    assert watch.verdict(5) == Died(CALLER, 0, WorkerStage.WORKING, reported_by=None)
 
 
 def test_a_death_before_joining_is_told_at_once():
-    watch = Watch(2, PATIENCE, 0)
+    watch = RunState(2, PATIENCE, 0)
     watch.exited(1, 1, 5)
 
-    assert watch.verdict(5) == Died(1, 1, Stage.STARTING, felt_by=None)
+    assert watch.verdict(5) == Died(1, 1, WorkerStage.STARTING, reported_by=None)
 
 
 def test_a_process_that_breaks_while_it_ends_is_told():
@@ -124,16 +124,16 @@ def test_a_process_that_breaks_while_it_ends_is_told():
     watch.left(CALLER)
     watch.exited(CALLER, -11, 6)
 
-    assert watch.verdict(6) == Died(CALLER, -11, Stage.LEFT, felt_by=None)
+    assert watch.verdict(6) == Died(CALLER, -11, WorkerStage.LEFT, reported_by=None)
 
 
 def test_those_that_do_not_start_in_time_are_told():
-    watch = Watch(3, PATIENCE, 100)
+    watch = RunState(3, PATIENCE, 100)
     watch.begun(1)
 
     assert watch.next_deadline() == 110
     assert watch.verdict(109) is None
-    assert watch.verdict(110) == Overdue((0, 2), Stage.WORKING)
+    assert watch.verdict(110) == Overdue((0, 2), WorkerStage.WORKING)
 
 
 def test_a_function_may_take_as_long_as_the_run():
@@ -141,8 +141,8 @@ def test_a_function_may_take_as_long_as_the_run():
 
     assert watch.next_deadline() == 1000
     assert watch.verdict(999) is None
-    assert watch.verdict(1000) == Overdue((CALLER,), Stage.LEAVING)
-    assert _at_work(patience=Patience(10, math.inf, 20)).next_deadline() == math.inf
+    assert watch.verdict(1000) == Overdue((CALLER,), WorkerStage.LEAVING)
+    assert _at_work(patience=RunTimeouts(10, math.inf, 20)).next_deadline() == math.inf
 
 
 def test_those_that_stay_too_long_are_told():
@@ -152,14 +152,14 @@ def test_those_that_stay_too_long_are_told():
     watch.exited(CALLER, 0, 101)
 
     assert watch.next_deadline() == 120
-    assert watch.verdict(120) == Overdue((1, 2), Stage.LEFT)
+    assert watch.verdict(120) == Overdue((1, 2), WorkerStage.LEFT)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @settings(max_examples=50)
 @given(data=st.data())
 def test_a_run_ends_with_one_verdict_whatever_happens(workers, data):
-    watch, now, going = Watch(workers, PATIENCE, 0), 0.0, set(range(workers))
+    watch, now, going = RunState(workers, PATIENCE, 0), 0.0, set(range(workers))
     while watch.verdict(now) is None:
         deadline = watch.next_deadline()
         assert deadline > now
@@ -180,8 +180,8 @@ def test_a_run_ends_with_one_verdict_whatever_happens(workers, data):
         now += 0.5
 
 
-def _restartable(restarts: int = 1, workers: int = 3) -> Watch:
-    watch = Watch(workers, PATIENCE, 0, restarts=restarts)
+def _restartable(restarts: int = 1, workers: int = 3) -> RunState:
+    watch = RunState(workers, PATIENCE, 0, restarts=restarts)
     for worker in range(workers):
         watch.begun(worker)
     return watch
@@ -193,10 +193,10 @@ def test_a_worker_that_died_is_started_again_and_told_once(worker):
     watch.exited(worker, -9, 50)
 
     assert watch.verdict(50) is None
-    assert watch.to_restart() == [Restart(worker, -9, Stage.WORKING)]
+    assert watch.to_restart() == [Restart(worker, -9, WorkerStage.WORKING)]
     assert watch.to_restart() == []
     assert watch.next_deadline() == 60
-    assert watch.verdict(60) == Overdue((worker,), Stage.WORKING)
+    assert watch.verdict(60) == Overdue((worker,), WorkerStage.WORKING)
     watch.begun(worker)
     assert watch.verdict(61) is None
 
@@ -210,22 +210,22 @@ def test_each_has_its_own_number_of_restarts():
     watch.exited(1, -9, 70)
 
     assert watch.to_restart() == []
-    assert watch.verdict(70 + LINGER_SECONDS) == Died(1, -9, Stage.WORKING, None)
+    assert watch.verdict(70 + LINGER_SECONDS) == Died(1, -9, WorkerStage.WORKING, None)
 
 
 def test_one_that_cannot_import_the_script_is_not_started_again():
-    watch = Watch(2, PATIENCE, 0, restarts=5)
+    watch = RunState(2, PATIENCE, 0, restarts=5)
     watch.exited(1, 1, 3)
 
     assert watch.to_restart() == []
-    assert watch.verdict(3) == Died(1, 1, Stage.STARTING, None)
+    assert watch.verdict(3) == Died(1, 1, WorkerStage.STARTING, None)
 
 
 def test_one_that_is_killed_while_it_starts_is_started_again():
-    watch = Watch(2, PATIENCE, 0, restarts=5)
+    watch = RunState(2, PATIENCE, 0, restarts=5)
     watch.exited(1, -9, 3)
 
-    assert watch.to_restart() == [Restart(1, -9, Stage.STARTING)]
+    assert watch.to_restart() == [Restart(1, -9, WorkerStage.STARTING)]
 
 
 def test_nobody_is_started_again_once_the_run_has_failed():
@@ -234,10 +234,10 @@ def test_nobody_is_started_again_once_the_run_has_failed():
     watch.exited(1, -9, 11)
 
     assert watch.to_restart() == []
-    assert watch.verdict(12) == Died(1, -9, Stage.WORKING, CALLER)
+    assert watch.verdict(12) == Died(1, -9, WorkerStage.WORKING, CALLER)
 
 
-def test_who_dies_when_the_function_has_returned_is_not_missed():
+def test_who_dies_when_the_function_has_returned_died_after_return():
     watch = _restartable(workers=2)
     watch.returned(10)
     watch.exited(1, -9, 11)
@@ -253,7 +253,7 @@ def test_the_death_of_the_caller_on_its_way_out_is_told():
     watch.returned(10)
     watch.exited(CALLER, -9, 11)
 
-    assert watch.verdict(11) == Died(CALLER, -9, Stage.LEAVING, None)
+    assert watch.verdict(11) == Died(CALLER, -9, WorkerStage.LEAVING, None)
 
 
 def test_a_failure_that_was_told_is_no_death():

@@ -151,7 +151,7 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     assert err.endswith(
         "UsageError: w0 could not start: it ended with exit status 1 while importing the script\n"
         'hint: what it printed says why; a script calls run() under `if __name__ == "__main__":`, '
-        "for every worker imports it\n"
+        "as every worker imports it\n"
     )
 
 

@@ -342,7 +342,7 @@ PROGRAM = textwrap.dedent(
 @pytest.mark.parametrize(
     ("arguments", "given", "where"),
     [
-        (["-"], PROGRAM, "in <stdin>, which is no file"),
+        (["-"], PROGRAM, "in <stdin>, which is not a file"),
         (["-c", PROGRAM], "", "at a prompt, in a notebook or after `python -c`"),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_program_without_a_file_is_told_to_have_one(arguments, given, where):
 
     *_, text, hint = done.stderr.splitlines()
     assert text == (
-        f"gradwire.errors.UsageError: run() was given a program that is written {where}: its "
+        f"gradwire.errors.UsageError: run() was called for a program {where}: its "
         "workers cannot import it"
     )
     assert hint == "hint: write it to a file, and run that: python program.py"

@@ -389,7 +389,7 @@ def test_no_secret_no_worker(monkeypatch):
 
 @pytest.mark.parametrize("listen", ["tcp://0.0.0.0:0", "tcp://[::]:0", "tcp://192.0.2.1:0"])
 def test_no_listener_beyond_this_machine_without_tls(listen):
-    with pytest.raises(UsageError, match="is beyond this machine") as refusal:
+    with pytest.raises(UsageError, match="is on another machine") as refusal:
         join("a", 0, None, Options(listen=listen), store=HashStore())
     assert "TLS" in refusal.value.hint
     assert "insecure=True" in refusal.value.hint
@@ -416,5 +416,5 @@ def test_a_meeting_place_that_cannot_be_found_is_named():
 def test_where_workers_meet_elsewhere_they_need_tls_or_the_word():
     options = Options(init_method="tcp://192.0.2.1:1", timeouts=Timeouts(join=1))
 
-    with pytest.raises(UsageError, match="is beyond this machine"):
+    with pytest.raises(UsageError, match="is on another machine"):
         join("a", 1, 2, options)

@@ -107,7 +107,7 @@ NAMES = {
     "pickle": "pickle:loads",
     "the unpickler of our own": "gradwire.rpc.codec.pickle_codec:loads",
     "its class": "gradwire.rpc.codec.pickle_codec:PickleCodec.unpack",
-    "what unpacks for children": "gradwire.launch.child:unpacked",
+    "what unpacks for children": "gradwire.launch.child:unpickled",
     "expose itself": "gradwire:expose",
     "the registry": "gradwire.rpc.expose.registry:Registry",
     "a helper of rref": "gradwire.rpc.rref:home_door",

@@ -72,7 +72,7 @@ def test_an_unknown_scheme_is_named_and_the_known_ones_are_listed():
     with pytest.raises(UsageError) as caught:
         transports.connect("shm://place", deadline=0.0)
     assert str(caught.value) == (
-        "no transport is called 'shm', which 'shm://place' asks for\n"
+        "no transport for scheme 'shm' of address 'shm://place'\n"
         "hint: the known ones are: memory, unix"
     )
     with pytest.raises(UsageError, match="hint: the known ones are: none"):

@@ -74,7 +74,7 @@ def test_a_network_holds_as_much_as_it_is_told():
     here, there = MemoryNetwork(capacity=2 * (24 + 4 + 7)).pair()
     here.send(FRAME, soon())
     here.send(FRAME, soon())
-    with pytest.raises(DeadlinePassed, match="memory://pair-1/b had no room for a message before"):
+    with pytest.raises(DeadlinePassed, match="memory://pair-1/b did not accept a message before"):
         here.send(FRAME, time.monotonic())
     there.recv()
     here.send(FRAME, soon())

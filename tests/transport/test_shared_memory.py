@@ -18,14 +18,14 @@ import torch
 
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.base import HELD_AT_MOST
+from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.memfd import can_share, make
+from gradwire.transport.memfd import can_share, make_block
 from gradwire.transport.shared_memory import MOST_BLOCKS, NOTE, Lender, SharedMemory
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Frame
-from gradwire.wire.frame import sealed as prefix_of
+from gradwire.wire.frame import pack_prefix as prefix_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system has no memfd")
@@ -292,7 +292,7 @@ def test_the_number_of_blocks_is_bounded(pair):
 
 def test_a_peer_that_does_not_read_is_not_sent_more_than_a_channel_may_hold(pair, shared):
     here, there = pair
-    here.send(frame_of(1, HELD_AT_MOST), soon())
+    here.send(frame_of(1, MAX_BUFFERED_BYTES), soon())
     assert shared.lender.place([bytes(LARGE)]) is None
     there.recv()
     assert shared.lender.place([bytes(LARGE)]) is not None
@@ -316,7 +316,7 @@ def test_memory_that_cannot_be_had_is_said_once_and_done_without(pair, shared, c
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (record,) = caplog.records
-    assert f"no {LARGE} bytes of shared memory, the socket is used" in record.message
+    assert f"cannot allocate {LARGE} bytes of shared memory" in record.message
     assert shared.lender.bytes == 0
     assert is_shared(carried(pair, frame_of(1)))
 
@@ -392,11 +392,17 @@ def sealed(size: int, seals: int, *, is_allocated: bool = True) -> int:
 BOTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FILES: dict[str, tuple[Callable[[], int], str]] = {
     "no seals": (lambda: sealed(1 << 17, 0), "not sealed against resizing"),
-    "may shrink": (lambda: sealed(1 << 17, fcntl.F_SEAL_GROW), "not sealed against resizing"),
+    "may shrink": (
+        lambda: sealed(1 << 17, fcntl.F_SEAL_GROW),
+        "not sealed against resizing",
+    ),
     "no room": (lambda: sealed(4096, BOTH), "its file has 4096 bytes"),
     "holes": (lambda: sealed(1 << 40, BOTH, is_allocated=False), "its file has"),
     "few holes": (lambda: sealed(1 << 30, BOTH, is_allocated=False), "its file has holes"),
-    "read only": (lambda: sealed(1 << 17, BOTH | fcntl.F_SEAL_WRITE), "sealed against writing"),
+    "read only": (
+        lambda: sealed(1 << 17, BOTH | fcntl.F_SEAL_WRITE),
+        "sealed against writing",
+    ),
     "a device": (lambda: os.open("/dev/zero", os.O_RDWR), "cannot be mapped"),
     "a directory": (lambda: os.open("/", os.O_RDONLY), "cannot be mapped"),
 }
@@ -429,18 +435,18 @@ def test_a_file_that_could_hurt_is_not_mapped(peer, which):
 
 ONE = 1 << 17
 LIES: dict[str, list[tuple[int, int, int]]] = {
-    "shared block 1 was never introduced": [(1, 0, 1000)],
-    "shared block 1 is one too many": [(1, 1, ONE), (1, 1, ONE)],
+    "shared block 1 is unknown": [(1, 0, 1000)],
+    "shared block 1 is known already, or one too many": [(1, 1, ONE), (1, 1, ONE)],
     f"{ONE + 1} bytes are not in shared block 1 of {ONE}": [(1, 1, ONE + 1)],
     "0 bytes are not in shared block 1": [(1, 1, 0)],
-    "shared block 1 was filled again while it was in use": [(1, 1, 10), (1, 0, 10)],
+    "shared block 1 was reused while it was in use": [(1, 1, 10), (1, 0, 10)],
 }
 
 
 @pytest.mark.parametrize("text", LIES)
 def test_a_lie_about_blocks_ends_the_channel(peer, text):
     channel, theirs = peer
-    file = make(1, ONE)[1]
+    file = make_block(1, ONE)[1]
     for number, is_new, length in LIES[text]:
         tell(theirs, announced(number, is_new, length), *([file] if is_new else []))
     os.close(file)
@@ -454,7 +460,7 @@ def test_a_lie_about_blocks_ends_the_channel(peer, text):
 def test_a_block_without_its_descriptor_says_what_may_be_wrong(peer):
     channel, theirs = peer
     tell(theirs, announced(1, 1, 1000))
-    with pytest.raises(BadMessage, match="came without its descriptor") as caught:
+    with pytest.raises(BadMessage, match="arrived without its descriptor") as caught:
         channel.recv()
     assert "ulimit" in str(caught.value)
 
@@ -462,12 +468,12 @@ def test_a_block_without_its_descriptor_says_what_may_be_wrong(peer):
 def test_more_blocks_than_a_peer_may_have_are_refused(peer):
     channel, theirs = peer
     for number in range(MOST_BLOCKS + 1):
-        file = make(number, 1 << 12)[1]
+        file = make_block(number, 1 << 12)[1]
         tell(theirs, announced(number, 1, 10), file)
         os.close(file)
         if number < MOST_BLOCKS:
             channel.recv()
-    with pytest.raises(BadMessage, match=f"shared block {MOST_BLOCKS} is one too many"):
+    with pytest.raises(BadMessage, match=f"block {MOST_BLOCKS} is known already, or one too many"):
         channel.recv()
 
 

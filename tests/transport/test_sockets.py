@@ -26,7 +26,7 @@ from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets import reader
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.listener import SocketListener
-from gradwire.wire.frame import Frame, encode_prefix, sealed
+from gradwire.wire.frame import Frame, encode_prefix, pack_prefix
 from tests.leftovers import eventually
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])
@@ -287,7 +287,7 @@ def test_a_deadline_passes_before_the_first_byte_and_the_channel_stays_usable(pa
     taken = fill(ours)
     channel = as_channel(ours)
     for deadline in (time.monotonic() + 0.01, time.monotonic() - 1):
-        with pytest.raises(DeadlinePassed, match="unix:///peer had no room for a message before"):
+        with pytest.raises(DeadlinePassed, match="unix:///peer did not accept a message before"):
             channel.send(FRAME, deadline)
     read_exactly(theirs, taken)
     channel.send(FRAME, soon())
@@ -328,7 +328,7 @@ def test_what_is_not_through_at_its_deadline_is_finished_behind_its_sender(pair)
     payload = bytearray(b"x" * (1 << 23))
     ours.send(Frame(1, 0, 7, b"head", [payload]), time.monotonic() + 0.05)  # nobody reads
     payload[:] = bytes(len(payload))
-    with pytest.raises(DeadlinePassed, match="no room for a message before its deadline"):
+    with pytest.raises(DeadlinePassed, match="did not accept a message before its deadline"):
         ours.send(FRAME, time.monotonic())
 
     assert received(theirs) == (1, 0, 7, b"head", b"x" * (1 << 23))
@@ -474,22 +474,22 @@ def test_a_channel_shows_its_state(pair):
 
 
 @pytest.mark.parametrize(
-    ("limits", "story"),
+    ("limits", "reason"),
     [
         (Limits(head=3), "a message head of 4 bytes is over the limit of 3"),
         (Limits(payload=6), "a payload of 7 bytes is over the limit of 6"),
     ],
 )
-def test_what_is_over_the_limits_is_refused_also_if_all_of_it_is_there(pair, limits, story):
+def test_what_is_over_the_limits_is_refused_also_if_all_of_it_is_there(pair, limits, reason):
     ours, theirs = pair
     theirs.sendall(BYTES)
-    with pytest.raises(BadMessage, match=story):
+    with pytest.raises(BadMessage, match=reason):
         as_channel(ours, limits=limits).recv()
 
 
 def test_a_promise_over_the_limits_is_refused_before_any_of_it_arrives(pair):
     ours, theirs = pair
-    theirs.sendall(sealed(1, 0, 0, 1001, 0))
+    theirs.sendall(pack_prefix(1, 0, 0, 1001, 0))
     with pytest.raises(BadMessage, match="a payload of 1001 bytes is over the limit of 1000"):
         as_channel(ours, limits=Limits(payload=1000)).recv()
     assert theirs.recv(1) == b""
@@ -501,7 +501,7 @@ def test_a_promise_alone_takes_no_memory(pair):
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     ours, theirs = pair
-    theirs.sendall(sealed(1, 0, 0, 1 << 30, 0) + b"that was all")
+    theirs.sendall(pack_prefix(1, 0, 0, 1 << 30, 0) + b"that was all")
     theirs.shutdown(socket.SHUT_WR)
     before = resident()
     with pytest.raises(PeerLost, match="in the middle of a message") as caught:
@@ -512,7 +512,7 @@ def test_a_promise_alone_takes_no_memory(pair):
 
 def test_a_promise_of_more_than_there_is_ends_the_channel(pair):
     ours, theirs = pair
-    theirs.sendall(sealed(1, 0, 0, 1 << 50, 0))
+    theirs.sendall(pack_prefix(1, 0, 0, 1 << 50, 0))
     with pytest.raises(PeerLost, match=f"closed here: no memory for a payload of {1 << 50} bytes"):
         as_channel(ours, limits=Limits(payload=1 << 60)).recv()
 
@@ -637,7 +637,7 @@ def test_a_prefix_that_an_inner_read_has_taken_is_not_judged(pair, monkeypatch):
             inner.append(None)
             theirs.sendall(first[len(BYTES) - 3 :])
             inner.append(channel.recv())
-            channel._intake._ahead[:64] = bytes(64)
+            channel._reader._ahead[:64] = bytes(64)
         return decode(*args)
 
     monkeypatch.setattr(reader, "decode_prefix", interrupted)

@@ -19,7 +19,7 @@ class Time:
 def looks(spin: Spin) -> int:
     """How often it looks before it sleeps."""
     count = 1 if spin.begin() else 0
-    while count and spin.goes_on():
+    while count and spin.should_continue():
         count += 1
     return count
 
@@ -34,11 +34,11 @@ def test_it_stops_at_once_when_it_was_not_running():
     time = Time(5e-6)
     spin = Spin(time)
     assert spin.begin()
-    assert spin.goes_on()
+    assert spin.should_continue()
 
     time.now += 1e-3  # somebody else had the core
 
-    assert not spin.goes_on()
+    assert not spin.should_continue()
     assert not spin.begin()
 
 
@@ -62,5 +62,5 @@ def test_what_it_finds_lets_it_look_again():
     spin = Spin(time)
     for _ in range(100):
         assert spin.begin()
-        assert spin.goes_on()
+        assert spin.should_continue()
         spin.found()

@@ -25,7 +25,7 @@ from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls import transport as tls_module
 from gradwire.transport.tls.identity import Identity
-from gradwire.transport.tls.stream import Session, TlsStream
+from gradwire.transport.tls.stream import TlsSession, TlsStream
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.wire.frame import Frame
 from tests import certificates
@@ -139,7 +139,7 @@ def test_the_certificate_of_another_worker_is_refused():
         transport_of("w0").connect(listener.address, soon(), "w2")
     assert str(refused.value) == (
         f"{listener.address} is not w2: its certificate is for w1\n"
-        "hint: who listens there needs a certificate with the URI gradwire:w2"
+        "hint: the worker that listens there needs a certificate with the URI gradwire:w2"
     )
 
 
@@ -330,7 +330,7 @@ def test_a_mistake_of_ours_keeps_nobody_else_out(monkeypatch, caplog):
         listener.accept().close()
         for channel in (unlucky, lucky):
             channel.close()
-    assert "shaking hands with 127.0.0.1 failed" in caplog.text
+    assert "the TLS handshake with 127.0.0.1 failed" in caplog.text
 
 
 def test_a_refusal_is_logged_once_for_each_kind_and_peer(caplog):
@@ -378,7 +378,9 @@ def test_the_oldest_stranger_goes_when_there_are_too_many():
         listener.accept().close()
         near.close()
         assert second.recv(1) == b""
-        assert eventually(lambda: listener.refused == {"was the oldest of too many strangers": 2})
+        assert eventually(
+            lambda: listener.refused == {"was the oldest of too many pending handshakes": 2}
+        )
         for sock in (first, second, third):
             sock.close()
 
@@ -398,17 +400,17 @@ def test_strangers_go_with_the_listener():
 # --- frames ---
 
 
-def shaken(accepting: str = "w1", dialling: str = "w0") -> tuple[Session, Session]:
+def shaken(accepting: str = "w1", dialling: str = "w0") -> tuple[TlsSession, TlsSession]:
     """Two ends of a connection that have greeted each other in memory."""
     near = Identity(job().tls(dialling)).session(accepts=False)
     far = Identity(job().tls(accepting)).session(accepts=True)
-    while not all([near.shake_hands(), far.shake_hands()]):
+    while not all([near.do_handshake(), far.do_handshake()]):
         far.incoming.write(near.outgoing.read())
         near.incoming.write(far.outgoing.read())
     return near, far
 
 
-def as_channel(sock: socket.socket, session: Session, stall: float = 10.0) -> SocketChannel:
+def as_channel(sock: socket.socket, session: TlsSession, stall: float = 10.0) -> SocketChannel:
     return SocketChannel(
         TlsStream(sock, session, stall),
         "tls://there:1",

@@ -376,7 +376,7 @@ def test_what_has_no_plain_bytes_is_refused_with_the_way_out(make, what, hint):
 
 def test_a_tensor_of_a_transform_is_refused():
     with pytest.raises(
-        NotSerializable, match=r"a tensor without memory of its own does not travel\nhint"
+        NotSerializable, match=r"a tensor without its own memory does not travel\nhint"
     ):
         torch.vmap(lambda row: encode_tensors([row]) and row)(torch.ones(2, 3))
 
@@ -409,7 +409,7 @@ INDICES, VALUES = TensorHeader(INT64, (1, 2)), TensorHeader(FLOAT32, (2,), 64)
         (TensorHeader(FLOAT32, (33,)), "bytes 0 to 132 are outside a payload of 128"),
         (TensorHeader(FLOAT32, (1,), 128), "bytes 128 to 132 are outside"),
         (TensorHeader(FLOAT32, (1,), 4), "offset 4 is not aligned"),
-        (TensorHeader(FLOAT32, (1,), -64), "offset -64 is not aligned, or inside"),
+        (TensorHeader(FLOAT32, (1,), -64), "offset -64 is not aligned, or overlaps"),
         (TensorHeader(FLOAT32, (2, 2), order=(0, 0)), r"order \(0, 0\) is no permutation of 2"),
         (TensorHeader(FLOAT32, (2, 2), order=(0,)), "is no permutation"),
         (TensorHeader(FLOAT32, (2,), flags=8), "flags 0x8 are unknown"),
@@ -419,7 +419,7 @@ INDICES, VALUES = TensorHeader(INT64, (1, 2)), TensorHeader(FLOAT32, (2,), 64)
         (TensorHeader(FLOAT32, (2,), layout=COO), "0 parts do not make a tensor of layout"),
         (
             TensorHeader(FLOAT32, (2,), layout=COO, parts=(INDICES, TensorHeader(FLOAT32, (2,)))),
-            "inside the tensor before",
+            "overlaps the tensor before",
         ),
         (
             TensorHeader(INT64, (2,), layout=COO, parts=(INDICES, VALUES)),
@@ -439,7 +439,7 @@ INDICES, VALUES = TensorHeader(INT64, (1, 2)), TensorHeader(FLOAT32, (2,), 64)
         ),
         (
             TensorHeader(FLOAT32, (1, 2), layout=CSR, parts=(INDICES, INDICES, VALUES)),
-            "inside the tensor before",
+            "overlaps the tensor before",
         ),
     ],
 )
@@ -460,7 +460,7 @@ def test_sparse_indices_that_point_outside_are_a_bad_message():
 def test_two_tensors_on_the_same_bytes_are_a_bad_message():
     header = TensorHeader(FLOAT32, (2,))
 
-    with pytest.raises(BadMessage, match="offset 0 is not aligned, or inside the tensor before"):
+    with pytest.raises(BadMessage, match="offset 0 is not aligned, or overlaps the tensor before"):
         decode_tensors([header, header], memoryview(bytearray(64)))
 
 

@@ -1,7 +1,12 @@
-"""What a process that `run` started does: join, run the function or serve it, leave.
+"""The main function of a process started by `run`: join, call the function or serve it, leave.
 
-It tells its parent how far it is in single words; what is longer lies in files of the run's
-directory.
+It reports its progress to the parent through a pipe, in single words; longer data goes through
+files in the run's directory. A watch thread ends the process when its parent is gone.
+
+Parent and children exchange pickles, unlike workers among each other: what is unpickled here was
+written by the parent or a child, into a pipe or a directory that only their user can access. Plain
+pickle is used, as multiprocessing's would move tensors to shared memory, which cannot be read any
+more once the sender is gone. Modules are pickled by name.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import msgspec
 
 from gradwire.agent.remote_errors import describe
 from gradwire.errors import DeadlinePassed, UsageError
-from gradwire.launch.plan import Orders, given_in
+from gradwire.launch.plan import WorkerSpec, arguments_in
 from gradwire.launch.processes import ignore_interrupts
 from gradwire.launch.supervise_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
@@ -36,68 +41,68 @@ _log = logging.getLogger("gradwire")
 BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 
 _LOOK_AGAIN_SECONDS = 1.0
-AS_LONG_AS_IT_TAKES = 10 * 365 * 86400.0
-"""How long a worker that only serves waits for the others. The parent's patience ends sooner."""
+FOREVER_SECONDS = 10 * 365 * 86400.0
+"""How long a serving worker waits for the others in shutdown; the parent gives up sooner."""
 
 
-def main(line: Connection, parent: int, orders: Orders) -> None:
-    """The life of one worker."""
-    prepare(line, parent, orders)
-    line.send_bytes(BEGUN.encode())
+def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
+    """Run one worker, from start to exit."""
+    prepare(pipe, parent, spec)
+    pipe.send_bytes(BEGUN.encode())
     try:
-        _work(line, orders)
-    except BaseException as error:  # whatever it is, the parent must be told
+        _work(pipe, spec)
+    except BaseException as error:  # reported to the parent, whatever it is
         flush_output()
-        failure = describe(error, orders.name, exception_name)
-        orders.failure.write_bytes(msgspec.msgpack.encode(failure))
-        line.send_bytes(FAILED.encode())
+        failure = describe(error, spec.name, exception_name)
+        spec.failure.write_bytes(msgspec.msgpack.encode(failure))
+        pipe.send_bytes(FAILED.encode())
         sys.exit(1)
     flush_output()
-    line.send_bytes(LEFT.encode())
+    pipe.send_bytes(LEFT.encode())
 
 
-def prepare(line: Connection, parent: int, orders: Orders | None = None) -> None:
-    """Make this process one that ends with its parent and shows what it prints line by line."""
+def prepare(pipe: Connection, parent: int, spec: WorkerSpec | None = None) -> None:
+    """Watch the parent, ignore Ctrl-C, and flush output after each line."""
     ignore_interrupts()
-    end_with_parent(line, parent, None if orders is None else orders.directory)
+    end_with_parent(pipe, parent, None if spec is None else spec.directory)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
 
 
 def flush_output() -> None:
-    """What was printed without a line's end."""
+    """Flush output that does not end with a newline."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(ValueError, OSError):  # it was closed, or nobody reads it any more
+            with suppress(ValueError, OSError):  # closed, or without a reader
                 stream.flush()
 
 
-def _work(line: Connection, orders: Orders) -> None:
-    fn, args, expose = unpacked(
-        given_in(orders.directory).read_bytes(),
+def _work(pipe: Connection, spec: WorkerSpec) -> None:
+    fn, args, expose = unpickled(
+        arguments_in(spec.directory).read_bytes(),
         "what run() was given",
         hint="fn, args and expose must come from the script or from modules that a new process can "
-        "import; what a notebook or a prompt defines cannot be found",
+        "import, not from a notebook or a prompt",
     )
-    init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
-    if not orders.is_caller:
-        if orders.comes_back:
-            _serve_all_lives(orders)
-        shutdown(timeout=AS_LONG_AS_IT_TAKES)
+    init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
+    if not spec.is_caller:
+        if spec.may_restart:
+            _serve_all_lives(spec)
+        shutdown(timeout=FOREVER_SECONDS)
         return
-    if not orders.returned.exists():  # or an earlier life has died on its way out
-        _write_returned(orders, fn(*args))
-    line.send_bytes(RETURNED.encode())
-    if home_door.maybe_default() is not None:  # unless the function itself has left
+    if not spec.returned.exists():  # else an earlier incarnation died after the call
+        _write_returned(spec, fn(*args))
+    pipe.send_bytes(RETURNED.encode())
+    if home_door.maybe_default() is not None:  # unless the function called shutdown()
         _leave_after_the_function()
 
 
 def _leave_after_the_function() -> None:
-    """The value is there. Of a worker that does not leave in time the parent knows more than we.
+    """Shut down; the value is written, so a worker that does not leave in time is only logged.
 
-    Its process may have died, which the parent has seen and judged, or it may end later than this
-    worker waits, but in the time that the parent gives it.
+    The parent judges such a worker: its process may have died, or may still end in the time that
+    the parent allows, which is longer.
     """
     try:
         shutdown()
@@ -105,66 +110,68 @@ def _leave_after_the_function() -> None:
         _log.warning("%s", error.message)
 
 
-def _serve_all_lives(orders: Orders) -> None:
-    """Until the function has returned, also if the worker that runs it dies and comes back.
+def _serve_all_lives(spec: WorkerSpec) -> None:
+    """Serve until the function has returned, even if w0 dies and is restarted.
 
-    One that itself comes back when all others have left is told so by nobody: it finds the value.
+    A worker that is restarted after all others left finds the file with the value.
     """
     worker = cast(Worker, home_door.find())
     while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
-        if orders.returned.exists():
+        if spec.returned.exists():
             return
 
 
-def _write_returned(orders: Orders, value: object) -> None:
-    """In one go: once it is there, no later life calls the function again."""
-    hint = "return plain values and tensors; references live only as long as their workers"
+def _write_returned(spec: WorkerSpec, value: object) -> None:
+    """Write the value atomically: once the file exists, the function is not called again."""
+    hint = "return plain values and tensors; references end with their workers"
     what = f"what the function returned (a {type(value).__name__})"
-    draft = orders.returned.with_suffix(".draft")
-    draft.write_bytes(packed(value, what, hint=hint))
-    draft.replace(orders.returned)
+    draft = spec.returned.with_suffix(".draft")
+    draft.write_bytes(pickled(value, what, hint=hint))
+    draft.replace(spec.returned)
 
 
 _ORPHANED = 1
 
 
-def end_with_parent(line: Connection, parent: int, directory: Path | None = None) -> None:
-    """From now on this process ends when its parent does, and removes the directory they share.
+def end_with_parent(pipe: Connection, parent: int, directory: Path | None = None) -> None:
+    """Start a thread that ends this process when its parent ends, and removes the directory.
 
-    The parent says nothing on the line, so this may be the only reader of it.
+    The end of the pipe tells that the parent is gone. A process forked by the parent may hold a
+    copy of its end, so the parent's process id is polled too. The parent sends nothing through
+    the pipe, so this thread may read from it.
     """
     threading.Thread(
-        target=_watch, args=(line, parent, directory), name="gradwire lifeline", daemon=True
+        target=_watch, args=(pipe, parent, directory), name="gradwire parent watch", daemon=True
     ).start()
 
 
-def _watch(line: Connection, parent: int, directory: Path | None) -> None:
-    while os.getppid() == parent and not _has_ended(line):
+def _watch(pipe: Connection, parent: int, directory: Path | None) -> None:
+    while os.getppid() == parent and not _has_ended(pipe):
         pass
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(_ORPHANED)
 
 
-def _has_ended(line: Connection) -> bool:
+def _has_ended(pipe: Connection) -> bool:
     try:
-        if line.poll(_LOOK_AGAIN_SECONDS):
-            line.recv_bytes()
+        if pipe.poll(_LOOK_AGAIN_SECONDS):
+            pipe.recv_bytes()
     except (EOFError, OSError):
         return True
     return False
 
 
-def packed(value: object, what: str, *, hint: str | None = None) -> bytes:
-    """The object as bytes; `what` names it should it not be possible."""
+def pickled(value: object, what: str, *, hint: str | None = None) -> bytes:
+    """Pickle an object; `what` names it in the error."""
     try:
         return dumps(value)
-    except Exception as error:  # reducing runs the object's own code, which may raise anything
+    except Exception as error:  # __reduce__ may raise anything
         raise UsageError(f"{what} cannot be pickled: {error}", hint=hint) from error
 
 
-def unpacked(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa: ANN401
-    """The object that these bytes stand for; `what` names it should it not be possible."""
+def unpickled(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa: ANN401
+    """Unpickle an object; `what` names it in the error."""
     try:
         return loads(data)
     except Exception as error:
@@ -172,6 +179,6 @@ def unpacked(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noqa
 
 
 def maybe_exception(name: str) -> type[BaseException] | None:
-    """The exception type that a process of ours names, in whichever module of ours it is."""
+    """The exception type of that name, from any module; None if there is none."""
     found = maybe_at(steps(name))
     return found if isinstance(found, type) and issubclass(found, BaseException) else None

@@ -1,8 +1,7 @@
-"""Which workers `run` starts, what each is told, and where they leave things for each other.
+"""The specification of each worker of a run, and the files in the run's directory; no IO.
 
-Pure. The workers of a run live in its private directory: their sockets, the meeting place, what
-they were given and what they bring back all lie there, so that nothing is left in the file system
-even by one that was killed.
+A run has a private directory for the sockets, the rendezvous file, the arguments and the results,
+so that even a killed worker leaves nothing behind in the file system.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ _UNSET = Options().init_method
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What one worker is told."""
+class WorkerSpec:
+    """All that one worker process needs to know."""
 
     name: str
     rank: int
     world_size: int
     options: Options
     directory: Path
-    comes_back: bool = False
-    """whether workers are started again when they die"""
+    may_restart: bool = False
+    """whether workers that die are restarted"""
 
     @property
     def is_caller(self) -> bool:
@@ -37,27 +36,29 @@ class Orders:
 
     @property
     def returned(self) -> Path:
-        """What the function returned."""
+        """The file with the return value of the function."""
         return self.directory / "returned"
 
     @property
     def failure(self) -> Path:
-        """Why this worker gave up."""
+        """The file with the error of this worker."""
         return self.directory / f"{self.name}.failure"
 
 
-def given_in(directory: Path) -> Path:
-    """What run() was given: the function, its arguments, what is exposed."""
-    return directory / "given"
+def arguments_in(directory: Path) -> Path:
+    """The file with the arguments of run(): the function, its arguments, what is exposed."""
+    return directory / "arguments"
 
 
 def secret_in(directory: Path) -> Path:
-    """The secret of the run, unless its options name one."""
+    """The file with the secret of the run, unless its options name one."""
     return directory / "secret"
 
 
-def check(world_size: int, options: Options, timeout: float | None, restarts: int = 0) -> None:
-    """Refuse what no run could follow."""
+def check_arguments(
+    world_size: int, options: Options, timeout: float | None, restarts: int = 0
+) -> None:
+    """Raise UsageError for invalid arguments of run()."""
     if type(restarts) is not int or not 0 <= restarts <= LAST_LIFE:
         raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_LIFE}")
     if type(world_size) is not int or world_size < 1:
@@ -65,50 +66,50 @@ def check(world_size: int, options: Options, timeout: float | None, restarts: in
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
         raise UsageError(
             f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
-            hint="without timeout= the function may take as long as it likes",
+            hint="leave timeout= out for no limit",
         )
     if options.life:
-        raise UsageError("run() counts the lives of its workers itself", hint="leave life= out")
+        raise UsageError("run() numbers the incarnations itself", hint="leave life= out")
     if options.init_method != _UNSET:
         raise UsageError(
-            f"run() makes a meeting place of its own, and cannot use {options.init_method}",
+            f"run() makes its own rendezvous, and cannot use {options.init_method}",
             hint="leave init_method out, or start each worker yourself with init_rpc()",
         )
 
 
-def orders_for(
-    world_size: int, options: Options, directory: Path, *, comes_back: bool = False
-) -> list[Orders]:
-    """The workers w0, w1, … of one run."""
-    meeting = f"file://{directory / 'meeting'}"
+def worker_specs(
+    world_size: int, options: Options, directory: Path, *, may_restart: bool = False
+) -> list[WorkerSpec]:
+    """The specifications of workers w0, w1, … of one run."""
+    rendezvous = f"file://{directory / 'rendezvous'}"
     return [
-        Orders(
+        WorkerSpec(
             f"w{rank}",
             rank,
             world_size,
             replace(
                 options,
-                init_method=meeting,
+                init_method=rendezvous,
                 listen=_listen(options, directory, rank),
                 secret=options.secret or str(secret_in(directory)),
             ),
             directory,
-            comes_back,
+            may_restart,
         )
         for rank in range(world_size)
     ]
 
 
-def orders_again(orders: Orders) -> Orders:
-    """What a worker is told in its next life.
+def restarted(spec: WorkerSpec) -> WorkerSpec:
+    """The specification of a worker's next incarnation.
 
-    Its socket has another name: who still looks for the earlier life must not find this one.
+    Its socket has a new name: a peer that still connects to the old incarnation must not reach it.
     """
-    options, life = orders.options, orders.options.life + 1
+    options, life = spec.options, spec.options.life + 1
     listen = options.listen
-    if listen.startswith(f"unix://{orders.directory}"):
-        listen = _socket(orders.directory, orders.rank, life)
-    return replace(orders, options=replace(options, life=life, listen=listen))
+    if listen.startswith(f"unix://{spec.directory}"):
+        listen = _socket(spec.directory, spec.rank, life)
+    return replace(spec, options=replace(options, life=life, listen=listen))
 
 
 def _listen(options: Options, directory: Path, rank: int) -> str:
@@ -116,8 +117,5 @@ def _listen(options: Options, directory: Path, rank: int) -> str:
 
 
 def _socket(directory: Path, rank: int, life: int = 0) -> str:
-    return (
-        f"unix://{directory / f'w{rank}.{life}.socket'}"
-        if life
-        else (f"unix://{directory / f'w{rank}.socket'}")
-    )
+    name = f"w{rank}.{life}.socket" if life else f"w{rank}.socket"
+    return f"unix://{directory / name}"

@@ -1,9 +1,8 @@
-"""Processes of this machine that never outlive the block that started them.
+"""A group of child processes that never outlive the `with` block that started them.
 
-Knows how to start, hear and stop them; not what they do. Each has a line to us: it tells its news
-as single words, and its end tells it that we are gone (parent_watch.py). Words are short on
-purpose: a line that could fill up, or stop in the middle of a message, would be a wait without a
-deadline.
+Each has a pipe to its parent. The child reports its progress in single words, and the end of the
+pipe tells it that the parent is gone. Words are short on purpose: if a pipe could fill up, or stop
+in the middle of a message, that would be a wait without a deadline.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ _KILL_SECONDS = 5.0
 _log = logging.getLogger("gradwire")
 
 
-class Word(NamedTuple):
-    """A process said this."""
+class Progress(NamedTuple):
+    """A process reported a step."""
 
     process: int
     word: str
 
 
 class Exit(NamedTuple):
-    """A process is over: its exit status, or minus the signal that ended it."""
+    """A process ended, with its exit status, or minus the signal that killed it."""
 
     process: int
     status: int
 
 
-News = Word | Exit
+ProcessEvent = Progress | Exit
 
 
 @final
 class ProcessGroup:
-    """The processes, by number, in the order they were started."""
+    """Child processes, numbered in the order in which they were started."""
 
     def __init__(self) -> None:
         self._started = 0
         self._processes: dict[int, SpawnProcess] = {}
-        self._lines: dict[int, Connection] = {}
+        self._pipes: dict[int, Connection] = {}
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -68,14 +67,14 @@ class ProcessGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> int:
-        """Start a process that runs `main(line, our process id, *args)`; its number here."""
+        """Start a process that runs `main(pipe, parent process id, *args)`; returns its number."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
         number = self._started
         process = context.Process(
             target=main, args=(theirs, os.getpid(), *args), kwargs=kwargs, name=name
         )
-        self._lines[number] = ours
+        self._pipes[number] = ours
         self._processes[number] = process
         self._started += 1
         with theirs, _interrupts_held():
@@ -83,44 +82,44 @@ class ProcessGroup:
         return number
 
     def pid(self, number: int) -> int:
-        """The process's number on this machine."""
+        """The process id."""
         pid = self._processes[number].pid
         assert pid is not None
         return pid
 
-    def news(self, seconds: float) -> list[News]:
-        """What has happened, waiting for it if need be; empty if nothing has by then."""
+    def events(self, seconds: float) -> list[ProcessEvent]:
+        """Wait for events for at most `seconds`; returns those that happened."""
         going = list(self._processes)
         waited_for: list[Connection | int] = [self._processes[n].sentinel for n in going]
-        waited_for += [self._lines[n] for n in going if n in self._lines]
-        # A process forked by one of ours can hold its sentinel open after it: look for oneself.
+        waited_for += [self._pipes[n] for n in going if n in self._pipes]
+        # A grandchild can hold the sentinel of its dead parent open: poll the exit codes too.
         connection.wait(waited_for, max(0.0, min(seconds, _LOOK_AGAIN_SECONDS)))
-        return [news for n in going for news in self._news_of(n)]
+        return [news for n in going for news in self._events_of(n)]
 
     def stop(self) -> None:
-        """End every process, gently, then not; when this returns none is left. Idempotent."""
+        """End every process with SIGTERM, then SIGKILL; none is left afterwards. Idempotent."""
         try:
             self._end(SpawnProcess.terminate, _TERM_SECONDS)
-        finally:  # a second Ctrl-C while the first is seen to: no more patience, but no less care
+        finally:  # a second Ctrl-C skips the wait, but not the kill
             self._end(SpawnProcess.kill, _KILL_SECONDS)
             self._forget()
 
-    def _news_of(self, n: int) -> Iterator[News]:
-        status = self._processes[n].exitcode  # before its words: those said until then are there
-        yield from self._words_of(n)
+    def _events_of(self, n: int) -> Iterator[ProcessEvent]:
+        status = self._processes[n].exitcode  # before the pipe, which then is complete
+        yield from self._progress_of(n)
         if status is not None:
             self._processes.pop(n).close()
-            if n in self._lines:
-                self._lines.pop(n).close()
+            if n in self._pipes:
+                self._pipes.pop(n).close()
             yield Exit(n, status)
 
-    def _words_of(self, n: int) -> Iterator[Word]:
-        line = self._lines.get(n)
+    def _progress_of(self, n: int) -> Iterator[Progress]:
+        pipe = self._pipes.get(n)
         try:
-            while line is not None and line.poll():
-                yield Word(n, line.recv_bytes().decode())
+            while pipe is not None and pipe.poll():
+                yield Progress(n, pipe.recv_bytes().decode())
         except (EOFError, OSError):
-            self._lines.pop(n).close()
+            self._pipes.pop(n).close()
 
     def _end(self, how: Callable[[SpawnProcess], None], seconds: float) -> None:
         alive = [process for process in self._processes.values() if _is_alive(process)]
@@ -136,10 +135,10 @@ class ProcessGroup:
                 _log.error("process %s (%s) did not end when killed", process.pid, process.name)
             else:
                 process.close()
-        for line in self._lines.values():
-            line.close()
+        for pipe in self._pipes.values():
+            pipe.close()
         self._processes.clear()
-        self._lines.clear()
+        self._pipes.clear()
         self._started = 0
 
 
@@ -148,18 +147,18 @@ def _is_alive(process: SpawnProcess) -> bool:
 
 
 def _join(process: SpawnProcess, deadline: float) -> None:
-    """Not Process.join alone: see `news` on sentinels that others hold."""
+    """Not Process.join alone: see `events` on sentinels that grandchildren hold."""
     while process.exitcode is None and (left := deadline - time.monotonic()) > 0:
         process.join(min(left, 0.1))
 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """A Ctrl-C waits until the block is over, and the process started in it never hears of it.
+    """Defer Ctrl-C to the end of the block, and block it in processes that the block starts.
 
-    A terminal sends it to all, and each process that still imports would print a traceback.
+    A terminal sends it to all processes, and each that is still importing would print a traceback.
     """
-    # It lifts the mask when it is first started, by the first process.
+    # Starting the tracker, which the first process does, would unblock SIGINT again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -169,6 +168,6 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """In a started process: a Ctrl-C is the parent's affair, which ends us."""
+    """In a child: leave Ctrl-C to the parent, which ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

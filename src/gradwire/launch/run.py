@@ -1,6 +1,6 @@
-"""`gradwire.run`: a function, and the workers it needs, on this machine.
+"""`gradwire.run`: start workers on this machine, and call a function on one of them.
 
-The driver: starts the plan, hears the processes, asks the state what to make of it, and says so.
+plan.py specifies the workers, processes.py starts them, and supervise_state.py judges their events.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.launch import child
-from gradwire.launch.child import maybe_exception, packed, unpacked
+from gradwire.launch.child import maybe_exception, pickled, unpickled
 from gradwire.launch.plan import (
-    Orders,
-    check,
-    given_in,
-    orders_again,
-    orders_for,
+    WorkerSpec,
+    arguments_in,
+    check_arguments,
+    restarted,
     secret_in,
+    worker_specs,
 )
-from gradwire.launch.processes import Exit, News, ProcessGroup, Word
+from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
 from gradwire.launch.supervise_state import (
-    GUARD,
-    WHEN,
+    MAIN_GUARD_HINT,
+    STAGE_TEXTS,
     Died,
     Failed,
     Overdue,
-    Patience,
     Restart,
+    RunState,
+    RunTimeouts,
     Succeeded,
     Verdict,
-    Watch,
-    death,
-    ending,
-    overdue,
+    death_error,
+    describe_exit,
+    overdue_error,
 )
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.arguments import positional
@@ -56,7 +56,7 @@ T = TypeVar("T")
 _log = logging.getLogger("gradwire")
 
 _EXIT_SECONDS = 10.0
-"""What a process may take to end after its worker has left."""
+"""How long a process may take to exit after its worker has left."""
 
 
 def run(
@@ -71,23 +71,24 @@ def run(
 ) -> T:
     """Start workers w0, w1, … on this machine, call `fn(*args)` on w0 and return its value.
 
-    The others serve it until it returns; what they may run is what `expose` names, as for
-    `init_rpc`, and the functions of the script. `fn`, `args`, `expose` and the value are pickled
-    between this process and its workers: they arrive as copies, and `fn` must be importable or in a
-    script that calls `run` under `if __name__ == "__main__":`.
+    The others serve calls until it returns. They run what `expose` names, as for `init_rpc`, and
+    the functions of the script. `fn`, `args`, `expose` and the value are pickled between this
+    process and its workers: they arrive as copies, and `fn` must be importable or in a script that
+    calls `run` under `if __name__ == "__main__":`.
 
     The first failure of any worker is raised here, as its original type, with the worker's name and
     traceback: an exception of `fn`, a process that died, one that did not start or leave in time.
-    `timeout` limits the whole of it, in seconds. However it ends, no process is left behind.
+    `timeout` limits the whole run, in seconds. However it ends, no process is left behind.
 
-    With `restarts`, a worker whose process dies is started again under its name, each of them up to
-    so many times, and the others go on. It is a new life (`gradwire.life`): what the earlier one
-    kept is lost, calls and backwards that needed it raise PeerLost, references to it
-    StaleIncarnation, and new calls work as soon as it is back; see `retrying`. If w0 itself dies,
-    its next life calls `fn(*args)` again, and the other workers have kept their values.
+    With `restarts`, a worker whose process dies is restarted under its name, each worker up to that
+    many times, and the others go on. It is a new incarnation (`gradwire.life`): its state is lost,
+    calls and backward passes that needed it raise PeerLost, references to it raise
+    StaleIncarnation, and new calls work as soon as it has joined; see `retrying`. If w0 dies, its
+    next incarnation calls `fn(*args)` again; the other workers keep their state.
 
-    What the workers print appears as they print it. How many threads torch uses in each is not
-    changed: where workers outnumber cores, set OMP_NUM_THREADS, or torch.set_num_threads in `fn`.
+    The output of the workers appears as they print it. The number of threads that torch uses is not
+    changed: with more workers than cores, set OMP_NUM_THREADS, or call torch.set_num_threads in
+    `fn`.
 
     >>> def main(x):
     ...     with gradwire.context():
@@ -100,33 +101,35 @@ def run(
     _refuse_in_import()
     _refuse_without_file(fn)
     options = options or Options()
-    check(world_size, options, timeout, restarts)
-    given = packed(
+    check_arguments(world_size, options, timeout, restarts)
+    given = pickled(
         (fn, positional(args), listed(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
-        given_in(Path(directory)).write_bytes(given)
+        arguments_in(Path(directory)).write_bytes(given)
         if options.secret is None:
             write_secret(secret_in(Path(directory)))
-        workers = orders_for(world_size, options, Path(directory), comes_back=restarts > 0)
-        patience = _patience(options.timeouts, timeout)
-        watch = Watch(world_size, patience, time.monotonic(), restarts=restarts)
-        verdict = _Supervision(group, watch, workers).verdict()
+        workers = worker_specs(world_size, options, Path(directory), may_restart=restarts > 0)
+        timeouts = _run_timeouts(options.timeouts, timeout)
+        state = RunState(world_size, timeouts, time.monotonic(), restarts=restarts)
+        verdict = _Supervision(group, state, workers).verdict()
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
-        return cast(T, unpacked(workers[0].returned.read_bytes(), "what the function returned"))
+        return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
 
 
 def _refuse_in_import() -> None:
-    # A spawned process imports the script before it does anything else, and says so here.
+    # multiprocessing sets this while a spawned process imports the script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError("run() was called while a worker was importing the script", hint=GUARD)
+        raise UsageError(
+            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
+        )
 
 
-def _patience(timeouts: Timeouts, timeout: float | None) -> Patience:
-    return Patience(
+def _run_timeouts(timeouts: Timeouts, timeout: float | None) -> RunTimeouts:
+    return RunTimeouts(
         start=timeouts.join,
         whole=math.inf if timeout is None else timeout,
         leave=timeouts.shutdown + _EXIT_SECONDS,
@@ -135,90 +138,90 @@ def _patience(timeouts: Timeouts, timeout: float | None) -> Patience:
 
 @final
 class _Supervision:
-    """Starts the workers, hears them, and starts again those that the state says."""
+    """Starts the workers, passes their events to the state, and restarts those that it names."""
 
-    def __init__(self, group: ProcessGroup, watch: Watch, workers: list[Orders]) -> None:
-        self._group, self._watch = group, watch
+    def __init__(self, group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) -> None:
+        self._group, self._state = group, state
         self._workers = workers
         self._worker_of: dict[int, int] = {}
         for worker in range(len(workers)):
             self._start(worker)
 
     def verdict(self) -> Verdict:
-        """Of the whole run."""
-        while (verdict := self._watch.verdict(time.monotonic())) is None:
-            for news in self._group.news(self._watch.next_deadline() - time.monotonic()):
-                self._tell(news)
-            for restart in self._watch.to_restart():
-                self._start_again(restart)
+        """Supervise the run until its verdict."""
+        while (verdict := self._state.verdict(time.monotonic())) is None:
+            for event in self._group.events(self._state.next_deadline() - time.monotonic()):
+                self._handle(event)
+            for restart in self._state.to_restart():
+                self._restart(restart)
         return verdict
 
     def _start(self, worker: int) -> None:
-        orders = self._workers[worker]
-        self._worker_of[self._group.start(orders.name, child.main, orders)] = worker
+        spec = self._workers[worker]
+        self._worker_of[self._group.start(spec.name, child.main, spec)] = worker
 
-    def _start_again(self, restart: Restart) -> None:
-        orders = self._workers[restart.worker] = orders_again(self._workers[restart.worker])
-        how, when = ending(restart.status), WHEN[restart.stage]
-        life = orders.options.life
-        _log.warning("%s died (%s) %s; it is started again, life %d", orders.name, how, when, life)
+    def _restart(self, restart: Restart) -> None:
+        spec = self._workers[restart.worker] = restarted(self._workers[restart.worker])
+        how, when = describe_exit(restart.status), STAGE_TEXTS[restart.stage]
+        life = spec.options.life
+        _log.warning("%s died (%s) %s; it is started again, life %d", spec.name, how, when, life)
         self._start(restart.worker)
 
-    def _tell(self, news: News) -> None:
-        now, watch, worker = time.monotonic(), self._watch, self._worker_of[news.process]
-        match news:
+    def _handle(self, event: ProcessEvent) -> None:
+        now, state, worker = time.monotonic(), self._state, self._worker_of[event.process]
+        match event:
             case Exit(process, status):
                 del self._worker_of[process]
-                watch.exited(worker, status, now)
-            case Word(_, child.BEGUN):
-                watch.begun(worker)
-            case Word(_, child.RETURNED):
-                watch.returned(now)
-            case Word(_, child.LEFT):
-                watch.left(worker)
-            case Word(_, word):
+                state.exited(worker, status, now)
+            case Progress(_, child.BEGUN):
+                state.begun(worker)
+            case Progress(_, child.RETURNED):
+                state.returned(now)
+            case Progress(_, child.LEFT):
+                state.left(worker)
+            case Progress(_, word):
                 assert word == child.FAILED, f"w{worker} said {word!r}"
                 name = _failure_of(self._workers[worker]).type_name
-                watch.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
+                state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
 
 
 def _refuse_without_file(fn: Callable[..., object]) -> None:
-    """Each worker is a new process that runs the file of the script again: there must be one."""
+    """Refuse a program without a file: each worker is a new process that imports the script."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None and getattr(fn, "__module__", None) == "__main__":
         where = "at a prompt, in a notebook or after `python -c`"
     elif path is not None and main.__spec__ is None and not Path(path).exists():
-        where = f"in {path}, which is no file"
+        where = f"in {path}, which is not a file"
     else:
         return
     raise UsageError(
-        f"run() was given a program that is written {where}: its workers cannot import it",
+        f"run() was called for a program {where}: its workers cannot import it",
         hint="write it to a file, and run that: python program.py",
     )
 
 
 def _raise(
-    verdict: Failed | Died | Overdue, workers: list[Orders], timeout: float | None
+    verdict: Failed | Died | Overdue, workers: list[WorkerSpec], timeout: float | None
 ) -> NoReturn:
-    names = [orders.name for orders in workers]
+    names = [spec.name for spec in workers]
     match verdict:
         case Failed(worker):
             error = _revived(workers[worker])
             raise error from error.__cause__
-        case Died(felt_by=int(worker)):
-            raise death(verdict, names) from _revived(workers[worker])
+        case Died(reported_by=int(worker)):
+            raise death_error(verdict, names) from _revived(workers[worker])
         case Died():
-            raise death(verdict, names)
+            raise death_error(verdict, names)
         case Overdue():
-            raise overdue(verdict, names, timeout)
+            raise overdue_error(verdict, names, timeout)
         case _:
             assert_never(verdict)
 
 
-def _failure_of(orders: Orders) -> Failure:
-    return msgspec.msgpack.decode(orders.failure.read_bytes(), type=Failure)
+def _failure_of(spec: WorkerSpec) -> Failure:
+    return msgspec.msgpack.decode(spec.failure.read_bytes(), type=Failure)
 
 
-def _revived(orders: Orders) -> GradwireError:
-    return revive(_failure_of(orders), maybe_exception)
+def _revived(spec: WorkerSpec) -> GradwireError:
+    return revive(_failure_of(spec), maybe_exception)

@@ -1,15 +1,15 @@
-"""What is known of the workers of a run, and what to make of it: that it succeeded, or why not.
+"""The state of the workers of a run, and the verdict: whether it succeeded, or why not; no IO.
 
-The first failure ends the run. Which one is the first is not told by the order in which news comes
-in: when a worker dies, the function that was calling it fails too, and either may be heard of
-first. The death is the cause. So a failure that speaks of a lost peer lingers a moment for the
-death that explains it, and a death for the failure that says where it was felt.
+The first failure ends the run. The order of events does not tell which is first: when a worker
+dies, the function that was calling it fails too, and either event may arrive first. The death is
+the cause. So a failure with PeerLost waits a moment for the death that explains it, and a death for
+the failure that it caused.
 
-A worker that may be started again is, when its process ended without a word: `to_restart` says so.
-Not one that could not even import the script: that would help nobody. Nor one that dies when the
-function has returned: then it is not missed.
+A worker whose process ended without a report is restarted, if it has restarts left: see
+`to_restart`. Exceptions are a worker that could not import the script, as it would fail again, and
+one that dies after the function has returned, as it is no longer needed.
 
-Pure: workers are numbers, time is an argument. Worker 0 is the one that runs the function.
+Workers are numbers, time is an argument. Worker 0 runs the function.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CALLER = 0
 LINGER_SECONDS = 1.0
 
 
-class Stage(Enum):
-    """How far a worker has come."""
+class WorkerStage(Enum):
+    """The progress of a worker."""
 
     STARTING = "starting"
     WORKING = "working"
@@ -38,8 +38,8 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds: until all have started, for the whole run, from the return until all are gone."""
+class RunTimeouts:
+    """Seconds until all have started, for the whole run, and from the return to the last exit."""
 
     start: float
     whole: float
@@ -48,41 +48,41 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
-    """The function returned, and all have left in order."""
+    """The function returned, and all workers left in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker told why it gave up."""
+    """A worker reported an error."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A worker ended without a word. `felt_by` told of a failure that came of it."""
+    """A worker's process ended without a report; `reported_by` failed because of it."""
 
     worker: int
     status: int
-    stage: Stage
-    felt_by: int | None
+    stage: WorkerStage
+    reported_by: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Workers that a wait was given up on, in which stage they were to be by then."""
+    """Workers that did not reach the stage `due` in time."""
 
     workers: tuple[int, ...]
-    due: Stage
+    due: WorkerStage
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A worker died, of what and when, and is to be started again."""
+    """A worker that died and is to be restarted: its exit status, and its stage then."""
 
     worker: int
     status: int
-    stage: Stage
+    stage: WorkerStage
 
 
 Verdict = Succeeded | Failed | Died | Overdue
@@ -92,7 +92,7 @@ Verdict = Succeeded | Failed | Died | Overdue
 class _Death:
     worker: int
     status: int
-    stage: Stage
+    stage: WorkerStage
     explained_at: float
 
 
@@ -103,63 +103,65 @@ class _Failure:
 
 
 @final
-class Watch:
-    """The story of one run so far."""
+class RunState:
+    """The state of one run."""
 
-    def __init__(self, workers: int, patience: Patience, now: float, *, restarts: int = 0) -> None:
-        self._stages = [Stage.STARTING] * workers
+    def __init__(
+        self, workers: int, timeouts: RunTimeouts, now: float, *, restarts: int = 0
+    ) -> None:
+        self._stages = [WorkerStage.STARTING] * workers
         self._restarts_left = [restarts] * workers
         self._to_restart: list[Restart] = []
         self._exited: set[int] = set()
-        self._patience = patience
-        self._start_by = [now + patience.start] * workers
-        self._end_by = now + patience.whole
+        self._timeouts = timeouts
+        self._start_by = [now + timeouts.start] * workers
+        self._end_by = now + timeouts.whole
         self._leave_by = math.inf
         self._death: _Death | None = None
         self._failure: _Failure | None = None
 
     def begun(self, worker: int) -> None:
-        """It has started, and is about to join the others."""
-        self._stages[worker] = Stage.WORKING
+        """The worker has started, and is about to join."""
+        self._stages[worker] = WorkerStage.WORKING
 
     def returned(self, now: float) -> None:
-        """The function is over; everyone is on the way out."""
-        self._stages[CALLER] = Stage.LEAVING
-        self._leave_by = now + self._patience.leave
+        """The function has returned; all workers are leaving."""
+        self._stages[CALLER] = WorkerStage.LEAVING
+        self._leave_by = now + self._timeouts.leave
 
     def left(self, worker: int) -> None:
-        """It has nothing left to do but to exit."""
-        self._stages[worker] = Stage.LEFT
+        """The worker has left, and will exit."""
+        self._stages[worker] = WorkerStage.LEFT
 
     def failed(self, worker: int, now: float, *, of_lost_peer: bool) -> None:
-        """It told why it gives up."""
-        self._stages[worker] = Stage.FAILED
+        """The worker reported an error; `of_lost_peer` if a death may explain it."""
+        self._stages[worker] = WorkerStage.FAILED
         if self._failure is None:
-            patience = LINGER_SECONDS if of_lost_peer else 0.0
-            self._failure = _Failure(worker, now + patience)
+            linger = LINGER_SECONDS if of_lost_peer else 0.0
+            self._failure = _Failure(worker, now + linger)
 
     def exited(self, worker: int, status: int, now: float) -> None:
-        """Its process is over."""
+        """The worker's process ended."""
         stage = self._stages[worker]
         if self._may_restart(worker, status):
             self._restarts_left[worker] -= 1
-            self._stages[worker] = Stage.STARTING
-            self._start_by[worker] = now + self._patience.start
+            self._stages[worker] = WorkerStage.STARTING
+            self._start_by[worker] = now + self._timeouts.start
             self._to_restart.append(Restart(worker, status, stage))
             return
         self._exited.add(worker)
-        in_order = stage is Stage.FAILED or (stage is Stage.LEFT and status == 0)
-        in_order = in_order or self._is_not_missed(worker)
+        in_order = stage is WorkerStage.FAILED or (stage is WorkerStage.LEFT and status == 0)
+        in_order = in_order or self._died_after_return(worker)
         if self._death is None and not in_order:
-            # Nobody can have felt the death of one that had not joined, nor tell of the caller's.
-            is_felt = worker != CALLER and stage is Stage.WORKING
-            patience = LINGER_SECONDS if is_felt else 0.0
-            self._death = _Death(worker, status, stage, now + patience)
+            # No failure elsewhere follows the death of the caller, or of one that had not joined.
+            causes_failures = worker != CALLER and stage is WorkerStage.WORKING
+            linger = LINGER_SECONDS if causes_failures else 0.0
+            self._death = _Death(worker, status, stage, now + linger)
 
     def _may_restart(self, worker: int, status: int) -> bool:
         is_going_on = self._death is None and self._failure is None
-        at_work = (Stage.STARTING, Stage.WORKING)
-        could_not_import = self._stages[worker] is Stage.STARTING and status > 0
+        at_work = (WorkerStage.STARTING, WorkerStage.WORKING)
+        could_not_import = self._stages[worker] is WorkerStage.STARTING and status > 0
         return (
             self._restarts_left[worker] > 0
             and is_going_on
@@ -168,18 +170,18 @@ class Watch:
             and not could_not_import
         )
 
-    def _is_not_missed(self, worker: int) -> bool:
-        """Whether it would be started again, were it not that the function has returned."""
-        is_over = self._stages[CALLER] in (Stage.LEAVING, Stage.LEFT)
+    def _died_after_return(self, worker: int) -> bool:
+        """Whether the worker would be restarted if the function had not returned."""
+        is_over = self._stages[CALLER] in (WorkerStage.LEAVING, WorkerStage.LEFT)
         return self._restarts_left[worker] > 0 and worker != CALLER and is_over
 
     def to_restart(self) -> list[Restart]:
-        """Who is to be started again, each told once."""
-        told, self._to_restart = self._to_restart, []
-        return told
+        """The workers to restart; each is returned once."""
+        due, self._to_restart = self._to_restart, []
+        return due
 
     def verdict(self, now: float) -> Verdict | None:
-        """How the run ended; None while it goes on."""
+        """The verdict on the run; None while it goes on."""
         if self._death is not None:
             return self._verdict_of(self._death, now)
         if self._failure is not None:
@@ -189,7 +191,7 @@ class Watch:
         return self._maybe_overdue(now)
 
     def next_deadline(self) -> float:
-        """When to ask for the verdict again, if there is no news until then."""
+        """When to ask for the verdict again if there is no event before."""
         if self._death is not None:
             return self._death.explained_at
         if self._failure is not None:
@@ -198,7 +200,7 @@ class Watch:
         return min(*starting, self._end_by, self._leave_by, math.inf)
 
     def _starting(self) -> list[int]:
-        return [w for w, stage in enumerate(self._stages) if stage is Stage.STARTING]
+        return [w for w, stage in enumerate(self._stages) if stage is WorkerStage.STARTING]
 
     def _verdict_of(self, death: _Death, now: float) -> Died | None:
         if self._failure is not None:
@@ -210,46 +212,50 @@ class Watch:
     def _maybe_overdue(self, now: float) -> Overdue | None:
         late = tuple(worker for worker in self._starting() if now >= self._start_by[worker])
         if late:
-            return Overdue(late, Stage.WORKING)
+            return Overdue(late, WorkerStage.WORKING)
         staying = tuple(w for w in range(len(self._stages)) if w not in self._exited)
         if now >= self._leave_by:
-            return Overdue(staying, Stage.LEFT)
+            return Overdue(staying, WorkerStage.LEFT)
         if now >= self._end_by:
-            is_over = self._stages[CALLER] is not Stage.WORKING
-            return Overdue(staying if is_over else (CALLER,), Stage.LEAVING)
+            is_over = self._stages[CALLER] is not WorkerStage.WORKING
+            return Overdue(staying if is_over else (CALLER,), WorkerStage.LEAVING)
         return None
 
 
-GUARD = 'a script calls run() under `if __name__ == "__main__":`, for every worker imports it'
+MAIN_GUARD_HINT = (
+    'a script calls run() under `if __name__ == "__main__":`, as every worker imports it'
+)
 
-WHEN = {
-    Stage.STARTING: "while it started",
-    Stage.WORKING: "while it was at work",
-    Stage.LEAVING: "while it was leaving",
-    Stage.LEFT: "after it had left",
+STAGE_TEXTS = {
+    WorkerStage.STARTING: "while it started",
+    WorkerStage.WORKING: "while it was at work",
+    WorkerStage.LEAVING: "while it was leaving",
+    WorkerStage.LEFT: "after it had left",
 }
 
 
-def death(died: Died, names: Sequence[str]) -> GradwireError:
-    """Who died, of what, and when."""
-    name, how = names[died.worker], ending(died.status)
-    if died.stage is Stage.STARTING and died.status > 0:
+def death_error(died: Died, names: Sequence[str]) -> GradwireError:
+    """The error for a worker that died."""
+    name, how = names[died.worker], describe_exit(died.status)
+    if died.stage is WorkerStage.STARTING and died.status > 0:
         return UsageError(
             f"{name} could not start: it ended with {how} while importing the script",
-            hint=f"what it printed says why; {GUARD}",
+            hint=f"what it printed says why; {MAIN_GUARD_HINT}",
         )
-    return PeerLost(f"{name} died ({how}) {WHEN[died.stage]}", hint="what it printed may say why")
+    return PeerLost(
+        f"{name} died ({how}) {STAGE_TEXTS[died.stage]}", hint="what it printed may say why"
+    )
 
 
-def overdue(late: Overdue, names: Sequence[str], timeout: float | None) -> DeadlinePassed:
-    """Whom a wait was given up on, and which."""
+def overdue_error(late: Overdue, names: Sequence[str], timeout: float | None) -> DeadlinePassed:
+    """The error for workers that were too late."""
     who = ", ".join(names[worker] for worker in late.workers)
-    if late.due is Stage.WORKING:
+    if late.due is WorkerStage.WORKING:
         return JoinTimeout(
             f"{who} did not start in time",
             hint="each worker imports the script first; a longer Timeouts(join=…) waits longer",
         )
-    if late.due is Stage.LEFT:
+    if late.due is WorkerStage.LEFT:
         return DeadlinePassed(
             f"{who} did not end in time after the function had returned",
             hint="something still runs there; a longer Timeouts(shutdown=…) waits longer",
@@ -259,8 +265,8 @@ def overdue(late: Overdue, names: Sequence[str], timeout: float | None) -> Deadl
     )
 
 
-def ending(status: int) -> str:
-    """How a process ended."""
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.testing.background import PATIENCE, Background, expect, raised
-from gradwire.transport.base import HELD_AT_MOST, Channel
+from gradwire.transport.base import MAX_BUFFERED_BYTES, Channel
 from gradwire.wire.frame import Buffer, Frame
 
 MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
@@ -29,7 +29,7 @@ Check: TypeAlias = Callable[[MakePair], None]
 
 _MOMENT = 0.01
 _MEGABYTE = bytes(1 << 20)
-_TOO_MUCH = [_MEGABYTE] * (HELD_AT_MOST // len(_MEGABYTE) + 1)
+_TOO_MUCH = [_MEGABYTE] * (MAX_BUFFERED_BYTES // len(_MEGABYTE) + 1)
 
 
 def frames_keep_their_order(make_pair: MakePair) -> None:
@@ -252,7 +252,7 @@ def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
         attempts = 1
         while (late := _sent_in_a_moment(here, _frame(1))) is None:
             attempts += 1
-        _expect_says(late, f"{here.remote} had no room for a message before its deadline")
+        _expect_says(late, f"{here.remote} did not accept a message before its deadline")
         received = [there.recv() for _ in range(attempts)]
         sender.result()
         large = [frame for frame in received if frame.payload]

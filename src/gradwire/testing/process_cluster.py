@@ -23,14 +23,14 @@ from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import describe, revive
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch.child import (
-    AS_LONG_AS_IT_TAKES,
+    FOREVER_SECONDS,
     flush_output,
     maybe_exception,
-    packed,
+    pickled,
     prepare,
-    unpacked,
+    unpickled,
 )
-from gradwire.launch.plan import Orders, orders_for, secret_in
+from gradwire.launch.plan import WorkerSpec, secret_in, worker_specs
 from gradwire.launch.processes import ProcessGroup
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
@@ -72,9 +72,9 @@ def process_cluster(
         options = options or Options()
         if options.secret is None:
             write_secret(secret_in(Path(directory)))
-        mine, *theirs = orders_for(n, options, Path(directory))
-        for host, orders in zip(others.values(), theirs, strict=True):
-            host.begin(_serve, orders, exposed)
+        mine, *theirs = worker_specs(n, options, Path(directory))
+        for host, spec in zip(others.values(), theirs, strict=True):
+            host.begin(_serve, spec, exposed)
         stack.enter_context(_sent_home(others, mine.options))
         init_rpc(mine.name, mine.rank, n, mine.options, expose=exposed)
         try:
@@ -84,12 +84,12 @@ def process_cluster(
                 shutdown()
 
 
-def _serve(orders: Orders, expose: Exposed) -> Warned:
+def _serve(spec: WorkerSpec, expose: Exposed) -> Warned:
     """The task of a host: be a worker until the others leave; returns the warnings it gave."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        init_rpc(orders.name, orders.rank, orders.world_size, orders.options, expose=expose)
-        shutdown(timeout=AS_LONG_AS_IT_TAKES)
+        init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
+        shutdown(timeout=FOREVER_SECONDS)
     return [(warning.category, str(warning.message)) for warning in warned]
 
 
@@ -162,7 +162,7 @@ class Host:
         self.start()
         assert self._tasks is not None
         with self._naming_losses():
-            self._tasks.send_bytes(packed((fn, args, kwargs), f"a task of {self.name}"))
+            self._tasks.send_bytes(pickled((fn, args, kwargs), f"a task of {self.name}"))
 
     def finish(self, timeout: float = _TASK_SECONDS) -> object:
         """Return what the function started by `begin` returned, or raise what it raised.
@@ -175,7 +175,7 @@ class Host:
                 self.stop()
                 raise DeadlinePassed(f"{self.name} did not finish its task in {timeout:g} s")
             data = self._tasks.recv_bytes()
-        outcome = unpacked(data, f"what {self.name} returned")
+        outcome = unpickled(data, f"what {self.name} returned")
         if isinstance(outcome, Failure):
             raise revive(outcome, maybe_exception)
         return outcome[0]
@@ -221,8 +221,8 @@ class Hosts:
         return self._hosts[:count]
 
 
-def _run_tasks(line: Connection, parent: int, name: str, tasks: Connection) -> None:
-    prepare(line, parent)
+def _run_tasks(pipe: Connection, parent: int, name: str, tasks: Connection) -> None:
+    prepare(pipe, parent)
     while True:
         try:
             data = tasks.recv_bytes()
@@ -234,7 +234,7 @@ def _run_tasks(line: Connection, parent: int, name: str, tasks: Connection) -> N
 
 def _outcome(name: str, data: bytes) -> bytes:
     try:
-        fn, args, kwargs = unpacked(data, f"a task of {name}")
-        return packed((fn(*args, **kwargs),), f"the result of a task of {name}")
+        fn, args, kwargs = unpickled(data, f"a task of {name}")
+        return pickled((fn(*args, **kwargs),), f"the result of a task of {name}")
     except BaseException as error:  # reported to the test, whatever it is
-        return packed(describe(error, name, exception_name), "a failure")
+        return pickled(describe(error, name, exception_name), "a failure")

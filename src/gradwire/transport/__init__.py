@@ -1,5 +1,5 @@
-"""Whole frames between two ends; IO, no meaning.
+"""Transports: channels that carry whole frames between two workers.
 
-One file or folder per kind of channel: memory, unix, tcp, tls; sockets/ is what three of them
-share. Read base.py first: it is the contract of every transport.
+One file or folder per kind of channel: memory, unix, tcp, tls; the last three share sockets/.
+Read base.py first: it is the contract of every transport.
 """

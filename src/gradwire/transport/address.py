@@ -1,8 +1,8 @@
-"""Addresses as they are written, and the transport that each scheme stands for.
+"""Parsing of addresses, and the choice of a transport by their scheme.
 
     tcp://host:port   tls://[::1]:0   unix:///path   memory://name
 
-Pure but for the transports it is given: what a place means is known to its transport alone.
+Only its transport knows what the place in an address means.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """The address that is written so; host, port, path and name may be empty."""
+    """Parse an address; host, port, path and name may be empty."""
     scheme, separator, rest = text.partition("://")
     if not (scheme and separator):
         raise UsageError(f"{text!r} is not an address", hint=_HINT)
@@ -64,9 +64,9 @@ def _split_port(rest: str) -> tuple[str, str]:
 
 @final
 class Transports:
-    """The transports one worker knows, by scheme; itself a transport.
+    """The transports of one worker by scheme; itself a transport.
 
-    `hints` say of others how to have them.
+    `hints` tell how to enable a scheme that is missing.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Transports:
 
     @property
     def schemes(self) -> frozenset[str]:
-        """Those of all of them."""
+        """The schemes of all transports."""
         return frozenset(self._known)
 
     def listen(self, address: str) -> Listener:
-        """Take the address on the transport of its scheme."""
+        """Listen at the address, with the transport of its scheme."""
         return self._of(address).listen(address)
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> Channel:
-        """Reach the address over the transport of its scheme."""
+        """Connect to the address, with the transport of its scheme."""
         return self._of(address).connect(address, deadline, name)
 
     def _of(self, address: str) -> Transport:
@@ -93,7 +93,7 @@ class Transports:
         if scheme not in self._known:
             known = ", ".join(sorted(self._known)) or "none"
             raise UsageError(
-                f"no transport is called {scheme!r}, which {address!r} asks for",
+                f"no transport for scheme {scheme!r} of address {address!r}",
                 hint=self._hints.get(scheme, f"the known ones are: {known}"),
             )
         return self._known[scheme]

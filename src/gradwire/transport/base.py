@@ -1,8 +1,8 @@
 """The contract of every transport: whole frames, in order, between two ends.
 
-A transport is a way to carry a `Frame`; how its bytes go is its own matter (a stream, a queue,
-shared memory), as long as what is said here holds. This layer must not know workers, calls or what
-a frame means. `gradwire.testing.conformance` checks this contract, on ours and on yours.
+A transport carries a `Frame` by any means (a stream, a queue, shared memory) that keep the promises
+made here. This layer must not know workers, calls or what a frame means.
+`gradwire.testing.conformance` tests any transport against this contract.
 
 Deadlines are absolute, on the clock of `time.monotonic()`.
 """
@@ -16,42 +16,44 @@ from gradwire.errors import DeadlinePassed
 from gradwire.options import Limits
 from gradwire.wire.frame import Frame
 
-HELD_AT_MOST = 1 << 24
-"""Bytes a channel may hold for a peer that does not read; the frame that gets there still goes."""
+MAX_BUFFERED_BYTES = 1 << 24
+"""Bytes that a channel may buffer for a peer that does not read; the frame that reaches the limit
+is still accepted.
+"""
 
 CLOSED_BY_PEER = "connection closed by peer"
-"""Also of one that was reset: a process that dies ends its connections in either way, by whether
-bytes that it has not read are left in its kernel. The OSError is the `__cause__`.
+"""Used for a reset connection too: when a process dies, the kernel resets a connection with unread
+bytes and closes the others. The OSError is the `__cause__`.
 """
 
 
 def closed_here(reason: str) -> str:
-    """What PeerLost says after `close(reason)`."""
+    """The message of PeerLost after `close(reason)`."""
     return f"closed here: {reason}"
 
 
-def unread_by_deadline(remote: str) -> DeadlinePassed:
-    """What a send raises that could not begin in time."""
+def send_timed_out(remote: str) -> DeadlinePassed:
+    """The error of a send that could not begin before its deadline."""
     return DeadlinePassed(
-        f"{remote} had no room for a message before its deadline",
-        hint="the peer reads too slowly or not at all, or a larger message was still on its way",
+        f"{remote} did not accept a message before its deadline",
+        hint="the peer reads too slowly or not at all, or a larger message was still being sent",
     )
 
 
 def never() -> bool:
-    """Nothing but what comes ends the wait."""
+    """The default `done` of `Channel.maybe_recv`: only a frame or the deadline ends the wait."""
     return False
 
 
-def unheard_by_deadline(remote: str) -> DeadlinePassed:
-    """What a `hear` raises whose bytes did not come in time."""
+def hear_timed_out(remote: str) -> DeadlinePassed:
+    """The error of a `hear` whose bytes did not arrive in time."""
     return DeadlinePassed(f"{remote} did not say who it is before the deadline")
 
 
 class Reentered(Exception):
-    """A thread called `maybe_recv` in the middle of its own, at a moment where that cannot be.
+    """A finalizer or signal handler called `maybe_recv` inside one that cannot be resumed.
 
-    Only so from a finalizer or a signal handler. Nothing was changed.
+    Nothing was changed.
     """
 
 
@@ -59,119 +61,117 @@ class Channel(Protocol):
     """One end of a connection.
 
     Any thread may send; one thread at a time may recv, not always the same one. A finalizer or a
-    signal handler may run in the middle of either, and do the same: what it sends goes before or
-    after the whole frame that its thread is sending, and what it receives follows the frame that
+    signal handler may interrupt a send or recv and send or receive itself: its frame goes before or
+    after the whole frame that its thread is sending, and it receives the frame after the one that
     its thread has already taken.
     """
 
     limits: Limits
-    """What the peer may promise in a prefix."""
+    """The largest head and payload that the peer may announce in a prefix."""
 
     @property
     def peer_names(self) -> tuple[str, ...] | None:
-        """The names that the peer has proven to have by a certificate; None where there is none."""
+        """The worker names in the peer's verified certificate; None without certificates."""
         return None
 
     @property
     def binding(self) -> bytes:
-        """What both ends of this very connection know, and no other two; empty if there is none."""
+        """The channel binding: bytes that only the two ends of this connection know, or empty."""
         return b""
 
     @property
     def watches_itself(self) -> bool:
-        """Whether this end would notice now, by itself, that the other one is gone or frozen.
+        """Whether this end notices without heartbeats that the peer is gone or frozen.
 
-        So it is in the middle of a frame that comes (`stall`), and always where both ends are in
+        True while a frame is being received (`stall` applies), and always where both ends are in
         one process.
         """
         return False
 
     @property
     def taken(self) -> int:
-        """How often something was taken from it, also if an interrupt came before it was returned.
+        """The number of frames received, even if an interrupt came before one was returned.
 
-        It grows by one with each frame. It may be one too many after an interrupt, never too few.
+        After an interrupt it may be one too many, never too few.
         """
         return 0
 
     @property
     def remote(self) -> str:
-        """The address of the other end, as it is written in errors."""
+        """The address of the other end, for error messages."""
 
     def say(self, words: bytes, deadline: float) -> None:
-        """Send these bytes as they are; only before the first frame, while who is there is open."""
+        """Send raw bytes without a frame; only during the handshake, before the first frame."""
 
     def hear(self, length: int, deadline: float) -> bytes:
-        """Exactly so many bytes as they came, and not one more is read; only before any frame.
+        """Receive exactly `length` raw bytes, and read no more; only during the handshake.
 
-        DeadlinePassed if they are not all there by then, however they trickle; PeerLost if the peer
-        left before.
+        DeadlinePassed if some are missing at the deadline; PeerLost if the peer closed before.
         """
 
     def send(self, frame: Frame, deadline: float) -> None:
-        """Hand the frame over; when this returns, its buffers are yours again.
+        """Send the frame; when this returns, the caller may change its buffers.
 
-        DeadlinePassed means that not a byte of it has left, and the channel is as good as before. A
-        frame that can go at once goes, however late it is. Once begun it is finished, unless
-        the peer takes no byte for `stall` seconds, which ends the channel; what is left of it at
-        the deadline goes when this has returned. After PeerLost nobody knows how much of the frame
-        has arrived.
+        DeadlinePassed means that no byte of it was sent, and the channel is still usable. A frame
+        that can be sent at once is sent, even after its deadline. A frame once begun is finished,
+        after this returns if necessary, unless the peer accepts no byte for `stall` seconds,
+        which ends the channel. After PeerLost it is unknown how much of the frame arrived.
         """
 
     def lend_turn(self) -> bool:
-        """Let others send though this thread is in the middle of it; False if it is not.
+        """Release the send lock that this thread holds; False if it holds none.
 
-        For a finalizer or a signal handler that waits. It calls `take_turn_back` in the end.
+        For a finalizer or signal handler that interrupted a send and must wait: other threads can
+        send meanwhile. It must call `take_turn_back` afterwards.
         """
         return False
 
     def take_turn_back(self) -> None:
-        """See `lend_turn`."""
+        """Acquire the send lock again; see `lend_turn`."""
 
     def recv(self) -> Frame:
-        """Block for the next frame; its payload is one block, owned by whoever holds it.
+        """Block for the next frame; its payload is one block of memory.
 
-        PeerLost once all that the peer sent before it left has been received, or at once after
-        `close`; its message says which. BadMessage if the frame is over the limits, which ends
-        the channel.
+        PeerLost after the last frame that the peer sent, or at once after `close`; its message says
+        which. BadMessage if the frame is over the limits, which ends the channel.
         """
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """Like `recv`, but None if no frame has begun to come by then; in the past: only look.
+        """Like `recv`, but None if no frame has begun by `until`; if that is past, do not wait.
 
-        None too soon after `done`, by which another thread says that we need not wait.
+        Also None soon after `done()` is true, which tells that the wait is no longer needed.
         """
 
     def close(self, reason: str = "close() was called") -> None:
-        """End the connection, from any thread, any number of times; wakes a blocked send and recv.
+        """End the connection and wake a blocked send and recv; idempotent, from any thread.
 
         Frames already sent still reach a peer that reads; those not received here are dropped.
         """
 
 
 class Listener(Protocol):
-    """A place where peers connect."""
+    """A listening endpoint."""
 
     @property
     def address(self) -> str:
-        """Where peers connect to, with the port or name that was really taken."""
+        """The address to connect to, with the port or name that was chosen."""
 
     def accept(self) -> Channel:
-        """Block for the next connection; PeerLost once this listener was closed."""
+        """Block for the next connection; PeerLost once this listener is closed."""
 
     def close(self, reason: str = "close() was called") -> None:
-        """Stop listening, any number of times; wakes a blocked accept."""
+        """Stop listening and wake a blocked accept; idempotent."""
 
 
 class Transport(Protocol):
-    """One way to reach a peer, chosen by the scheme of its address."""
+    """A factory of channels and listeners for one address scheme."""
 
     def listen(self, address: str) -> Listener:
-        """Take the address; UsageError if it cannot be had."""
+        """Listen at the address; UsageError if that is not possible."""
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> Channel:
-        """A channel to whoever listens there; `name` is the worker that should.
+        """Connect to the listener at the address; `name` is the worker expected there.
 
-        PeerLost if nobody does, or if it proves to be another worker, where the transport can tell.
-        DeadlinePassed if nobody has answered by then.
+        PeerLost if there is no listener, or, where the transport can tell, if it is another worker.
+        DeadlinePassed if there is no answer by the deadline.
         """

@@ -1,14 +1,14 @@
-"""Memory for received payloads, used again once its last reader is gone.
+"""A pool of memory blocks for received payloads.
 
-Fresh pages cost as much as the bytes that are read into them, so blocks are kept and lent again.
-A block is lent as one memoryview, and comes back when that very object dies: whatever is built on
-it must keep it alive, as `torch.frombuffer` does. This file must not know what the bytes are.
+To allocate fresh pages costs as much as to read bytes into them, so blocks are cached and reused.
+A block is lent as one memoryview and returns when that object dies: everything built on the view
+must keep it alive, as `torch.frombuffer` does.
 
 Rules of this file:
-  1. A view may die in any thread, also inside the garbage collector and in the middle of `take`.
-     So nothing here locks: deques and dicts are changed by single atomic operations, and bytes are
-     counted afresh each time rather than kept in a number that two threads could spoil.
-  2. Being wrong means freeing a block, never lending it twice.
+  1. A view may die in any thread, inside the garbage collector and in the middle of `take`. So
+     nothing here locks: deques and dicts are changed by single operations that are atomic under
+     the GIL, and bytes are summed up each time, as a counter could be updated by two threads.
+  2. A race may free a block, but never lend it twice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from numpy.typing import NDArray
 
 from gradwire.wire.frame import ALIGNMENT
 
-# numpy rather than bytearray, which writes zeros all over a new block: twice the work, and a peer's
-# mere promise of a large payload would make us touch that much memory.
+# numpy.empty rather than bytearray, which fills a new block with zeros: that doubles the work, and
+# the mere prefix of a large payload would make this process touch that much memory.
 _Memory: TypeAlias = NDArray[numpy.uint8]
 
 _SMALLEST = 4096
 SMALL_BLOCK = _SMALLEST // 4
-"""What is larger has a block of its own."""
-# What sys.getrefcount says of a block that only _came_back's own variable refers to.
+"""Payloads up to this size share a block (`Slab`)."""
+# sys.getrefcount of a block that only the local variable of _came_back refers to.
 _UNSHARED = 2
 
 
 @final
 class _Shelf:
-    """The blocks of one size that nobody uses."""
+    """The unused blocks of one size."""
 
     __slots__ = ("blocks", "last_use", "size")
 
@@ -50,23 +50,23 @@ class _Shelf:
 
 @final
 class BlockPool:
-    """Lends writable blocks and keeps up to `cached_bytes` of those that came back."""
+    """Lends writable blocks, and caches up to `cached_bytes` of those returned."""
 
     def __init__(self, cached_bytes: int = 1 << 28) -> None:
         self._limit = cached_bytes
-        # Replaced, never changed: whoever walks over it has a dict that stands still. When two
-        # threads replace it at once a shelf may be forgotten, and its blocks with it (rule 2).
+        # Replaced, never changed in place, so that iteration is safe. If two threads replace it at
+        # once, one shelf and its blocks may be lost (rule 2).
         self._shelves: dict[int, _Shelf] = {}
         self._lent: dict[int, tuple[weakref.ref[memoryview], _Shelf, _Memory]] = {}
         self._clock = count(1)
 
     @property
     def cached(self) -> int:
-        """Bytes that wait to be lent again."""
+        """Bytes of unused blocks."""
         return sum(shelf.size * len(shelf.blocks) for shelf in self._shelves.values())
 
     def take(self, nbytes: int) -> memoryview:
-        """Exactly `nbytes` writable bytes, aligned, with old contents; yours until the view dies.
+        """Lend exactly `nbytes` of aligned, uninitialized memory until the view dies.
 
         hot: every received payload
         """
@@ -92,29 +92,30 @@ class BlockPool:
 
     def _came_back(self, lease: weakref.ref[memoryview]) -> None:
         _, shelf, memory = self._lent.pop(id(lease))
-        # Views sliced from the lent one do not keep it alive, but they do hold the memory; a block
-        # that someone still sees is left to them.
+        # A slice of the lent view does not keep the view alive, but refers to the memory. Such a
+        # block is not reused. A count that is too high for another reason only frees the block
+        # (rule 2); it is never too low while a slice exists.
         if shelf.size > self._limit or sys.getrefcount(memory) > _UNSHARED:
             return
         shelf.blocks.append(memory)
-        # Small payloads are many: as long as theirs are few, all are not counted for each.
+        # Small payloads are frequent: do not sum up the cache for each while it is small.
         if shelf.size > _SMALLEST or 64 * _SMALLEST * len(shelf.blocks) > self._limit:
             while self.cached > self._limit:
                 self._free_one()
 
     def _free_one(self) -> None:
         stocked = [shelf for shelf in self._shelves.values() if shelf.blocks]
-        # Either may come too late: another thread took or freed the last block meanwhile.
+        # Either raises if another thread took or freed the last block meanwhile.
         with suppress(ValueError, IndexError):
             min(stocked, key=lambda shelf: shelf.last_use).blocks.popleft()
 
 
 @final
 class Slab:
-    """Small blocks side by side in one of the smallest size, which goes with the last of them.
+    """Cuts small blocks from one block of the smallest size, which is freed with the last of them.
 
-    A block that is kept so holds no more memory than one of the pool would, and is had without a
-    lease. One thread at a time takes.
+    A small block keeps no more memory alive than one of the pool would, and costs no weak
+    reference. Only one thread at a time may call `take`.
     """
 
     __slots__ = ("_memory", "_used")
@@ -124,7 +125,7 @@ class Slab:
         self._used = _SMALLEST
 
     def take(self, nbytes: int) -> memoryview:
-        """Exactly `nbytes` writable bytes, aligned; at most `SMALL_BLOCK`.
+        """Lend exactly `nbytes` of aligned memory; at most `SMALL_BLOCK`.
 
         hot: every small payload received
         """
@@ -138,7 +139,7 @@ class Slab:
 
 
 def size_class(nbytes: int) -> int:
-    """The size of block that holds `nbytes`: four to each doubling, so at most a quarter is unused.
+    """The block size for `nbytes`: four sizes per power of two, so at most a quarter is unused.
 
     >>> [size_class(n) for n in (0, 4096, 4097, 5000, 5121, 8193)]
     [4096, 4096, 5120, 5120, 6144, 10240]

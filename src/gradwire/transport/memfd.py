@@ -1,22 +1,22 @@
-"""A block of memory that two processes map: a file without a name, gone with its last user.
+"""A block of memory that two processes map: an anonymous file (memfd), freed with its last user.
 
     page 0   its first byte is the state
     page 1…  the payload
 
-One end makes the block and fills it, the other only borrows it. The state says whose it is:
+One end makes the block and fills it, the other borrows it. The state says which end may use it:
 
-    FREE   the maker's, to fill or to drop
+    FREE   the maker may fill or drop it
     SENT   filled and announced, not yet received
     READ   received; views of it are alive
     GONE   dropped by its maker; the borrower forgets it when it next looks
 
-So a block goes home by the write of one byte. That is all a finalizer may do, for it can run
-anywhere. No reader's last look can come after that byte: the reference count that had to fall first
-orders the two.
+The borrower returns a block by writing one byte. A finalizer does so, and it can run anywhere, so
+it must not do more. All reads of the block happen before that write, because the reference count
+of the last view falls to zero first.
 
-A descriptor comes from a peer: `adopt` believes nothing about it. Both ends can write to a block at
-all times; that the maker does not while it is lent is a promise between workers of one user. A
-forked child shares the blocks of its parent: it must copy what it wants to keep.
+A descriptor comes from a peer, and `adopt` trusts nothing about it. Both ends can write to a block
+at any time; workers of one user trust each other not to do so while it is lent. A forked child
+shares the blocks of its parent: it must copy what it wants to keep.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COPIED_WITHOUT_GIL: Final = 1 << 15
 
 
 def can_share() -> bool:
-    """Whether this system has files without names, and shows a process its own."""
+    """Whether this system has memfd, and /proc to map it by path."""
     return (
         sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
     )
@@ -51,7 +51,7 @@ def can_share() -> bool:
 
 @final
 class Block:
-    """A mapped block; its memory goes when nobody refers to it and to no view of it."""
+    """A mapped block; it is unmapped when neither it nor a view of it is referenced."""
 
     __slots__ = ("_lease", "_memory", "_state", "number", "room")
 
@@ -64,7 +64,7 @@ class Block:
 
     @property
     def state(self) -> int:
-        """Whose it is; the peer may change it at any time."""
+        """FREE, SENT, READ or GONE; the peer may change it at any time."""
         return self._state[0]
 
     @state.setter
@@ -73,11 +73,11 @@ class Block:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a view that `lend` gave is still alive, or one sliced from it."""
+        """Whether the view returned by `lend`, or a slice of it, is alive."""
         return self._lease is not None and self._lease() is not None
 
     def fill(self, payload: Sequence[Buffer]) -> None:
-        """Copy the parts one after the other: the only copy that is made of them."""
+        """Copy the parts into the block one after the other; the payload is not copied again."""
         start = FIRST_PAGE
         for part in payload:
             end = start + len(part)
@@ -88,14 +88,14 @@ class Block:
             start = end
 
     def lend(self, nbytes: int) -> memoryview:
-        """The first `nbytes` of the payload; the block is FREE again when their last view died."""
-        # A view of a view refers to the array, not to the memoryview it was sliced from; so it is
-        # the array whose death counts.
+        """The first `nbytes` of the payload; the block becomes FREE when their last view dies."""
+        # A slice of a memoryview refers to the array, not to the memoryview it was sliced from. So
+        # the weak reference is to the array.
         lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
         state, process = self._state, os.getpid()
 
         def free(_: object) -> None:
-            # In a forked child it is only the child's view that died.
+            # In a forked child only the child's view died; the parent may still read the block.
             if os.getpid() == process:
                 state[0] = FREE
 
@@ -104,13 +104,13 @@ class Block:
         return lease.data
 
 
-def make(number: int, room: int) -> tuple[Block, int]:
-    """A new block and its descriptor, which the caller closes; OSError if it cannot be had."""
+def make_block(number: int, room: int) -> tuple[Block, int]:
+    """Make a block; returns it and its descriptor, which the caller closes. OSError on failure."""
     size = FIRST_PAGE + room
     descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        # Memory that turns out to be missing only when it is written to would kill the process.
+        # Allocate now: if memory were missing at the first write, SIGBUS would kill the process.
         os.posix_fallocate(descriptor, 0, size)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -121,9 +121,9 @@ def make(number: int, room: int) -> tuple[Block, int]:
 
 
 def adopt(number: int, descriptor: int, most: int) -> Block:
-    """The peer's block behind a descriptor, which is closed; BadMessage if it could hurt us.
+    """Map the peer's block and close the descriptor; BadMessage if mapping it is not safe.
 
-    `most` is the largest size that is believed.
+    `most` is the largest accepted size.
     """
     try:
         fault = _fault_of(descriptor, most)
@@ -138,10 +138,10 @@ def adopt(number: int, descriptor: int, most: int) -> Block:
 
 @final
 class _Mapping:
-    """The bytes of a file, without holding on to a descriptor as `mmap.mmap` would.
+    """A mapped file that keeps no descriptor open, as `mmap.mmap` would.
 
-    Torch does the mapping, but no operator of its is called: the thread that sends may be in some
-    mode of the user's that would see it.
+    Torch does the mapping, but no torch operator is called: the sending thread may be inside a
+    dispatch mode of the user, which would see it.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -159,7 +159,7 @@ class _Mapping:
 
 
 def _fault_of(descriptor: int, most: int) -> str | None:
-    """Why the file must not be mapped: to touch a page that it lost would kill the process."""
+    """Why the file must not be mapped, if so: reading a page that was truncated raises SIGBUS."""
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if seals & needed != needed:
@@ -169,7 +169,7 @@ def _fault_of(descriptor: int, most: int) -> str | None:
     file = os.fstat(descriptor)
     if not FIRST_PAGE < file.st_size <= FIRST_PAGE + most:
         return f"its file has {file.st_size} bytes"
-    # What the peer has not paid for would be allocated here, page by page, as it is read.
+    # Reading a hole would allocate its pages, charged to this process.
     if file.st_blocks * 512 < file.st_size:
         return "its file has holes"
     return None

@@ -1,8 +1,8 @@
-"""Both ends in one process: tests, threads, notebooks, and calls of a worker to itself.
+"""The in-process transport, for tests, threads, notebooks, and a worker that calls itself.
 
-Frames go through the same prefix and limits as on a socket, and are copied once, so that nothing
-here is easier than in the world. It has no threads of its own, and no process globals: two networks
-do not see each other's names.
+Frames have the same prefix and limits as on a socket and are copied once, so that code which works
+here works over a network. There are no threads and no process globals: each `MemoryNetwork` has its
+own names.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.base import (
     CLOSED_BY_PEER,
-    HELD_AT_MOST,
+    MAX_BUFFERED_BYTES,
     closed_here,
+    hear_timed_out,
     never,
-    unheard_by_deadline,
-    unread_by_deadline,
+    send_timed_out,
 )
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
 
-_GLANCE_SECONDS = 0.001
+_POLL_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 1.0
 _AT_ONCE = (False,)
 _PATIENTLY = (True,)
 
 
 class _Item(NamedTuple):
-    """A frame on its way, with the prefix it would have on a wire; or words, and no frame."""
+    """A queued frame with its encoded prefix; or raw bytes in `prefix` and no frame."""
 
     prefix: bytes
     frame: Frame | None
@@ -48,49 +48,54 @@ class _Item(NamedTuple):
 
 @final
 class _Pipe:
-    """One direction: frames in order, and room for so many bytes.
+    """One direction of a channel: a queue of frames that holds about `capacity` bytes.
 
-    What ends the queue is None, and it stays there for whoever asks again. Only who waits for room
-    has a lock: a finalizer or a signal handler may run in the middle of `put` and `get`, and do the
-    same or wait for the peer, which must be able to go on. Numbers change in one step each.
+    None marks the end of the queue, and is put back for the next `get`. `put` and `get` take no
+    lock, except to wait for room: a finalizer or a signal handler may interrupt either, and call
+    them again or wait for the peer, which must not be blocked. Counters are changed without a call
+    in between, which is one step under the GIL.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
-        # Open once something was put in, so that it can be waited for with a timeout. That of
-        # SimpleQueue.get is forgotten by Python 3.11 when a signal handler runs meanwhile.
-        self._bell = threading.Lock()
+        # Released when an item was put in, to wait for one with a timeout. SimpleQueue.get(timeout)
+        # would not do: Python 3.11 forgets the timeout when a signal handler runs meanwhile.
+        self._nonempty = threading.Lock()
         self._put_bytes = self._got_bytes = 0
         self._waiting = 0
         self._ended = False
         self.taken = 0
-        """items that are no longer in it"""
+        """items that were removed"""
         self._room = threading.Condition(threading.RLock())
 
     def put(self, item: _Item, deadline: float) -> bool:
         """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
-        # Held bytes are compared without those of this item: a large frame then does not
-        # starve behind small ones, and one larger than the whole pipe passes.
+        # The size of this item does not count: a large frame is not starved by small ones, and one
+        # larger than the capacity passes.
         if self._is_full():
             self._wait_for_room(deadline)
         if self._ended:
             return False
         self._put_bytes += item.size
         self._items.put(item)
-        self._ring()
+        self._wake_reader()
         return True
 
     def _is_full(self) -> bool:
         return self._put_bytes - self._got_bytes >= self._capacity
 
-    def _ring(self) -> None:
-        if self._bell.locked():
+    def _wake_reader(self) -> None:
+        if self._nonempty.locked():
             with suppress(RuntimeError):  # another thread was first
-                self._bell.release()
+                self._nonempty.release()
 
     def _wait_for_room(self, deadline: float) -> None:
-        """Who makes room looks at `_waiting` afterwards, so one of the two sees the other."""
+        """Block until there is room.
+
+        `_waiting` grows before the check here, and `get` reads it after making room: so either the
+        check sees the room, or `get` sees the waiter and notifies it.
+        """
         self._waiting += 1
         try:
             while self._is_full() and not self._ended:
@@ -104,11 +109,11 @@ class _Pipe:
             self._waiting -= 1
 
     def get(self, until: float, done: Callable[[], bool]) -> _Item | None:
-        """The next item, or None after the last; Empty if there is none by then."""
+        """The next item, or None after the last; raises Empty if there is none by `until`."""
         item = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
         if item is None:
             self._items.put(None)
-            self._ring()
+            self._wake_reader()
             return None
         if self._waiting:
             with self._room:
@@ -116,7 +121,7 @@ class _Pipe:
         return item
 
     def _take(self, block: tuple[bool]) -> _Item | None:
-        """Taken and counted in one step: see Note [Reading inside a read] in sockets/reader.py."""
+        """Remove and count an item; see Note [Reading inside a read] in sockets/reader.py."""
         (item,) = map(self._items.get, block)
         if item is not None:
             self.taken += 1
@@ -124,7 +129,7 @@ class _Pipe:
         return item
 
     def _get(self, until: float, done: Callable[[], bool]) -> _Item | None:
-        longest = threading.TIMEOUT_MAX if done is never else _GLANCE_SECONDS
+        longest = threading.TIMEOUT_MAX if done is never else _POLL_SECONDS
         while True:
             left = until - time.monotonic()
             try:
@@ -132,31 +137,31 @@ class _Pipe:
             except Empty:
                 if left <= 0 or done():
                     raise
-            self._bell.acquire(timeout=min(left, longest))  # what rings before is seen above
+            self._nonempty.acquire(timeout=min(left, longest))  # released before: found above
 
     def end(self) -> None:
-        """Nothing more goes in; what is in can still be had."""
+        """Accept no more items; those in the queue can still be read."""
         if not self._ended:
             self._ended = True
             self._items.put(None)
-            self._ring()
+            self._wake_reader()
             with self._room:
                 self._room.notify_all()
 
     def drop(self) -> None:
-        """End, and let go of what is in: its reader is gone."""
+        """End, and discard the items: the reader is gone."""
         self.end()
         try:
             while True:
                 self._items.get_nowait()
         except Empty:
             self._items.put(None)
-            self._ring()
+            self._wake_reader()
 
 
 @final
 class MemoryChannel:
-    """One end of two pipes."""
+    """One end of a connection: a pipe in each direction."""
 
     peer_names: tuple[str, ...] | None = None
     binding: bytes = b""
@@ -172,11 +177,11 @@ class MemoryChannel:
         self._incoming = incoming
         self._outgoing = outgoing
         self._pool = pool
-        self._ended: str | None = None
+        self._close_reason: str | None = None
         self._heard = b""
 
     def __repr__(self) -> str:
-        return f"<MemoryChannel to {self.remote}: {self._ended or 'open'}>"
+        return f"<MemoryChannel to {self.remote}: {self._close_reason or 'open'}>"
 
     @property
     def taken(self) -> int:
@@ -188,18 +193,18 @@ class MemoryChannel:
         self._put(_Item(words, None, len(words)), deadline)
 
     def hear(self, length: int, deadline: float) -> bytes:
-        """Take so many bytes of what was said; see `Channel.hear`."""
+        """Take raw bytes from the queue; see `Channel.hear`."""
         while len(self._heard) < length:
             item = self._maybe_take(deadline)
             if item is None:
-                raise unheard_by_deadline(self.remote)
+                raise hear_timed_out(self.remote)
             head = item.frame.head if item.frame is not None else b""
             self._heard += item.prefix + head
         heard, self._heard = self._heard[:length], self._heard[length:]
         return heard
 
     def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`: nobody has a turn here."""
+        """See `Channel.lend_turn`; there is no send lock here."""
         return False
 
     def take_turn_back(self) -> None:
@@ -214,7 +219,7 @@ class MemoryChannel:
         try:
             taken = self._outgoing.put(item, deadline)
         except TimeoutError:
-            raise unread_by_deadline(self.remote) from None
+            raise send_timed_out(self.remote) from None
         if not taken:
             self._check_open()
             raise PeerLost(CLOSED_BY_PEER)
@@ -222,17 +227,17 @@ class MemoryChannel:
     def recv(self) -> Frame:
         """Block for the next frame; see `Channel.recv`."""
         frame = self.maybe_recv(math.inf)
-        assert frame is not None, "without a limit it waits until one comes"
+        assert frame is not None, "without a deadline, recv waits for a frame"
         return frame
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """Wait so long for the next frame; see `Channel.maybe_recv`."""
+        """Wait for the next frame; see `Channel.maybe_recv`."""
         item = self._maybe_take(until, done)
         if item is None:
             return None
         try:
             if item.frame is None or self._heard:
-                raise BadMessage("words without a frame, after the handshake")
+                raise BadMessage("raw bytes after the handshake")
             decode_prefix(item.prefix, self.limits)
         except BadMessage as refusal:
             self.close(refusal.message)
@@ -240,7 +245,7 @@ class MemoryChannel:
         return item.frame
 
     def _maybe_take(self, until: float, done: Callable[[], bool] = never) -> _Item | None:
-        """The next item; None if there is none by then."""
+        """The next item; None if there is none by `until`."""
         self._check_open()
         try:
             item = self._incoming.get(until, done)
@@ -257,16 +262,16 @@ class MemoryChannel:
         """End both directions; see `Channel.close`."""
         self._end(closed_here(reason))
 
-    def _end(self, story: str) -> None:
-        # Two threads may both pass this test, and then the later story stays: either is true.
-        if self._ended is None:
-            self._ended = story
+    def _end(self, reason: str) -> None:
+        # Two threads may both pass this test; the later reason stays, and either is true.
+        if self._close_reason is None:
+            self._close_reason = reason
         self._outgoing.end()
         self._incoming.drop()
 
     def _check_open(self) -> None:
-        if self._ended is not None:
-            raise PeerLost(self._ended)
+        if self._close_reason is not None:
+            raise PeerLost(self._close_reason)
 
     def _pack(self, frame: Frame) -> _Item:
         parts = frame.payload
@@ -288,59 +293,59 @@ class MemoryChannel:
 
 @final
 class MemoryListener:
-    """A name in a network."""
+    """A listener under a name of a network."""
 
     def __init__(self, network: MemoryNetwork, address: str) -> None:
         self.address = address
         self._network = network
-        self._arrivals: SimpleQueue[MemoryChannel | None] = SimpleQueue()
-        self._ended: str | None = None
+        self._backlog: SimpleQueue[MemoryChannel | None] = SimpleQueue()
+        self._close_reason: str | None = None
         self._lock = threading.Lock()
 
     def accept(self) -> MemoryChannel:
         """Block for the next connection; see `Listener.accept`."""
-        channel = self._arrivals.get()
+        channel = self._backlog.get()
         if channel is None:
-            self._arrivals.put(None)
-            raise PeerLost(f"{self.address} was {self._ended}")
+            self._backlog.put(None)
+            raise PeerLost(f"{self.address} was {self._close_reason}")
         return channel
 
     def close(self, reason: str = "close() was called") -> None:
-        """Give the name back and refuse those who wait; see `Listener.close`."""
+        """Release the name and close pending connections; see `Listener.close`."""
         with self._lock:
-            if self._ended is not None:
+            if self._close_reason is not None:
                 return
-            self._ended = closed_here(reason)
+            self._close_reason = closed_here(reason)
         self._network.forget(self)
         self._refuse_waiting()
-        self._arrivals.put(None)
+        self._backlog.put(None)
 
-    def arrive(self, channel: MemoryChannel) -> bool:
-        """Let a channel wait for `accept`; False if nobody will come for it."""
+    def enqueue(self, channel: MemoryChannel) -> bool:
+        """Queue a channel for `accept`; False if the listener is closed."""
         with self._lock:
-            if self._ended is None:
-                self._arrivals.put(channel)
-            return self._ended is None
+            if self._close_reason is None:
+                self._backlog.put(channel)
+            return self._close_reason is None
 
     def _refuse_waiting(self) -> None:
         try:
             while True:
-                waiting = self._arrivals.get_nowait()
+                waiting = self._backlog.get_nowait()
                 if waiting is not None:
-                    waiting.close("nobody accepted it")
+                    waiting.close("the listener was closed")
         except Empty:
             return
 
 
 @final
 class MemoryNetwork:
-    """The names that can be reached, and channels between them."""
+    """An in-process transport with its own names."""
 
     def __init__(
         self,
         *,
         limits: Limits | None = None,
-        capacity: int = HELD_AT_MOST,
+        capacity: int = MAX_BUFFERED_BYTES,
         pool: BlockPool | None = None,
     ) -> None:
         self._limits = limits or Limits()
@@ -351,7 +356,7 @@ class MemoryNetwork:
         self._lock = threading.Lock()
 
     def listen(self, address: str) -> MemoryListener:
-        """Take the name, or a fresh one if it is empty."""
+        """Listen under the name, or under a new one if it is empty."""
         name = _name_in(address)
         with self._lock:
             name = name or self._fresh_name()
@@ -362,22 +367,22 @@ class MemoryNetwork:
         return listener
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> MemoryChannel:
-        """A channel to the listener of that name; there is nothing to wait for."""
+        """Connect to the listener of that name; this never waits."""
         with self._lock:
             listener = self._listeners.get(_name_in(address))
-        here, there = self._joined(address, f"{address} (connection {next(self._numbers)})")
-        if listener is None or not listener.arrive(there):
+        here, there = self._connect(address, f"{address} (connection {next(self._numbers)})")
+        if listener is None or not listener.enqueue(there):
             refusal = ConnectionRefusedError(f"nobody listens at {address}")
             raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
         return here
 
     def pair(self) -> tuple[MemoryChannel, MemoryChannel]:
-        """Two ends without a listener, for a worker that calls itself."""
+        """Two connected channels without a listener, for a worker that calls itself."""
         number = next(self._numbers)
-        return self._joined(f"memory://pair-{number}/b", f"memory://pair-{number}/a")
+        return self._connect(f"memory://pair-{number}/b", f"memory://pair-{number}/a")
 
     def forget(self, listener: MemoryListener) -> None:
-        """The name is free again."""
+        """Release the name of a listener."""
         with self._lock:
             self._listeners.pop(_name_in(listener.address), None)
 
@@ -385,7 +390,7 @@ class MemoryNetwork:
         names = (f"listener-{number}" for number in self._numbers)
         return next(name for name in names if name not in self._listeners)
 
-    def _joined(self, remote: str, other_remote: str) -> tuple[MemoryChannel, MemoryChannel]:
+    def _connect(self, remote: str, other_remote: str) -> tuple[MemoryChannel, MemoryChannel]:
         there, back = _Pipe(self._capacity), _Pipe(self._capacity)
         return (
             MemoryChannel(remote, back, there, limits=self._limits, pool=self._pool),

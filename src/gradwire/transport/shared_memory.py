@@ -1,15 +1,13 @@
-"""Large payloads beside the socket: copied once into shared blocks, read where they lie.
+"""Large payloads through shared memory: the sender copies them once, the receiver not at all.
 
-A frame whose payload lies in a block has the flag IN_BLOCK. Its prefix says the payload's length as
-ever; in the place of the payload come eight bytes: the block's number u32, and u32 1 if this is the
-first time, which is when its descriptor travels along (SCM_RIGHTS), else 0. A channel that
-understands this sets TAKES_BLOCKS on all it sends, and a peer uses blocks from then on.
+A frame whose payload lies in a block has the flag IN_BLOCK. Its prefix has the payload's length as
+usual; eight bytes replace the payload: the block's number u32, and a u32 that is 1 when the block
+is used for the first time, with its descriptor attached (SCM_RIGHTS), else 0. A channel that
+understands this sets TAKES_BLOCKS on all frames it sends, and the peer then begins to use blocks.
 
-Nothing here waits. Where no block can be had the payload goes through the socket, which has its own
-way to wait for a peer that does not read: when all blocks are held by the peer's tensors, when
-HELD_AT_MOST bytes were announced and not yet received, or when the system has no memory for more.
-
-This file must not know sockets but for the descriptors that come with their bytes.
+Nothing here waits. The payload goes through the socket, which knows how to wait for a slow peer, if
+the peer's tensors occupy all blocks, if MAX_BUFFERED_BYTES were announced and not yet received, or
+if the system has no memory for another block.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from typing import Any, Final, TypeAlias, cast, final
 
 from gradwire.errors import BadMessage
 from gradwire.options import Limits
-from gradwire.transport.base import HELD_AT_MOST
+from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import size_class
-from gradwire.transport.memfd import FREE, GONE, SENT, Block, adopt, make
+from gradwire.transport.memfd import FREE, GONE, SENT, Block, adopt, make_block
 from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
 
 SHARED_AT_MOST: Final = 1 << 30
-"""Bytes of shared memory that one end of one channel makes."""
+"""The most bytes of shared memory that one end of one channel makes."""
 
 NOTE: Final = struct.Struct("<II")
 ANCILLARY_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -44,57 +42,57 @@ READ_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 Ancillary: TypeAlias = Sequence[tuple[int, int, bytes]]
 Received: TypeAlias = tuple[int, Ancillary, int, object]
-"""What `socket.recvmsg_into` returns."""
+"""The result of `socket.recvmsg_into`."""
 
 SHARED_FROM: Final = 1 << 17
-"""The smallest payload that does not go through the socket; below, both take the same time."""
+"""The smallest payload that goes through shared memory; below, the socket is as fast."""
 
 MOST_BLOCKS: Final = 128
-"""Blocks that one end of one channel has at a time."""
+"""The most blocks that one end of one channel has at a time."""
 
 _LOOSEST_FIT: Final = 4
-# At most one frame is incomplete when the next one's first byte is read.
+# At most one frame is incomplete when the first byte of the next one is read.
 _MOST_UNCLAIMED: Final = 2
 
 
 @final
 class Loan:
-    """A block of ours: being filled, or with the peer, or free."""
+    """A block made by this end: being filled, lent to the peer, or free."""
 
     __slots__ = ("_descriptors", "block", "is_filling", "length")
 
     def __init__(self, block: Block, descriptor: int) -> None:
         self.block = block
-        # Empty once the peer has it. A list, as the end of a send and that of the channel may meet
-        # here: only one of them pops it.
+        # Empty once the peer has it. A list, because a send that ends and a close of the channel
+        # may both close the descriptor: `pop` succeeds for one of them only.
         self._descriptors = [descriptor]
         self.is_filling = False
         self.length = 0
 
     @property
     def note(self) -> bytes:
-        """What goes in the place of the payload."""
+        """The bytes that replace the payload in the frame."""
         return NOTE.pack(self.block.number, len(self._descriptors))
 
     @property
     def ancillary(self) -> Ancillary:
-        """What goes along with the frame's first byte."""
+        """The ancillary data of the frame: the descriptor of a new block."""
         rights = array("i", self._descriptors).tobytes()
         return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
 
     @property
     def unread(self) -> int:
-        """Bytes that the peer has been told of and has not received."""
+        """Bytes announced to the peer and not yet received."""
         return self.length if not self.is_filling and self.block.state == SENT else 0
 
     def begin(self, length: int) -> None:
-        """From now on nobody else may have it."""
+        """Reserve the block for a payload of this length."""
         self.block.state = SENT
         self.is_filling = True
         self.length = length
 
     def __enter__(self) -> None:
-        """The frame is being sent; if that fails, none of it has left, or all is over anyway."""
+        """Begin to send the frame; if that fails, no byte was sent or the channel ended."""
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if failure is not None:
@@ -104,12 +102,12 @@ class Loan:
         self.is_filling = False
 
     def withdraw(self) -> None:
-        """The peer will not hear of it."""
+        """Free the block again: it was not announced to the peer."""
         self.is_filling = False
         self.block.state = FREE
 
     def close(self) -> None:
-        """Let go of the descriptor; the mapping stays."""
+        """Close the descriptor; the mapping stays."""
         with suppress(IndexError):
             os.close(self._descriptors.pop())
 
@@ -123,7 +121,7 @@ class Lender:
         self._smallest = smallest
         self._lock = threading.RLock()
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
-        """whether this thread has the lock: then it is interrupted by who asks"""
+        """whether this thread holds the lock: then a finalizer or signal handler is asking"""
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
         self._bytes = 0
@@ -133,11 +131,11 @@ class Lender:
 
     @property
     def bytes(self) -> int:
-        """Of shared memory that exist now."""
+        """The size of all blocks that exist now."""
         return self._bytes
 
     def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """The payload in a block, or None if it has to go another way.
+        """Copy the payload into a block; None if it must go through the socket.
 
         hot: benchmarks of bandwidth
         """
@@ -158,13 +156,13 @@ class Lender:
         return loan
 
     def close(self) -> None:
-        """Make no more blocks, and forget those there are."""
+        """Forget all blocks, and make no more."""
         self._is_closed = True
         self._forget()
 
     def _forget(self) -> None:
-        # A signal handler may close while its own thread is in `_take`, so this must not wait:
-        # whoever has the lock looks at `_is_closed` afterwards.
+        # A signal handler may close while its own thread is in `_take`, so this must not wait for
+        # the lock: the thread that holds it checks `_is_closed` afterwards.
         if self._is_inside() or not self._lock.acquire(blocking=False):
             return
         try:
@@ -180,7 +178,7 @@ class Lender:
         if self._is_inside():
             return None
         with self._lock:
-            if self._is_closed or sum(loan.unread for loan in self._loans) >= HELD_AT_MOST:
+            if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
                 return None
             loan = self._best_fit(length)
             if loan is not None:
@@ -193,7 +191,7 @@ class Lender:
         return self._made(room, length)
 
     def _best_fit(self, length: int) -> Loan | None:
-        """The smallest free block that is large enough, and of those the one used last."""
+        """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
         fitting = [
             loan
@@ -208,7 +206,7 @@ class Lender:
         return best
 
     def _has_room_for(self, room: int) -> bool:
-        """Whether one more may be made; free ones are dropped for it, the longest unused first."""
+        """Whether a block may be made; drops free blocks for it, the least recently used first."""
         if room > self._limit:
             return False
         free = iter([loan for loan in self._loans if loan.block.state == FREE])
@@ -225,7 +223,7 @@ class Lender:
     def _made(self, room: int, length: int) -> Loan | None:
         loan = None
         try:
-            loan = Loan(*make(next(self._numbers), room))
+            loan = Loan(*make_block(next(self._numbers), room))
             loan.begin(length)
         except OSError as error:
             self._complain(room, error)
@@ -241,11 +239,12 @@ class Lender:
     def _complain(self, room: int, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
-            _log.warning("no %d bytes of shared memory, the socket is used: %s", room, error)
+            text = "cannot allocate %d bytes of shared memory, using the socket: %s"
+            _log.warning(text, room, error)
 
 
 def descriptors_in(received: Received) -> list[int]:
-    """Those that came beside bytes."""
+    """The descriptors in the ancillary data of a read."""
     found = array("i")
     for level, kind, data in received[1]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -255,19 +254,19 @@ def descriptors_in(received: Received) -> list[int]:
 
 @final
 class Borrower:
-    """The peer's blocks, as one end of a channel reads them; used by one thread at a time."""
+    """The peer's blocks that this end of a channel reads; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self.unclaimed: deque[int] = deque()
-        """descriptors that came, the first of them with the first frame that speaks of a new one"""
+        """received descriptors in order, each for the next frame with a new block"""
 
     def open(
         self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
     ) -> memoryview:
-        """The payload that a note speaks of; BadMessage if there is no such thing.
+        """The payload in the block that `note` refers to; BadMessage if there is none.
 
-        A new block comes with its descriptor, which is closed.
+        For a new block, `descriptor` is mapped and closed.
         """
         number, is_new = NOTE.unpack(note)
         if is_new:
@@ -275,28 +274,28 @@ class Borrower:
         else:
             block = self._blocks.get(number)
         if block is None:
-            raise BadMessage(f"shared block {number} was never introduced")
+            raise BadMessage(f"shared block {number} is unknown")
         if not 0 < length <= block.room:
             raise BadMessage(f"{length} bytes are not in shared block {number} of {block.room}")
         if block.is_lent:
-            raise BadMessage(f"shared block {number} was filled again while it was in use")
+            raise BadMessage(f"shared block {number} was reused while it was in use")
         return block.lend(length)
 
     def close(self) -> None:
-        """Forget every block; what still lies on one keeps its memory."""
+        """Forget all blocks; tensors in them keep their memory alive."""
         self._blocks.clear()
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
 
     def forget_unclaimed(self) -> None:
-        """Close those that no frame has spoken of."""
+        """Close descriptors that no frame refers to."""
         while len(self.unclaimed) > _MOST_UNCLAIMED:
             os.close(self.unclaimed.popleft())
 
     def _introduced(self, number: int, descriptor: int | None, limits: Limits) -> Block:
         if descriptor is None:
             raise BadMessage(
-                f"shared block {number} came without its descriptor",
+                f"shared block {number} arrived without its descriptor",
                 hint="if this process has no free descriptors, raise ulimit -n",
             )
         gone = [known for known, block in self._blocks.items() if block.state == GONE]
@@ -304,14 +303,14 @@ class Borrower:
             del self._blocks[known]
         block = adopt(number, descriptor, size_class(limits.payload))
         if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
-            raise BadMessage(f"shared block {number} is one too many")
+            raise BadMessage(f"shared block {number} is known already, or one too many")
         self._blocks[number] = block
         return block
 
 
 @final
 class SharedMemory:
-    """What one channel has of it, in both directions."""
+    """The shared memory of one channel, in both directions."""
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
         self.lender = Lender(limit, smallest)
@@ -320,12 +319,12 @@ class SharedMemory:
         self.peer_takes_blocks = False
 
     def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """The payload in a block, if the peer can read it there."""
+        """Copy the payload into a block if the peer takes blocks; None otherwise."""
         if not payload or not self.peer_takes_blocks:
             return None
         return self.lender.place(payload)
 
     def close(self) -> None:
-        """When nobody sends or receives any more."""
+        """Forget all blocks; called when no thread sends or receives any more."""
         self.lender.close()
         self.borrower.close()

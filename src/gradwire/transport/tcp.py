@@ -1,7 +1,7 @@
 """Frames over TCP, to this host or another; IPv4 and IPv6.
 
-Plain TCP neither hides nor authenticates anything: who may speak is decided above. A name is
-resolved by the operating system, whose wait for an answer no deadline of ours can cut short.
+Plain TCP neither encrypts nor authenticates; the agent's handshake does the latter. Host names are
+resolved by the operating system, and no deadline can interrupt that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.sockets.channel import SocketChannel, Wrapping
+from gradwire.transport.sockets.channel import ChannelFactory, SocketChannel
 from gradwire.transport.sockets.listener import SocketListener
 from gradwire.transport.sockets.stream import reason_of
 
@@ -34,7 +34,7 @@ _Places: TypeAlias = Callable[[str, str, int], list[_Resolved]]
 
 @final
 class TcpTransport:
-    """tcp://host:port, on this host only if so made."""
+    """The transport for tcp://host:port; with `this_host_only` for loopback addresses only."""
 
     def __init__(
         self,
@@ -45,21 +45,21 @@ class TcpTransport:
         checksum: bool = False,
         this_host_only: bool = False,
     ) -> None:
-        self._wrapping = Wrapping(limits, stall, pool, checksum=checksum)
+        self._factory = ChannelFactory(limits, stall, pool, checksum=checksum)
         self._places = _near_places if this_host_only else _all_places
 
     def listen(self, address: str) -> SocketListener:
-        """Take the port, or a free one for port 0; only this host can reach us if none is named."""
+        """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
         sock, bound = listening(address, "tcp", self._places)
         return SocketListener(sock, bound, self._accepted)
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
-        """Try every address the host has, in order, until one answers."""
-        sock = connected(address, "tcp", deadline, self._wrapping.stall, self._places)
-        return self._wrapping.channel(sock, address)
+        """Connect to the first address of the host that answers."""
+        sock = connected(address, "tcp", deadline, self._factory.stall, self._places)
+        return self._factory.channel(sock, address)
 
     def _accepted(self, sock: socket.socket) -> SocketChannel:
-        return self._wrapping.channel(sock, tuned(sock, "tcp", self._wrapping.stall))
+        return self._factory.channel(sock, tuned(sock, "tcp", self._factory.stall))
 
 
 def _all_places(address: str, host: str, port: int) -> list[_Resolved]:
@@ -67,17 +67,17 @@ def _all_places(address: str, host: str, port: int) -> list[_Resolved]:
 
 
 def _near_places(address: str, host: str, port: int) -> list[_Resolved]:
-    """Where the host is; UsageError if one of the places is beyond this host.
+    """Resolve a host; UsageError if one of its addresses is not loopback.
 
-    What is looked at is what is used, whatever the name means a moment later.
+    The addresses that were checked are the ones used, even if the name changes meanwhile.
     """
     places = _resolve(host, port)
     if not all(_is_near(place) for _, place in places):
         raise UsageError(
-            f"{address} is beyond this machine, where plain TCP is not spoken: whoever sees "
-            "the traffic could read and change it",
+            f"{address} is on another machine, and plain TCP is not secure: anyone on the network "
+            "could read and change the traffic",
             hint="use TLS with a certificate for each worker, listen on 127.0.0.1 or a unix "
-            "socket, or pass Options(insecure=True) if nobody else is on the network "
+            "socket, or pass Options(insecure=True) if the network is private "
             "(GRADWIRE_INSECURE=1 under gradwire.compat)",
         )
     return places
@@ -86,7 +86,7 @@ def _near_places(address: str, host: str, port: int) -> list[_Resolved]:
 def listening(
     address: str, scheme: str, places: _Places = _all_places
 ) -> tuple[socket.socket, str]:
-    """A socket that listens there, and the address with the port that it really has."""
+    """A listening socket, and its address with the actual port."""
     where = _address_of(address, scheme)
     host = where.place or _DEFAULT_HOST
     try:
@@ -100,7 +100,7 @@ def listening(
 def connected(
     address: str, scheme: str, deadline: float, stall: float, places: _Places = _all_places
 ) -> socket.socket:
-    """A socket that is connected to whoever listens there."""
+    """A socket connected to the listener at the address."""
     where = _address_of(address, scheme)
     if not (where.place and where.port):
         raise UsageError(f"{address} does not say which host and port to connect to")
@@ -109,7 +109,7 @@ def connected(
 
 
 def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
-    """Prepare a socket that was accepted; the address of who is there."""
+    """Set the options of an accepted socket; returns the address of the peer."""
     host, port = sock.getpeername()[:2]
     _tune(sock, stall)
     _tune_near(sock)
@@ -128,7 +128,7 @@ def _resolve(host: str, port: int) -> list[_Resolved]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [(family, place) for family, _, _, _, place in found]
     except UnicodeError as error:
-        # Python encodes the name before it asks, and a label may not be empty or over 63 long.
+        # Python encodes the name first, and raises this for a label that is empty or over 63 bytes.
         raise socket.gaierror(socket.EAI_NONAME, "name or service not known") from error
 
 
@@ -150,7 +150,7 @@ def _listening(family: socket.AddressFamily, place: tuple[object, ...]) -> socke
 
 @contextmanager
 def named_errors(address: str) -> Iterator[None]:
-    """What the operating system says while an address is connected to, as errors of ours."""
+    """Translate the OSErrors of a connect into DeadlinePassed and PeerLost."""
     try:
         yield
     except TimeoutError as error:
@@ -184,15 +184,15 @@ def _connected(places: list[_Resolved], deadline: float, stall: float) -> socket
 
 
 def _refuse_own_echo(sock: socket.socket) -> None:
-    # A connect to a free port of the range that outgoing ports are taken from may meet itself.
+    # A connect to an unused port of the ephemeral range may connect the socket to itself.
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError("connection refused")
 
 
 def _tune(sock: socket.socket, stall: float) -> None:
-    """Answers leave at once, and a host that vanished is noticed in about `stall` idle seconds.
+    """Send small frames at once, and detect a vanished host in about `stall` idle seconds.
 
-    Not TCP_USER_TIMEOUT: it also ends connections to a peer that is alive and only does not read,
+    Keepalive, not TCP_USER_TIMEOUT: that also ends connections to a live peer that does not read,
     which a send with a deadline must survive.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,9 +204,9 @@ def _tune(sock: socket.socket, stall: float) -> None:
 
 
 def _tune_near(sock: socket.socket) -> None:
-    """On this host, buffers that stay in the processor's cache.
+    """On loopback, set buffers that fit in the processor's cache.
 
-    Elsewhere the system chooses them as it learns how long the way is; a fixed size would end that.
+    For other hosts a fixed size would disable the kernel's buffer auto-tuning.
     """
     if _is_near(sock.getpeername()):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BUFFER)

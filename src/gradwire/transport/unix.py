@@ -2,10 +2,10 @@
 
 Large payloads go through shared memory (shared_memory.py) where both ends have it.
 
-The file system is the lock: the socket has mode 0600, and one we name ourselves lies in a directory
-of mode 0700. Who connects, and who is connected to, must also be the same user by the kernel's word
-(SO_PEERCRED): the mode may have been opened wider by hand, and in a directory that others can write
-to somebody may have put a socket of his own in the place of ours.
+File permissions protect the socket: it has mode 0600, and without a given path it lies in a new
+directory of mode 0700. Both ends also check (SO_PEERCRED) that the other runs as the same user:
+the mode may have been widened by hand, and in a directory that others can write to, another
+user may have replaced the socket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradwire.transport.address import parse_address
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memfd import can_share
 from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory
-from gradwire.transport.sockets.channel import SocketChannel, Wrapping, as_timeval
+from gradwire.transport.sockets.channel import ChannelFactory, SocketChannel, as_timeval
 from gradwire.transport.sockets.listener import SocketListener
 from gradwire.transport.sockets.stream import reason_of
 
@@ -36,16 +36,17 @@ _LONGEST_PATH = 107
 _OWN = re.compile(r"gradwire-(\d+)-")
 _SOCKET = "socket"
 _LEFT_SECONDS = 60.0
-"""A directory that is younger may be about to get its socket."""
+"""A younger directory may be about to get its socket."""
 _CREDENTIALS = struct.Struct("iII")
 
 
 @final
 class UnixTransport:
-    """unix:///path, or unix:// for a path of its own making.
+    """The transport for unix:///path, or unix:// for a generated path.
 
     Each channel makes at most `shared_bytes` of shared memory, for payloads of `shared_from` bytes
-    or more; with 0 all goes through the socket.
+    or more; with 0 all goes through the socket. `refused(kind, address)` is called for a peer of
+    another user.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class UnixTransport:
         self._refused = refused
         is_sharing = shared_bytes > 0 and can_share()
         share = partial(SharedMemory, shared_bytes, shared_from) if is_sharing else None
-        self._wrapping = Wrapping(limits, stall, pool, share, checksum)
+        self._factory = ChannelFactory(limits, stall, pool, share, checksum)
 
     def listen(self, address: str) -> SocketListener:
-        """Make the socket; it is removed again by `close`, and so is a directory made for it."""
+        """Make the socket; `close` removes it, and the directory made for it."""
         path = _path_in(address)
         directory = None if path else _own_directory()
         path = path or os.path.join(str(directory), _SOCKET)
@@ -77,7 +78,7 @@ class UnixTransport:
             if isinstance(error, OSError):
                 raise UsageError(
                     f"cannot listen on unix://{path}: {reason_of(error)}",
-                    hint="remove the file if no worker is left that listens there",
+                    hint="remove the file if no worker listens there any more",
                 ) from error
             raise
         return SocketListener(
@@ -88,7 +89,7 @@ class UnixTransport:
         )
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
-        """Reach whoever listens at the path."""
+        """Connect to the listener at the path."""
         path = _path_in(address)
         if not path:
             raise UsageError(f"{address} does not say which path to connect to")
@@ -107,10 +108,10 @@ class UnixTransport:
             sock.close()
             self._refused("another user's listener", address)
             raise NotTrusted(
-                f"a process of user {user} listens on {address}, not one of ours",
-                hint="workers that share a machine run as one user, or meet over TLS",
+                f"the listener on {address} is a process of another user, {user}",
+                hint="run all workers of a machine as one user, or use TLS",
             )
-        return self._wrapping.channel(sock, address)
+        return self._factory.channel(sock, address)
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
@@ -118,11 +119,11 @@ class UnixTransport:
             sock.close()
             self._refused("another user", f"unix://{path} (user {user})")
             return None
-        return self._wrapping.channel(sock, f"unix://{path} (process {process})")
+        return self._factory.channel(sock, f"unix://{path} (process {process})")
 
 
 def _own_directory() -> str:
-    """One for a socket; those that killed processes have left are removed."""
+    """Make a directory for a socket, and remove those that killed processes left behind."""
     made = tempfile.mkdtemp(prefix=f"gradwire-{os.getpid()}-")
     now = os.stat(made).st_mtime
     for left in os.scandir(tempfile.gettempdir()):
@@ -133,7 +134,7 @@ def _own_directory() -> str:
 
 
 def _is_left_over(entry: os.DirEntry[str], before: float) -> bool:
-    """Whether it is of a process of ours that is gone; when in doubt, it is not."""
+    """Whether the directory was made by a gradwire process that is gone; False when in doubt."""
     named = _OWN.match(entry.name)
     if named is None or not entry.is_dir(follow_symlinks=False):
         return False
@@ -148,7 +149,7 @@ def _is_left_over(entry: os.DirEntry[str], before: float) -> bool:
 
 
 def _is_listened_to(path: str) -> bool:
-    """It may be of a process that has another number where we look from."""
+    """Whether a process listens there: it may be in another pid namespace."""
     try:
         _connected(path, 0.1).close()
     except (ConnectionRefusedError, FileNotFoundError):
@@ -176,7 +177,7 @@ def _listening(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(path)
-        # Nobody gets in before `listen`, so there is no moment at which the mode is too wide.
+        # No peer can connect before `listen`, so the mode is never too wide.
         os.chmod(path, 0o600)
         sock.listen(_BACKLOG)
     except BaseException:
@@ -188,7 +189,7 @@ def _listening(path: str) -> socket.socket:
 def _connected(path: str, left: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Not settimeout: a unix connect that may not block fails at once when many are waiting.
+        # Not settimeout: a non-blocking unix connect fails at once when the backlog is full.
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(left))
         sock.connect(path)
@@ -199,7 +200,7 @@ def _connected(path: str, left: float) -> socket.socket:
 
 
 def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user of whoever connected, as the kernel knows them."""
+    """The process id and user id of the peer, from the kernel."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(data)
     return process, user

@@ -1,4 +1,4 @@
-"""One message on its way: a fixed prefix, a head (msgpack) and a payload (raw tensor bytes).
+"""The layout of one message: a fixed prefix, a head (msgpack) and a payload (raw tensor bytes).
 
     prefix   32 bytes, little endian:
              kind u16, flags u16, head length u32, payload length u64, request u64,
@@ -6,13 +6,14 @@
     head     the message, encoded by wire/message.py
     payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
 
-`request` ties an answer to what it answers; 0 means that no answer is wanted. Bit 0 of `flags`
-marks an answer. Bits 8 and 9 are a unix channel's own (transport/shared_memory.py): whoever sets 8
-can read payloads from shared memory, and 9 says that this one lies there. The other bits must be 0.
+`request` matches an answer to its request; 0 means that no answer is expected. Bit 0 of `flags`
+marks an answer. Bits 8 and 9 are used by unix channels (transport/shared_memory.py): the sender of
+bit 8 can read payloads from shared memory, and bit 9 says that this payload lies there. The other
+bits must be 0.
 
-Checksums are CRC-32. That of the content is over the head and, where bit 1 of `flags` is set, over
-the payload too. They find what a broken machine on the way has changed, before a length or a number
-is believed; TCP's own sum does not see a proxy that swaps a bit. They keep out nobody.
+Checksums are CRC-32. The content checksum covers the head and, if bit 1 of `flags` is set, also the
+payload. They detect bytes corrupted between the workers before any length or number is trusted;
+TCP's checksum does not cover a faulty proxy. They are no protection against an attacker.
 This file knows lengths and limits, not what a message means.
 """
 
@@ -31,7 +32,7 @@ PREFIX = struct.Struct("<HHIQQII")
 _BEFORE_SUM = struct.Struct("<HHIQQI")
 _SUM = struct.Struct("<I")
 SMALL = 1 << 12
-"""Up to so many bytes of head, and of payload, a frame is small: joined, it is cheaper to send."""
+"""Frames with at most this many bytes of head and of payload are joined into one buffer to send."""
 ALIGNMENT = 64
 IS_ANSWER = 1
 SUMS_PAYLOAD = 1 << 1
@@ -41,15 +42,15 @@ IN_BLOCK = 1 << 9
 Buffer = bytes | bytearray | memoryview
 
 NOT_BYTES = "a payload part is not a view of single bytes"
-_SUMS = "something between the workers changes bytes, or the sender is no worker"
+_SUMS = "something between the workers corrupts bytes, or the sender is not a gradwire worker"
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """A message as a channel carries it.
 
-    Outgoing, `payload` is a list of buffers sent one after the other; they must stay unchanged
-    until `Channel.send` returns. Incoming, it holds at most one buffer: all payload bytes in one
-    block, which the receiver owns until the last tensor on it dies.
+    In an outgoing frame, `payload` is a list of buffers sent one after the other; they must not
+    change until `Channel.send` returns. In an incoming frame it holds at most one buffer with all
+    payload bytes, which stays alive until the last tensor in it dies.
     """
 
     kind: int
@@ -72,7 +73,7 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
 
 
 def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
-    """The bytes that go before head and payload; `flags` are the channel's own."""
+    """Encode the prefix of a frame; `flags` are added by the channel."""
     head, payload = frame.head, frame.payload
     flags |= frame.flags
     length = sum(map(len, payload)) if payload else 0
@@ -80,11 +81,11 @@ def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
     if flags & SUMS_PAYLOAD:
         for part in payload:
             content = crc32(part, content)
-    return sealed(frame.kind, flags, len(head), length, frame.request, content)
+    return pack_prefix(frame.kind, flags, len(head), length, frame.request, content)
 
 
 def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None:
-    """All of a frame in one piece, if it is small; `most` bytes of payload are.
+    """Encode the whole frame into one buffer if it is small, with at most `most` bytes of payload.
 
     hot: every small message
     """
@@ -107,32 +108,32 @@ def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None
     return whole
 
 
-def sealed(kind: int, flags: int, head: int, payload: int, request: int, content: int = 0) -> bytes:
-    """A prefix of these numbers, with its checksum; that of no content is 0."""
+def pack_prefix(
+    kind: int, flags: int, head: int, payload: int, request: int, content: int = 0
+) -> bytes:
+    """Encode a prefix from its fields, and append its checksum. The CRC of no content is 0."""
     prefix = _BEFORE_SUM.pack(kind, flags, head, payload, request, content)
     return prefix + _SUM.pack(crc32(prefix))
 
 
 def check_content(prefix: Prefix, head: Buffer, payload: Sequence[Buffer]) -> None:
-    """BadMessage if head or payload are not what was sent."""
+    """Raise BadMessage if the content checksum does not match."""
     content = crc32(head)
     if prefix.flags & SUMS_PAYLOAD:
         for part in payload:
             content = crc32(part, content)
     if content != prefix.content_sum:
-        raise BadMessage(f"a message of kind {prefix.kind:#06x} was changed on its way", hint=_SUMS)
+        raise BadMessage(f"a message of kind {prefix.kind:#06x} has a wrong checksum", hint=_SUMS)
 
 
 def decode_prefix(
     data: Buffer, limits: Limits, known_flags: int = IS_ANSWER, start: int = 0
 ) -> Prefix:
-    """The prefix at `start` of `data`, refused if it promises more than allowed."""
+    """Decode the prefix at `start` of `data`; raises if a length is over the limits."""
     prefix = Prefix(*PREFIX.unpack_from(data, start))
     flags, head, payload = prefix.flags, prefix.head_length, prefix.payload_length
     if crc32(data[start : start + _BEFORE_SUM.size]) != prefix.prefix_sum:
-        raise BadMessage(
-            "the prefix of a frame is not what was sent, or no frame at all", hint=_SUMS
-        )
+        raise BadMessage("the prefix of a frame has a wrong checksum", hint=_SUMS)
     if flags & ~known_flags:
         raise BadMessage(f"a frame has unknown flags {flags & ~known_flags:#06x}")
     if head > limits.head:

@@ -1,11 +1,13 @@
-"""Messages to bytes and back: msgspec structs, typed, checked on decode.
+"""Encoding of messages as msgspec structs, with types and sizes checked on decode.
 
-A message class carries its kind as its msgspec tag; the same number stands in the frame's prefix,
-so that a reader can route a frame before decoding it. Kinds are never reused:
+The msgspec tag of a message class is its kind. The frame's prefix repeats it, so that a reader can
+route a frame before decoding it. Kinds are never reused:
 
     0x01-0x0f  agent      0x20-0x2f  autograd      0x40-0x4f  rpc      0x60-0x6f  optim
 
-This file knows nothing of what the messages mean.
+The number of values in a message is limited, and counted before decoding: a value of one byte
+becomes an object of fifty or more, so a limit on bytes does not limit memory. Every value takes at
+least one byte, so data shorter than the limit, which is nearly all, needs no count.
 """
 
 from __future__ import annotations
@@ -20,27 +22,27 @@ from gradwire.errors import BadMessage, NotSerializable, OverLimit
 
 _LARGEST = sys.float_info.max
 Seconds = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
-"""A duration that a peer tells: a number, and finite. A deadline that is none would never pass."""
+"""A duration sent by a peer. It must be finite: a deadline of NaN or infinity never passes."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """The base of everything that crosses: fields by position, no names on the wire."""
+    """The base class of all messages; fields are encoded by position, without names."""
 
 
 def kind_of(message_type: type[Message]) -> int:
-    """The number a message type travels under."""
+    """The kind of a message type."""
     tag = message_type.__struct_config__.tag
     assert isinstance(tag, int), f"{message_type.__name__} has no kind"
     return tag
 
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
-"""The head of a frame."""
+"""Encode a message as the head of a frame."""
 
 
 @final
 class Kinds:
-    """The messages one worker understands."""
+    """The message types that one worker can decode."""
 
     def __init__(self, types: Iterable[type[Message]] = (), elements: int = 1 << 20) -> None:
         self._elements = elements
@@ -50,14 +52,14 @@ class Kinds:
             self.add(message_type)
 
     def add(self, message_type: type[Message]) -> None:
-        """Understand one more; two types under one kind are a mistake of ours."""
+        """Add a message type; its kind must not be in use."""
         kind = kind_of(message_type)
         assert kind not in self._decoders, f"kind {kind:#04x} is taken"
         self._decoders[kind] = msgspec.msgpack.Decoder(message_type)
         self.types.append(message_type)
 
     def decode(self, kind: int, head: bytes | bytearray | memoryview) -> Message:
-        """The message, or BadMessage if no correct peer would have sent this."""
+        """Decode a message; BadMessage if a correct peer would not have sent it."""
         decoder = self._decoders.get(kind)
         if decoder is None:
             raise BadMessage(f"a message of unknown kind {kind:#06x}")
@@ -73,8 +75,8 @@ _Data = bytes | bytearray | memoryview
 
 
 def _steps() -> list[int]:
-    """How many bytes each first byte stands for; 0 where a length follows it."""
-    steps = [1] * 256  # small numbers, None, bool, and the heads of small containers
+    """The encoded length of a msgpack value by its first byte; 0 if a length field follows."""
+    steps = [1] * 256  # small integers, None, bool, and the headers of small containers
     for length in range(32):
         steps[0xA0 + length] = 1 + length
     for first, step in ((0xCA, 5), (0xCB, 9), (0xDC, 3), (0xDD, 5), (0xDE, 3), (0xDF, 5)):
@@ -88,7 +90,7 @@ def _steps() -> list[int]:
     return steps
 
 
-# bin, ext, str of 8, 16 and 32 bits: how wide the length is, and what stands beside it.
+# bin, ext, str of 8, 16 and 32 bits: width of the length field, and of the ext type after it.
 _LENGTHS = {
     **{0xC4 + n: (1 << n, 0) for n in range(3)},
     **{0xC7 + n: (1 << n, 1) for n in range(3)},
@@ -98,7 +100,10 @@ _STEPS = _steps()
 
 
 def has_more_than(data: _Data, most: int) -> bool:
-    """Whether there are more values than that, containers and what is in them counted alike."""
+    """Whether there are more than `most` msgpack values; containers and their items count alike.
+
+    The result for invalid msgpack is arbitrary: the decoder refuses it.
+    """
     place = count = 0
     while place < len(data):
         count += 1
@@ -115,16 +120,16 @@ def has_more_than(data: _Data, most: int) -> bool:
 
 
 def check_arrived(data: _Data, most: int) -> None:
-    """OverLimit if a peer sent more values than that."""
+    """Raise OverLimit if a peer sent more than `most` values."""
     if len(data) > most and has_more_than(data, most):
         raise OverLimit(
             f"a message holds more than {most} values",
-            hint="its sender should send tensors or arrays; or raise Limits(elements=…) here",
+            hint="send a tensor or an array instead, or raise Limits(elements=…) here",
         )
 
 
 def check_leaving(data: _Data, most: int) -> None:
-    """NotSerializable if a peer with the same limits would refuse so many."""
+    """Raise NotSerializable if a peer with the same limits would refuse the data."""
     if len(data) > most and has_more_than(data, most):
         raise NotSerializable(
             f"more than {most} numbers, texts and containers do not travel in one message",

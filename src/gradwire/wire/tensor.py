@@ -1,16 +1,16 @@
-"""Tensors to headers and raw buffers, and back; never a copy that is not named.
+"""Encoding of tensors as headers and raw buffers, and decoding, with as few copies as possible.
 
-Encoding gives views of the tensors' own memory. It copies in three cases, each in a function of
-its own: another device (`_staged`), memory with gaps or overlaps (`_compacted`), and a conjugate,
-negative or zero tensor, whose bytes exist nowhere yet (`_Payload.append`).
+Encoding returns views of the tensors' memory. It copies in three cases, each in its own
+function: another device (`_staged`), memory with gaps or overlaps (`_compacted`), and a tensor with
+a conjugate, negative or zero-tensor bit, which has no such bytes in memory (`_Payload.append`).
 
-Decoding copies nothing: every tensor lies on the received block and keeps it alive. Each has a
-storage of its own over its own bytes, so none is a view of another, `deepcopy` and `torch.save` of
-one do not drag the block along, and in-place operators count versions apart. Headers come from a
+Decoding copies nothing: every tensor uses the memory of the received block and keeps it alive. Each
+has its own storage over its own bytes, so no tensor is a view of another, `deepcopy` and
+`torch.save` copy only its bytes, and each has its own version counter. Headers come from a
 peer: every number is checked before torch sees it.
 
-Two traces stay, both torch's own rule for memory that is shared with a buffer: a tensor that was
-sent, and one that was received, can no longer grow with `resize_`.
+Torch does not resize memory that it shares with a buffer: neither a tensor that was sent nor one
+that was received can grow with `resize_`.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ PARTS = {
 def encode_tensors(
     tensors: Sequence[Tensor], limits: Limits = _LIMITS
 ) -> tuple[list[TensorHeader], list[Buffer]]:
-    """Headers, and the buffers whose concatenation is the payload they point into.
+    """Encode tensors as headers, and buffers whose concatenation is the payload.
 
-    The buffers are views: they keep the tensors alive, but show whatever is written into them until
-    the send is over.
+    The buffers are views: they keep the tensors alive, and a write to a tensor before the send is
+    over changes what is sent.
 
     hot: every message with tensors
     """
@@ -82,7 +82,7 @@ def encode_tensors(
     headers: list[TensorHeader] = []
     try:
         for tensor in tensors:
-            headers.append(_encode(tensor, payload))  # noqa: PERF401  (an error says which)
+            headers.append(_encode(tensor, payload))  # noqa: PERF401  (an error names the index)
     except NotSerializable as refusal:
         raise refusal.inside(f"tensors[{len(headers)}]") from None
     return headers, payload.buffers
@@ -91,9 +91,9 @@ def encode_tensors(
 def decode_tensors(
     headers: Sequence[TensorHeader], payload: memoryview | None, limits: Limits = _LIMITS
 ) -> list[Tensor]:
-    """The tensors, lying on `payload`: that very object lives until the last of them dies.
+    """Decode tensors in place: each keeps the `payload` object alive.
 
-    It must be writable bytes, must never be released by hand, and nobody else may write to it.
+    `payload` must be writable, must not be released by hand, and only the tensors may write to it.
 
     hot: every message with tensors
     """
@@ -107,7 +107,7 @@ def decode_tensors(
         flags = header.flags
         if flags & ~ALL_FLAGS:
             raise malformed(f"flags {flags:#x} are unknown")
-        # The reader may be a caller inside inference_mode: the sender's mode decides, not ours.
+        # This thread may be inside inference_mode; what counts is the mode of the sender.
         if torch.is_inference_mode_enabled() is not bool(flags & INFERENCE):
             with torch.inference_mode(bool(flags & INFERENCE)):
                 tensors.append(_rebuild(header, block))
@@ -117,7 +117,7 @@ def decode_tensors(
 
 
 class _Payload:
-    """Buffers in the making, each tensor at a multiple of ALIGNMENT."""
+    """The buffers of a payload being encoded, each tensor at a multiple of ALIGNMENT."""
 
     __slots__ = ("_end", "buffers")
 
@@ -126,16 +126,16 @@ class _Payload:
         self._end = 0
 
     def append(self, tensor: Tensor) -> int:
-        """Add a contiguous tensor's bytes; the offset where they begin.
+        """Add the bytes of a contiguous tensor and return their offset.
 
-        A view of them, or a copy if it is conjugate, negative or zero.
+        Adds a view, or a copy if the tensor is conjugate, negative or a zero tensor.
         """
         try:
             if tensor.dtype in _WITHOUT_NUMPY:
                 tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
             view = tensor.numpy(force=True).data.cast("B")
         except RuntimeError as error:
-            raise _refusal("a tensor without memory of its own", f"torch says: {error}") from error
+            raise _refusal("a tensor without its own memory", f"torch says: {error}") from error
         offset = self._end
         if offset:
             gap = -offset % ALIGNMENT
@@ -178,7 +178,7 @@ def _encode_dense(
         raise _refusal("a nested tensor", "send its unbind(), or to_padded_tensor()")
     shape = tuple(tensor.shape)
     order = None
-    # A contiguous tensor may still have strides of its own in dimensions of size 1.
+    # A contiguous tensor may have any stride in dimensions of size 1.
     if not tensor.is_contiguous() or (1 in shape and len(shape) > 1):
         tensor, order = _in_memory_order(tensor.detach(), shape)
     offset = 0
@@ -190,7 +190,7 @@ def _encode_dense(
 def _in_memory_order(
     tensor: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """The same elements as a contiguous tensor, and the order of dimensions that makes it so."""
+    """The tensor with its dimensions permuted so that it is contiguous, and the permutation."""
     if 0 in shape:
         return tensor, None
     if len(shape) == 1:
@@ -205,12 +205,12 @@ def _in_memory_order(
 
 
 def _compacted(tensor: Tensor) -> Tensor:
-    """A copy without gaps and overlaps, in the order of dimensions that torch's clone() chooses."""
+    """A copy without gaps and overlaps, in the memory format that torch's clone() chooses."""
     return tensor.clone()
 
 
 def _staged(tensor: Tensor) -> Tensor:
-    """A copy in the memory of the cpu."""
+    """A copy in CPU memory."""
     return tensor.detach().cpu()
 
 
@@ -232,22 +232,22 @@ def _refusal(what: str, way_out: str) -> NotSerializable:
 
 
 class _Block:
-    """The received bytes, claimed from front to back so that no two tensors share any."""
+    """The received bytes, claimed from front to back so that no two tensors overlap."""
 
     __slots__ = ("_end", "_length", "_payload")
 
     def __init__(self, payload: memoryview | None) -> None:
         assert payload is None or not payload.readonly, (
-            "tensors may be written to: so must their block"
+            "decoded tensors are writable: so must their block be"
         )
         self._payload = payload
         self._length = 0 if payload is None else payload.nbytes
         self._end = 0
 
     def claim(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """A flat tensor over the next bytes; it holds on to the payload object by itself."""
+        """A flat tensor over the next bytes; it keeps the payload object alive."""
         if offset % ALIGNMENT or offset < self._end:
-            raise malformed(f"offset {offset} is not aligned, or inside the tensor before")
+            raise malformed(f"offset {offset} is not aligned, or overlaps the tensor before")
         end = offset + numel * dtype.itemsize
         if end > self._length:
             raise malformed(f"bytes {offset} to {end} are outside a payload of {self._length}")
@@ -270,10 +270,12 @@ def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:
     dtype, shape, order = dtype_of(header), header.shape, header.order
     numel = numel_of(shape, dtype.itemsize)
     if header.device == META or numel == 0:
-        # Named, since torch.set_default_device reaches into every factory.
+        # Explicit, since torch.set_default_device changes the default of every factory.
         device = META if header.device == META else "cpu"
         strides = strides_of(shape, order)
-        return _insist(lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        return _retry_after_warning(
+            lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        )
     flat = block.claim(header.offset, dtype, numel)
     if order is not None:
         return flat.as_strided_(shape, strides_of(shape, order))
@@ -292,20 +294,22 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
         raise malformed("a part of a sparse tensor is not a plain dense tensor")
     parts = [_rebuild_dense(part, block) for part in header.parts]
     if any(part.dtype not in _INDEX_TYPES for part in parts[:-1]):
-        raise malformed("the indices of a sparse tensor are no integers")  # torch would cast them
+        raise malformed("the indices of a sparse tensor are not integers")  # torch would cast them
     if parts[-1].dtype is not dtype or (header.coalesced and layout is not torch.sparse_coo):
         raise malformed(f"the parts do not make a {layout} tensor of {dtype}")
     try:
-        return _insist(lambda: put_together(parts, header.shape, layout, header.coalesced))
+        return _retry_after_warning(
+            lambda: put_together(parts, header.shape, layout, header.coalesced)
+        )
     except (RuntimeError, ValueError, TypeError, IndexError, Warning) as error:
         raise malformed(f"not a valid {layout} tensor: {error}") from error
 
 
-def _insist(make: Callable[[], Tensor]) -> Tensor:
-    """What `make` gives, the second time if need be.
+def _retry_after_warning(make: Callable[[], Tensor]) -> Tensor:
+    """Call `make`, and once more if it raises a warning.
 
-    Torch says once per process that a layout or a dtype is in beta. Where warnings are errors,
-    that must not cost the message: the second time it is silent.
+    Torch warns once per process that a layout or a dtype is in beta. Where warnings are errors,
+    that must not lose the message; the second call does not warn.
     """
     try:
         return make()
@@ -314,7 +318,7 @@ def _insist(make: Callable[[], Tensor]) -> Tensor:
 
 
 def _placed(tensor: Tensor, name: str) -> Tensor:
-    """A copy on the device of that name."""
+    """A copy on the device called `name`."""
     kind = torch.accelerator.current_accelerator()
     count = 0 if kind is None else torch.accelerator.device_count()
     if name not in [f"{kind}:{index}" for index in range(count)]:
@@ -336,8 +340,10 @@ def take_apart(tensor: Tensor) -> list[Tensor]:
 def put_together(
     parts: list[Tensor], shape: tuple[int, ...], layout: torch.layout, coalesced: bool
 ) -> Tensor:
-    """The tensor made of these parts; raises what torch raises when they do not fit."""
-    # Devices are named, since torch.set_default_device reaches into every factory.
+    """Build a sparse tensor from its parts; raises what torch raises if they do not fit.
+
+    The parts may come from a peer: torch must check every index here, as its operators do not.
+    """
     if layout is torch.sparse_coo:
         indices, values = parts
         return torch.sparse_coo_tensor(

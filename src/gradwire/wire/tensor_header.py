@@ -1,8 +1,8 @@
-"""What must be known of one tensor to rebuild it from raw bytes, as plain numbers.
+"""The header of one tensor: all that is needed to rebuild it from raw bytes.
 
-Codes of dtypes and layouts are part of the wire: add at the end, never reuse. `numel_of` and
-`strides_of` are the only readers of shape and order, and refuse what torch could not hold.
-This file knows numbers, not storage: it makes no tensor and touches no buffer.
+Codes of dtypes and layouts are part of the wire: add at the end, never reuse. Only `numel_of`
+and `strides_of` interpret shape and order, and they refuse what torch could not hold.
+This file makes no tensor and touches no buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPE_NAMES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     "float4_e2m1fn_x2",
 )
-# An older torch lacks the last few: it cannot hold such a tensor, and refuses one that arrives.
+# An older torch lacks the last few, and refuses a received tensor of such a dtype.
 DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
 }
@@ -51,11 +51,11 @@ LAYOUT_CODES: dict[torch.layout, int] = {layout: code for code, layout in LAYOUT
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor without its bytes.
+    """The metadata of one tensor.
 
     `order` lists the dimensions from the outermost in memory to the innermost; None is row-major.
-    `device` is "" for the cpu. A sparse tensor has no bytes of its own, but `parts`: the dense
-    tensors it is made of, in the order in which torch's constructor takes them.
+    `device` is "" for the cpu. A sparse tensor has no bytes itself but `parts`: the dense
+    tensors it consists of, in the order of the arguments of torch's constructor.
     """
 
     dtype: int
@@ -69,12 +69,12 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it wanted a gradient where it came from; a decoded tensor never does."""
+        """Whether the sender's tensor requires grad; a decoded tensor never does."""
         return bool(self.flags & REQUIRES_GRAD)
 
     @property
     def inference(self) -> bool:
-        """Whether it was made under `torch.inference_mode`, and is again."""
+        """Whether it is an inference tensor, at the sender and when decoded."""
         return bool(self.flags & INFERENCE)
 
     @property
@@ -84,19 +84,19 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def without_inference(header: TensorHeader) -> TensorHeader:
-    """The same tensor, as if it had been made outside of `torch.inference_mode`."""
+    """The header of the same tensor as a normal, not an inference tensor."""
     if not header.flags & INFERENCE:
         return header
     return msgspec.structs.replace(header, flags=header.flags & ~INFERENCE)
 
 
 def malformed(why: str) -> BadMessage:
-    """A header that no correct peer sends."""
+    """The error for a header that no correct peer sends."""
     return BadMessage(f"a tensor header is wrong: {why}")
 
 
 def dtype_of(header: TensorHeader) -> torch.dtype:
-    """The dtype behind the header's code."""
+    """The dtype for the header's code."""
     dtype = DTYPES.get(header.dtype)
     if dtype is None:
         raise malformed(f"dtype {header.dtype} is unknown to torch {torch.__version__}")
@@ -104,7 +104,7 @@ def dtype_of(header: TensorHeader) -> torch.dtype:
 
 
 def numel_of(shape: tuple[int, ...], itemsize: int) -> int:
-    """How many elements a shape holds, refused where sizes or strides would overflow."""
+    """The number of elements of a shape; raises if sizes or strides would overflow."""
     if len(shape) > MAX_DIMS:
         raise malformed(f"{len(shape)} dimensions are over the limit of {MAX_DIMS}")
     # Torch computes the strides of an empty tensor too, as if no dimension were 0.

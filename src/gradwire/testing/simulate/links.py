@@ -27,9 +27,9 @@ from gradwire.testing.simulate.scheduler import Process, Scheduler, Wait
 from gradwire.transport.base import (
     CLOSED_BY_PEER,
     closed_here,
+    hear_timed_out,
     never,
-    unheard_by_deadline,
-    unread_by_deadline,
+    send_timed_out,
 )
 from gradwire.wire.frame import PREFIX, Frame, check_content, decode_prefix, encode_prefix
 
@@ -78,7 +78,7 @@ class SimulatedChannel:
         while len(self._said) < length:
             data = self._maybe_get(deadline)
             if data is None:
-                raise unheard_by_deadline(self.remote)
+                raise hear_timed_out(self.remote)
             self._said += data
         heard, self._said = self._said[:length], self._said[length:]
         return heard
@@ -106,7 +106,7 @@ class SimulatedChannel:
         try:
             taken = self._outgoing.put(data, text, deadline)
         except TimeoutError:
-            raise unread_by_deadline(self.remote) from None
+            raise send_timed_out(self.remote) from None
         if not taken:
             self._check_open()
             raise PeerLost(CLOSED_BY_PEER)
@@ -125,7 +125,7 @@ class SimulatedChannel:
         self.taken += 1
         try:
             if self._said:
-                raise BadMessage("words without a frame, after the handshake")
+                raise BadMessage("raw bytes after the handshake")
             return _decoded(data, self.limits)
         except BadMessage as refusal:
             self.close(refusal.message)
@@ -198,7 +198,7 @@ class SimulatedListener:
         self.is_closed = True
         self._network.forget(self)
         for channel in self._arrivals:
-            channel.close("nobody accepted it")
+            channel.close("the listener was closed")
         self._arrivals.clear()
         self._network.scheduler.wake(self._waits, len(self._waits))
 

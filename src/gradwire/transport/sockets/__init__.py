@@ -1,5 +1,5 @@
-"""Frames over a stream socket: the receiving half, the sending half, the listener.
+"""Channels and listeners over stream sockets, shared by unix, tcp and tls.
 
-Shared by unix, tcp and tls. Nothing here knows what a frame means.
+channel.py joins reader.py (receive) and writer.py (send); stream.py closes the socket they share.
 Read channel.py first, then reader.py.
 """

@@ -1,10 +1,8 @@
-"""Frames over a stream socket, whatever its family; shared by unix, tcp and tls.
+"""A channel over a stream socket of any family; shared by unix, tcp and tls.
 
-The socket is a blocking one with kernel timeouts of `stall` seconds (SO_SNDTIMEO, SO_RCVTIMEO). A
-small frame then costs one system call at each end, a large one few, and the kernel itself says when
-nothing moved for that long: EAGAIN. See writer.py for what is sent, and reader.py for what comes.
-
-This file must not know addresses, nor what a frame means.
+The socket is blocking, with kernel timeouts of `stall` seconds (SO_SNDTIMEO, SO_RCVTIMEO). So a
+small frame costs one system call at each end, a large one a few, and the kernel reports with EAGAIN
+that no byte moved for that long. See writer.py for sending, reader.py for receiving.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from typing import final
 
 from gradwire.errors import PeerLost
 from gradwire.options import Limits, Timeouts
-from gradwire.transport.base import closed_here, never, unheard_by_deadline
+from gradwire.transport.base import closed_here, hear_timed_out, never
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SharedMemory
-from gradwire.transport.sockets.reader import Intake
-from gradwire.transport.sockets.stream import Guard, Stream
-from gradwire.transport.sockets.writer import Outlet
+from gradwire.transport.sockets.reader import FrameReader
+from gradwire.transport.sockets.stream import SocketCloser, SocketLike
+from gradwire.transport.sockets.writer import FrameWriter
 from gradwire.wire.frame import (
     SUMS_PAYLOAD,
     TAKES_BLOCKS,
@@ -35,7 +33,7 @@ from gradwire.wire.frame import (
 class SocketChannel:
     """One end of a connected stream socket, which it owns.
 
-    With `shared`, which is for unix sockets, large payloads go beside it.
+    With `shared`, for unix sockets only, large payloads go through shared memory.
     """
 
     peer_names: tuple[str, ...] | None = None
@@ -43,7 +41,7 @@ class SocketChannel:
 
     def __init__(
         self,
-        sock: Stream,
+        sock: SocketLike,
         remote: str,
         *,
         limits: Limits,
@@ -61,15 +59,15 @@ class SocketChannel:
         self._sending = threading.Lock()
         self._receiving = threading.RLock()  # see Note [Reading inside a read] in reader.py
         also_close = shared.close if shared else lambda: None
-        self._guard = Guard(sock, self._sending, self._receiving, also_close=also_close)
-        self._intake = Intake(
-            sock, self._guard, limits=limits, stall=stall, pool=pool, shared=shared
+        self._closer = SocketCloser(sock, self._sending, self._receiving, also_close=also_close)
+        self._reader = FrameReader(
+            sock, self._closer, limits=limits, stall=stall, pool=pool, shared=shared
         )
-        self._outlet = Outlet(
-            sock, self._guard, self._sending, remote, stall=stall, flags=flags, shared=shared
+        self._writer = FrameWriter(
+            sock, self._closer, self._sending, remote, stall=stall, flags=flags, shared=shared
         )
-        self.send, self.lend_turn = self._outlet.send, self._outlet.lend_turn
-        self.take_turn_back = self._outlet.take_turn_back
+        self.send, self.lend_turn = self._writer.send, self._writer.lend_turn
+        self.take_turn_back = self._writer.take_turn_back
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_timeval(stall))
@@ -77,74 +75,74 @@ class SocketChannel:
     @property
     def limits(self) -> Limits:
         """See `Channel.limits`."""
-        return self._intake.limits
+        return self._reader.limits
 
     @limits.setter
     def limits(self, limits: Limits) -> None:
-        self._intake.limits = limits
+        self._reader.limits = limits
 
     @property
     def watches_itself(self) -> bool:
         """See `Channel.watches_itself`."""
-        return self._intake.is_midway
+        return self._reader.is_midway
 
     @property
     def taken(self) -> int:
         """See `Channel.taken`."""
-        return self._intake.taken
+        return self._reader.taken
 
     def __repr__(self) -> str:
-        return f"<SocketChannel to {self.remote}: {self._guard.story or 'open'}>"
+        return f"<SocketChannel to {self.remote}: {self._closer.close_reason or 'open'}>"
 
     def close(self, reason: str = "close() was called") -> None:
         """Shut the connection down; see `Channel.close`."""
-        self._guard.end(closed_here(reason))
+        self._closer.end(closed_here(reason))
 
     def say(self, words: bytes, deadline: float) -> None:
-        """Give the bytes to the kernel; see `Channel.say`."""
-        self._outlet.transmit([words], (), deadline)
+        """Send raw bytes; see `Channel.say`."""
+        self._writer.transmit([words], (), deadline)
 
     def hear(self, length: int, deadline: float) -> bytes:
-        """Take so many bytes from the kernel; see `Channel.hear`."""
+        """Read raw bytes; see `Channel.hear`."""
         try:
             with self._receiving:
-                if self._guard.story is not None:
-                    raise PeerLost(self._guard.story)
-                heard = self._intake.exactly(length, deadline)
+                if self._closer.close_reason is not None:
+                    raise PeerLost(self._closer.close_reason)
+                heard = self._reader.exactly(length, deadline)
         finally:
-            if self._guard.story is not None:
-                self._guard.settle()
+            if self._closer.close_reason is not None:
+                self._closer.close_if_unused()
         if heard is None:
-            raise unheard_by_deadline(self.remote)
+            raise hear_timed_out(self.remote)
         return heard
 
     def recv(self) -> Frame:
         """Block for the next frame; see `Channel.recv`."""
         frame = self.maybe_recv(math.inf)
-        assert frame is not None, "without a limit it waits until one comes"
+        assert frame is not None, "without a deadline, recv waits for a frame"
         return frame
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """Wait so long for the next frame; see `Channel.maybe_recv`.
+        """Wait for the next frame; see `Channel.maybe_recv`.
 
         hot: benchmarks of round trips and of bandwidth
         """
         try:
             with self._receiving:
-                if self._guard.story is not None:
-                    raise PeerLost(self._guard.story)
-                return self._intake.next(until, done)
+                if self._closer.close_reason is not None:
+                    raise PeerLost(self._closer.close_reason)
+                return self._reader.next(until, done)
         finally:
-            if self._guard.story is not None:
-                self._guard.settle()
+            if self._closer.close_reason is not None:
+                self._closer.close_if_unused()
 
 
 @final
-class Wrapping:
-    """Turns connected sockets into channels, with the same limits and one pool of blocks.
+class ChannelFactory:
+    """Makes the channels of one transport, with the same limits and one buffer pool.
 
-    `share` makes the shared memory of a channel, where it is to have some. With `checksum` what
-    they send has one over its tensors too.
+    `share` makes the shared memory of a channel, if channels have some. With `checksum`, the
+    checksum of a sent frame covers its payload too.
     """
 
     def __init__(
@@ -163,12 +161,12 @@ class Wrapping:
 
     def channel(
         self,
-        sock: Stream,
+        sock: SocketLike,
         remote: str,
         peer_names: tuple[str, ...] | None = None,
         binding: bytes = b"",
     ) -> SocketChannel:
-        """The channel over a socket; the socket is the channel's from now on."""
+        """A channel over a connected socket, which it then owns."""
         return SocketChannel(
             sock,
             remote,
@@ -183,6 +181,6 @@ class Wrapping:
 
 
 def as_timeval(seconds: float) -> bytes:
-    """A duration as the kernel reads it, never zero, which would mean for ever."""
+    """A duration as a C `struct timeval`; never zero, which means no timeout."""
     whole, fraction = divmod(min(max(seconds, 1e-6), 1e9), 1)
     return struct.pack("ll", int(whole), int(fraction * 1e6))

@@ -1,4 +1,4 @@
-"""A place where stream sockets connect, whatever their family; shared by unix and tcp."""
+"""A listener on a stream socket of any family; shared by unix and tcp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import final
 from gradwire.errors import PeerLost
 from gradwire.transport.base import closed_here
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.stream import Guard
+from gradwire.transport.sockets.stream import SocketCloser
 
 _OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -20,7 +20,7 @@ _OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 class SocketListener:
     """A listening socket, which it owns.
 
-    `wrap` makes a channel of an accepted socket, or None to refuse it; `on_close` runs once.
+    `wrap` makes a channel from an accepted socket, or None to refuse it; `on_close` runs once.
     """
 
     def __init__(
@@ -35,28 +35,28 @@ class SocketListener:
         self._wrap = wrap
         self._on_close = on_close
         self._accepting = threading.Lock()
-        self._guard = Guard(sock, self._accepting)
+        self._closer = SocketCloser(sock, self._accepting)
         self._closed = threading.Event()
         sock.setblocking(True)
 
     def __repr__(self) -> str:
-        return f"<SocketListener on {self.address}: {self._guard.story or 'open'}>"
+        return f"<SocketListener on {self.address}: {self._closer.close_reason or 'open'}>"
 
     def accept(self) -> SocketChannel:
         """Block for the next connection; see `Listener.accept`."""
         with self._accepting:
             channel = None
-            while channel is None and self._guard.story is None:
+            while channel is None and self._closer.close_reason is None:
                 channel = self._maybe_accept()
-        if self._guard.story is not None:
-            self._guard.settle()
+        if self._closer.close_reason is not None:
+            self._closer.close_if_unused()
         if channel is None:
-            raise PeerLost(f"{self.address} was {self._guard.story}")
+            raise PeerLost(f"{self.address} was {self._closer.close_reason}")
         return channel
 
     def close(self, reason: str = "close() was called") -> None:
         """Stop listening; see `Listener.close`."""
-        if self._guard.end(closed_here(reason)):
+        if self._closer.end(closed_here(reason)):
             self._closed.set()
             self._on_close()
 
@@ -64,8 +64,8 @@ class SocketListener:
         try:
             sock, _ = self._sock.accept()
         except OSError as error:
-            # A peer that left again while it waited is no error of ours. Without free handles the
-            # connection stays in the queue: others may be closed meanwhile.
+            # The peer may have left again. Without free descriptors the connection stays in the
+            # backlog until others are closed.
             if error.errno in _OUT_OF_HANDLES:
                 self._closed.wait(0.1)
             return None

@@ -1,25 +1,25 @@
 """The receiving half of a channel over a stream socket: bytes in, frames out.
 
-Small frames are read ahead, so that one costs one system call; the payload of a large one goes from
-the kernel straight to its block. The channel sees to it that one thread at a time is in here.
+Small frames are read ahead into a buffer, so that each costs at most one system call; the payload
+of a large one goes from the kernel straight to its block. The channel lets one thread in at a time.
 
 Note [Reading inside a read]
-A signal handler or a finalizer may run in the middle of a read of its own thread, and make a call
-whose answer comes by the same channel. It must then read on from here. So what was read is always
-where the next reader looks for it: every change of position is made by a run of instructions in
-which CPython runs no other code, that is, without a call, a backward jump or a new container.
-`(self._end,) = map(read, …)` is one: it reads and notes the count in one step. Before each such run
-a reader looks whether `_turn` is still the one it began with, and starts again if it is not. A
-frame belongs to whoever moves `_start` past it. What cannot be resumed are a read that blocks in
-the kernel and one that is not a single call into C (TLS); then `_is_blocked`, and the inner read
-raises Reentered. The main thread, where signal handlers run, therefore polls and never blocks.
+A signal handler or a finalizer may interrupt a read of its own thread, and make a call whose answer
+comes over the same channel. This inner read must continue where the outer one was interrupted. So
+the state is consistent wherever other code can run: every change of position is a sequence of
+instructions in which CPython runs no other code, that is, without a call, a backward jump or a new
+container. `(self._end,) = map(read, …)` is one: it reads and stores the count in one step. Before
+each such sequence a reader checks that `_turn` has not changed since it began, and starts again if
+it has. A frame belongs to the reader that moves `_start` past it. A read cannot be resumed if it
+blocks in the kernel, or if it is not a single call into C (TLS): then `_is_blocked` is set, and an
+inner read raises Reentered. So the main thread, where signal handlers run, polls and never blocks.
 
-Python 3.11 also collects garbage inside C functions that make containers. A read makes a tuple of
-its arguments and, with descriptors, some for its result: there nothing may run, as the bytes are
-not noted yet. So the lines marked "stock" make as many of these as are needed and drop them: the
-interpreter then takes them from its stock, and does not collect. Not by a call, after which
-anything may run, and before the look whether the turn is over. Later Pythons collect only between
-two instructions. The exception of a read that finds nothing is no danger: nothing is to be noted.
+Python 3.11 also collects garbage inside C functions that allocate containers. A read allocates a
+tuple of its arguments and, with descriptors, some for its result; no finalizer may run then, as the
+count is not stored yet. So the lines with `stock` allocate and drop as many containers as the read
+needs: the interpreter then takes them from its free lists, and does not collect. This must not be a
+function, as other code may run after a call, and it must come before the check of `_turn`. Later
+Pythons collect only between two instructions. A read that raises is safe: it has read nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ from gradwire.transport.shared_memory import (
     descriptors_in,
 )
 from gradwire.transport.sockets.spinning import Spin
-from gradwire.transport.sockets.stream import INTERRUPTED, Guard, Stream, stalled, story_of
+from gradwire.transport.sockets.stream import (
+    INTERRUPTED,
+    SocketCloser,
+    SocketLike,
+    close_reason_of,
+    stalled,
+)
 from gradwire.wire.frame import (
     IN_BLOCK,
     IS_ANSWER,
@@ -68,19 +74,19 @@ _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
 _LARGEST_HEAD: Final = _READ_AHEAD - PREFIX.size - NOTE.size
 _ALL: Final = slice(None)
-_GLANCE_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.05
 _NOT_SUMMED: Final = 4
-"""The last bytes of a prefix, which are its checksum."""
+"""The length of the checksum at the end of a prefix."""
 
 
 @final
-class Intake:
-    """See the top of this file."""
+class FrameReader:
+    """Reads frames from a socket, into a read-ahead buffer and into payload blocks."""
 
     def __init__(
         self,
-        sock: Stream,
-        guard: Guard,
+        sock: SocketLike,
+        closer: SocketCloser,
         *,
         limits: Limits,
         stall: float,
@@ -89,27 +95,27 @@ class Intake:
     ) -> None:
         self.limits = limits
         self.is_midway = False
-        """whether it waits for the rest of a frame"""
+        """whether it is waiting for the rest of a frame"""
         self.taken = 0
-        """frames; counted before one is gone from here"""
-        self._sock, self._guard, self._stall = sock, guard, stall
+        """the number of frames taken; counted before `_start` moves past the frame"""
+        self._sock, self._closer, self._stall = sock, closer, stall
         self._pool, self._shared = pool, shared
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
         self._turn = 0
-        """grows when `_start` moves, or what is read ahead"""
+        """grows when `_start` moves, or when the buffer is filled from its beginning"""
         self._rest: _Rest | None = None
-        """what still belongs to a frame that somebody has taken"""
+        """the unread rest of a frame that a reader has taken"""
         self._beside: Received | None = None
-        """the last that came with descriptors, until they are kept"""
+        """the last read that brought descriptors, until they are stored"""
         self._unclaimed = deque[int]() if shared is None else shared.borrower.unclaimed
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
         self._slab = Slab()
         self._spin = Spin()
         self._first_bytes: Callable[[int], Any]
-        """reads ahead, with these flags"""
+        """reads ahead, with the given flags"""
         self._patiently = 0 if shared is None else READ_FLAGS
         self._at_once = self._patiently | _AT_ONCE
         if shared is None:
@@ -118,9 +124,9 @@ class Intake:
             self._first_bytes = partial(sock.recvmsg_into, (self._ahead,), ANCILLARY_ROOM)
 
     def next(self, until: float, done: Callable[[], bool]) -> Frame | None:
-        """The next frame; None if none has begun to come by then, or soon after `done`.
+        """The next frame; None if none has begun by `until`, or soon after `done()` is true.
 
-        Reentered if it was called in the middle of itself, where that cannot be (see the Note).
+        Reentered if it interrupts a read that cannot be resumed (see the Note).
         """
         if self._is_blocked:
             raise Reentered
@@ -138,9 +144,9 @@ class Intake:
                 return frame
 
     def exactly(self, length: int, until: float) -> bytes | None:
-        """So many bytes and none that follow them; None if they are not all there by then.
+        """Exactly `length` raw bytes; None if some are missing at `until`.
 
-        Not recvmsg: descriptors that come with them are closed by the kernel.
+        Uses recv, not recvmsg, so that the kernel closes any descriptors sent along.
         """
         heard = bytearray()
         while len(heard) < length:
@@ -151,16 +157,16 @@ class Intake:
                     return None
                 continue
             except OSError as error:
-                self._guard.lose(story_of(error), error)
+                self._closer.fail(close_reason_of(error), error)
             if not came:
-                self._guard.lose(CLOSED_BY_PEER)
+                self._closer.fail(CLOSED_BY_PEER)
             heard += came
         return bytes(heard)
 
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
-        """Read ahead the first bytes of a frame; False if the peer has none for us by then.
+        """Read ahead the first bytes of a frame; False if there are none by `until`.
 
-        An inner read may have left some: then those are the first.
+        An inner read may have left some bytes in the buffer: then there is nothing to do.
         """
         looks = until > 0 and self._spin.begin()
         read, at_once, patiently = self._first_bytes, (self._at_once,), (self._patiently,)
@@ -170,12 +176,12 @@ class Intake:
                 self._take_first(map(read, patiently if blocks else at_once), blocks)
             except BlockingIOError:
                 self._is_blocked = False
-                looks = looks and not done() and self._spin.goes_on()
+                looks = looks and not done() and self._spin.should_continue()
                 if not looks and not self._wait_for_bytes(until, done):
                     return self._start != self._end
             except OSError as error:
                 self._is_blocked = False
-                self._guard.lose(story_of(error), error)
+                self._closer.fail(close_reason_of(error), error)
             except BaseException:
                 self._is_blocked = False
                 raise
@@ -184,7 +190,7 @@ class Intake:
         return True
 
     def _take_first(self, reads: Iterator[Any], blocks: bool) -> None:
-        """Read, if nothing is there yet; but for the end, in one step: see the Note."""
+        """Read ahead unless the buffer has bytes, in one step up to `_turn += 1`: see the Note."""
         stock = ((self, self, self), (self, self, self, self), [self])
         del stock  # see the Note
         if self._start != self._end:
@@ -201,7 +207,7 @@ class Intake:
         self._is_blocked = False
         self._turn += 1
         if self._end == 0:
-            self._guard.lose(CLOSED_BY_PEER)
+            self._closer.fail(CLOSED_BY_PEER)
 
     def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
         left = until - time.monotonic()
@@ -214,10 +220,10 @@ class Intake:
         return True
 
     def _maybe_whole(self) -> Frame | None:
-        """The next frame, if all of it was read ahead and it is in order, else None.
+        """The next frame if the buffer has all of it and it is valid, else None.
 
-        `_maybe_read_frame` takes the others, and says what is wrong with them. Nothing is taken
-        before the frame is made, so that an interrupt leaves it where it lies.
+        `_maybe_read_frame` handles the others, and raises what is wrong with them. The frame is
+        built before `_start` moves, so that an interrupt leaves it in the buffer.
 
         hot: every small message
         """
@@ -258,17 +264,17 @@ class Intake:
         return frame
 
     def _maybe_read_frame(self) -> Frame | None:
-        """The next frame, of which the first bytes are there; None if an inner read took it."""
+        """The next frame, whose first bytes are in the buffer; None if an inner read took it."""
         try:
             return self._taken_apart()
         except PeerLost:
             raise
         except BadMessage as refusal:
-            self._guard.end(closed_here(refusal.message))
+            self._closer.end(closed_here(refusal.message))
             raise
         except BaseException:
             if self._rest is not None:
-                self._guard.end(INTERRUPTED)
+                self._closer.end(INTERRUPTED)
             raise
 
     def _taken_apart(self) -> Frame | None:
@@ -278,11 +284,11 @@ class Intake:
         try:
             prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
         except BadMessage:
-            if self._turn != turn:  # an inner read has taken it, and read over it
+            if self._turn != turn:  # an inner read took it and overwrote the buffer
                 return None
             raise
         flags, length, head_length = prefix.flags, prefix.payload_length, prefix.head_length
-        # A head that does not fit is read like a payload, into memory of its own.
+        # A head that does not fit into the buffer is read like a payload.
         large = bytearray(head_length if head_length > _LARGEST_HEAD else 0)
         lies_beside = bool(self._shared is not None and flags & IN_BLOCK)
         note = bytearray(NOTE.size if lies_beside and large else 0)
@@ -297,7 +303,8 @@ class Intake:
         descriptor: int | None = None
         if self._turn != turn:
             return None
-        # In one step it is ours: an inner read completes its bytes, and takes the frame after it.
+        # Take the frame in one step: from here on an inner read completes the bytes of it, and
+        # returns the one after it.
         self.taken += 1
         self._turn = turn + 1
         self._start += ahead
@@ -331,10 +338,10 @@ class Intake:
         try:
             return self._pool.take(length) if length else memoryview(b"")
         except MemoryError as error:
-            self._guard.lose(closed_here(f"no memory for a payload of {length} bytes"), error)
+            self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
 
     def _fill(self, wanted: int, turn: int) -> bool:
-        """Read ahead until `wanted` bytes are there, which must fit; False if the turn is over."""
+        """Read ahead until the buffer has `wanted` bytes; False if `_turn` changed."""
         if self._end - self._start < wanted and self._start + wanted > _READ_AHEAD:
             unread = self._end - self._start
             moved, target = self._ahead[self._start : self._end], self._ahead[:unread]
@@ -358,7 +365,7 @@ class Intake:
         return self._turn == turn
 
     def _read_some(self, reads: Iterator[Any], end: int, turn: int) -> None:
-        """Append what comes to what is read ahead up to `end`, or wait until there is more."""
+        """Append received bytes to the buffer at `end`, or wait for some."""
         self.is_midway = True
         count = -1
         try:
@@ -379,30 +386,30 @@ class Intake:
         except BlockingIOError:
             self._is_blocked = False
             if not self._has_more(lambda: self._turn != turn or self._end != end):
-                self._guard.lose(stalled(self._stall))
+                self._closer.fail(stalled(self._stall))
         except OSError as error:
             self._is_blocked = False
-            self._guard.lose(f"{story_of(error)} in the middle of a message", error)
+            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
         finally:
             self.is_midway = False
         if count == 0:
-            self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
+            self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
 
     def _has_more(self, is_done: Callable[[], bool]) -> bool:
-        """Wait for more of a frame; False if there was none for so long, and no inner read either.
+        """Wait for more of a frame; False if none came for `stall` seconds.
 
-        In short steps: after an inner read has taken it all there is nothing to wake us.
+        In short steps: if an inner read has taken all bytes, poll is not woken.
         """
         until = time.monotonic() + self._stall
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         while (left := until - time.monotonic()) > 0 and not is_done():
-            if poller.poll(1 + int(1000 * min(left, _GLANCE_SECONDS))):
+            if poller.poll(1 + int(1000 * min(left, _POLL_SECONDS))):
                 return True
         return is_done()
 
     def _read_fully(self, rest: _Rest) -> None:
-        """What was read ahead is copied; the rest goes from the kernel to where it belongs."""
+        """Complete the rest of a frame, from the buffer and then from the kernel."""
         while True:
             ready = rest.ready
             view = rest.next()
@@ -424,7 +431,7 @@ class Intake:
             self._rest = None
 
     def _read_rest(self, rest: _Rest, ready: int, view: memoryview) -> None:
-        """From the kernel. Whoever may be interrupted by a signal does not block there."""
+        """Read from the kernel into `view`; the main thread does not block: see the Note."""
         blocks = threading.get_ident() != threading.main_thread().ident
         flags = socket.MSG_WAITALL if blocks else _AT_ONCE
         reads = map(self._sock.recv_into, (view,), (0,), (flags,))
@@ -443,17 +450,17 @@ class Intake:
         except BlockingIOError:
             self._is_blocked = was_blocked
             if blocks or not self._has_more(lambda: rest.ready != ready):
-                self._guard.lose(stalled(self._stall))
+                self._closer.fail(stalled(self._stall))
         except OSError as error:
             self._is_blocked = was_blocked
-            self._guard.lose(f"{story_of(error)} in the middle of a message", error)
+            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
         finally:
             self.is_midway = False
         if count == 0:
-            self._guard.lose(f"{CLOSED_BY_PEER} in the middle of a message")
+            self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
 
     def _keep_descriptors(self, came: Received) -> None:
-        """Keep the descriptors that came with the bytes."""
+        """Store the descriptors that came with a read."""
         assert self._shared is not None
         fresh = descriptors_in(came)
         if self._beside is came:
@@ -464,7 +471,7 @@ class Intake:
 
 @final
 class _Rest:
-    """Bytes of a frame that somebody has taken: where they belong, and how many are there."""
+    """The missing bytes of a frame that was taken: their targets, and how many are there."""
 
     __slots__ = ("ready", "targets")
 
@@ -473,7 +480,7 @@ class _Rest:
         self.ready = 0
 
     def next(self) -> memoryview | None:
-        """Where the next of them belongs; None if all are there."""
+        """The target of the next bytes; None if all are there."""
         passed = 0
         for target in self.targets:
             if self.ready < passed + len(target):

@@ -1,9 +1,9 @@
-"""How long to look again and again before sleeping: as long as it pays.
+"""How long a reader spins, polling the socket, before it blocks.
 
-Waking a sleeping thread costs more than a short call. So whoever reads a channel looks a few times
-more before it goes to sleep, if lately that was worth it. On a busy machine looking is a
-catastrophe: the one we wait for wants our core. Then two looks lie far apart, and that is measured:
-a spin that finds that it was not running stops at once, and is not tried again for a while.
+Waking a blocked thread costs more than a short call, so a reader polls for a moment before it
+blocks, if that succeeded lately. On a busy machine spinning is harmful: the peer needs the core.
+Then the reader is descheduled between two polls, which shows in their times: it stops at once and
+does not spin again for a while.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST_REST_SECONDS = 0.1
 
 @final
 class Spin:
-    """For one channel. `begin`, then `goes_on` before each look, `found` if that was worth it."""
+    """The spin state of one channel: `begin`, `should_continue` before each poll, `found`."""
 
     __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
 
@@ -31,12 +31,12 @@ class Spin:
         self._rests_until = 0.0
 
     def begin(self) -> bool:
-        """Whether it is worth to look at all before sleeping."""
+        """Start a spin; whether to spin at all."""
         now = self._began = self._last = self._now()
         return now >= self._rests_until
 
-    def goes_on(self) -> bool:
-        """Whether to look once more."""
+    def should_continue(self) -> bool:
+        """Whether to poll once more."""
         now = self._now()
         if now - self._last > _DESCHEDULED_SECONDS:
             self._pause(now)
@@ -48,10 +48,10 @@ class Spin:
         return True
 
     def found(self) -> None:
-        """Something came while we looked."""
+        """The spin succeeded: bytes arrived."""
         self._rest = _REST_SECONDS
 
     def _pause(self, now: float) -> None:
-        """Each time in vain doubles the pause."""
+        """Do not spin for a while; the pause doubles with each failure."""
         self._rests_until = now + self._rest
         self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)

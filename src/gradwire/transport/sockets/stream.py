@@ -1,7 +1,7 @@
-"""What a channel asks of the connected stream below it: a part of what a socket can do.
+"""The socket interface below a channel, and the closing of a socket that several threads use.
 
-The stream blocks, with kernel timeouts; MSG_DONTWAIT asks for one step that does not. Where nothing
-can be read or written in time it raises BlockingIOError.
+Reads and writes block, with kernel timeouts; with MSG_DONTWAIT they do not. If nothing can be read
+or written in time, they raise BlockingIOError.
 """
 
 from __future__ import annotations
@@ -17,68 +17,68 @@ from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
 from gradwire.wire.frame import Buffer
 
-Beside: TypeAlias = Iterable[tuple[int, int, Buffer]]
+Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
 
 Use: TypeAlias = "threading.Lock | threading.RLock"
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
 
-class Stream(Protocol):
-    """A connected socket, or what stands for one."""
+class SocketLike(Protocol):
+    """The methods of a connected socket that a channel uses; `TlsStream` has them too."""
 
     def fileno(self) -> int:
-        """What `poll` waits on, once a read or write has raised BlockingIOError."""
+        """The descriptor to poll after a read or write raised BlockingIOError."""
 
     def recv(self, length: int, flags: int = 0, /) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Read at most `length` bytes; empty at the end."""
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """Bytes that were read; 0 at the end."""
+        """Read into the buffer; returns the number of bytes, 0 at the end."""
 
     def recvmsg_into(
         self, buffers: Iterable[memoryview], room: int = 0, flags: int = 0, /
     ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
-        """The same, with what comes beside the bytes; for unix sockets."""
+        """Like `recv_into`, with ancillary data; for unix sockets."""
 
     def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """Bytes that were taken."""
+        """Send some of the bytes; returns how many."""
 
-    def sendmsg(self, buffers: Iterable[Buffer], beside: Beside = (), flags: int = 0, /) -> int:
-        """Bytes that were taken, of all the buffers together."""
+    def sendmsg(self, buffers: Iterable[Buffer], beside: Ancillary = (), flags: int = 0, /) -> int:
+        """Send some bytes of the buffers; returns how many in total."""
 
     def setblocking(self, flag: bool, /) -> None:
-        """True, from the channel."""
+        """Called once by the channel, with True."""
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """The timeouts, from the channel."""
+        """Called by the channel to set its timeouts."""
 
     def shutdown(self, how: int, /) -> None:
-        """Wake everyone who is blocked here."""
+        """End the connection, and wake all blocked threads."""
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
 
 
 @final
-class Guard:
-    """Ends a socket at once, and closes its file descriptor when the last use of it is over.
+class SocketCloser:
+    """Shuts a socket down at once, and closes its descriptor when no thread uses it any more.
 
-    Closing a descriptor that another thread is blocked on does not wake it, and the number may be
-    given to a new file while it is still in use. So `end` only shuts the connection down, which
-    wakes everyone, and whoever leaves last closes: each use holds one of the locks, and calls
-    `settle` after its release if `story` is set by then. `also_close` goes with the socket, and may
-    be called more than once.
+    Closing a descriptor does not wake a thread that is blocked on it, and the kernel may give its
+    number to a new file while that thread still uses it. So `end` only shuts the connection down,
+    which wakes all threads, and the last one closes it: a thread holds one of the locks while it
+    uses the socket, and calls `close_if_unused` after the release if `close_reason` is set.
+    `also_close` is called with the close of the socket, possibly more than once.
     """
 
-    __slots__ = ("__weakref__", "_also_close", "_ending", "_sock", "_uses", "story")
+    __slots__ = ("__weakref__", "_also_close", "_ending", "_sock", "_uses", "close_reason")
 
     def __init__(
         self,
-        sock: Stream,
+        sock: SocketLike,
         *uses: Use,
         also_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.story: str | None = None
+        self.close_reason: str | None = None
         self._sock = sock
         self._uses = uses
         self._also_close = also_close
@@ -86,26 +86,26 @@ class Guard:
         self._ending = threading.RLock()
         call_after_fork(self)
 
-    def end(self, story: str) -> bool:
-        """Whether this was the first time; only then the story counts."""
+    def end(self, reason: str) -> bool:
+        """End the connection; returns whether this was the first call, whose reason is kept."""
         with self._ending:
-            first = self.story is None
+            first = self.close_reason is None
             if first:
-                self.story = story
+                self.close_reason = reason
                 with suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
-            self.settle()
+            self.close_if_unused()
         return first
 
     def forked(self) -> None:
-        """See transport/forking.py: without `shutdown`, which would end the parent's connection."""
-        self.story = self.story or closed_here(FORKED)
+        """Close the copy of a forked process; `shutdown` would end the parent's connection."""
+        self.close_reason = self.close_reason or closed_here(FORKED)
         renew_after_fork(self._ending)
         self._sock.close()
         self._also_close()
 
-    def settle(self) -> None:
-        """Close the descriptor unless it is in use."""
+    def close_if_unused(self) -> None:
+        """Close the descriptor unless a thread uses it, which then calls this itself."""
         with self._ending:
             held = [use for use in self._uses if not _is_mine(use) and use.acquire(blocking=False)]
             if len(held) == len(self._uses):
@@ -114,15 +114,15 @@ class Guard:
             for use in held:
                 use.release()
 
-    def lose(self, story: str, cause: Exception | None = None) -> NoReturn:
-        """End it, and say so."""
-        self.end(story)
-        # Not `story`: it may be us who closed, and the socket only looks as if the peer had.
-        raise PeerLost(self.story or story) from cause
+    def fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        """End the connection, and raise PeerLost."""
+        self.end(reason)
+        # Not `reason`: after a `close` here, the socket only looks as if the peer had closed.
+        raise PeerLost(self.close_reason or reason) from cause
 
 
 def _is_mine(use: Use) -> bool:
-    """Whether this thread is in the middle of a use, which an RLock would let it enter again."""
+    """Whether this thread holds the lock, which it could acquire again if it is an RLock."""
     is_owned: Callable[[], bool] = getattr(use, "_is_owned", _never)
     return is_owned()
 
@@ -132,17 +132,17 @@ def _never() -> bool:
 
 
 def stalled(seconds: float) -> str:
-    """The story of a connection on which nothing moved for so long."""
+    """The close reason of a connection on which nothing moved for `seconds`."""
     return closed_here(f"no byte moved for {seconds:g} s in the middle of a message")
 
 
 def reason_of(error: OSError) -> str:
-    """What an operating system error says, in the words of our messages."""
+    """The text of an OSError, in lower case."""
     return (error.strerror or str(error)).lower()
 
 
-def story_of(error: OSError) -> str:
-    """The story of a connection that ended with an error of the operating system."""
+def close_reason_of(error: OSError) -> str:
+    """The close reason of a connection that ended with an OSError."""
     if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return CLOSED_BY_PEER
     return reason_of(error)

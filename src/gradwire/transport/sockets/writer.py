@@ -1,12 +1,13 @@
 """The sending half of a channel over a stream socket: frames in, bytes out.
 
 The first byte of a frame is sent without blocking, because a frame that cannot begin before its
-deadline does not leave. One that has begun must be finished, or nothing could follow it; whoever
-sends it is kept until its deadline, and then a thread does it.
+deadline must not be sent. A frame that has begun must be finished, or no other could follow: `send`
+does so until the deadline, and then a new thread does.
 
-One thread at a time has the turn to send. A finalizer or a signal handler may interrupt it anywhere
-and send, too. So what is begun is where the next sender looks for it, `_unsent` and `_sent`, which
-change in the step that sends: see Note [Reading inside a read] in reader.py. The rest goes first.
+A thread must hold the send lock (the turn). A finalizer or a signal handler may interrupt it
+anywhere and send too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`,
+which change in the same step as the system call: see Note [Reading inside a read] in reader.py.
+An inner send first sends this rest.
 """
 
 from __future__ import annotations
@@ -24,9 +25,15 @@ from typing import Final, TypeAlias, final
 from gradwire import threads
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.threads import taking
-from gradwire.transport.base import unread_by_deadline
+from gradwire.transport.base import send_timed_out
 from gradwire.transport.shared_memory import Ancillary, SharedMemory
-from gradwire.transport.sockets.stream import INTERRUPTED, Guard, Stream, stalled, story_of
+from gradwire.transport.sockets.stream import (
+    INTERRUPTED,
+    SocketCloser,
+    SocketLike,
+    close_reason_of,
+    stalled,
+)
 from gradwire.wire.frame import (
     IN_BLOCK,
     NOT_BYTES,
@@ -47,13 +54,13 @@ Unsent: TypeAlias = "bytes | list[Buffer]"
 
 
 @final
-class Outlet:
-    """See the top of this file. `sending` is the turn, which `guard` looks at, too."""
+class FrameWriter:
+    """Sends frames over a socket. `sending` is the send lock, which `closer` checks too."""
 
     def __init__(
         self,
-        sock: Stream,
-        guard: Guard,
+        sock: SocketLike,
+        closer: SocketCloser,
         sending: threading.Lock,
         remote: str,
         *,
@@ -61,22 +68,22 @@ class Outlet:
         flags: int,
         shared: SharedMemory | None,
     ) -> None:
-        self._sock, self._guard, self._sending = sock, guard, sending
+        self._sock, self._closer, self._sending = sock, closer, sending
         self._remote, self._stall, self._flags = remote, stall, flags
         self._shared = shared
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
         self._taking = taking(sending)
         self._sender = 0
-        """the thread that has the turn to send"""
+        """the thread that holds the send lock"""
         self._unsent: Unsent | None = None
-        """a frame of which a part has left, that is, so many bytes:"""
+        """a frame that has begun, of which `_sent` bytes were sent"""
         self._sent = 0
         self._is_blocked = False
-        """whether a send is under way that cannot be interrupted by another"""
+        """whether a send is in progress that an inner send cannot continue"""
         self._is_opaque = not isinstance(sock, socket.socket)
 
     def send(self, frame: Frame, deadline: float) -> None:
-        """Give the frame to the kernel; see `Channel.send`.
+        """Send a frame; see `Channel.send`.
 
         hot: benchmarks of round trips
         """
@@ -97,7 +104,7 @@ class Outlet:
                 sends = map(self._sock.send, (small,), _AT_ONCE_)
                 stock = (small, sends)
                 del stock  # see Note [Reading inside a read]
-                if self._guard.story is None and self._unsent is None:
+                if self._closer.close_reason is None and self._unsent is None:
                     self._is_blocked = self._is_opaque
                     (sent,) = sends
                     self._is_blocked = False
@@ -127,7 +134,7 @@ class Outlet:
             self.transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
 
     def transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Send these, one after the other."""
+        """Send the buffers as one unit."""
         if not self._wait_for_turn(deadline, get_ident()):
             self._send_inside(parts, ancillary, deadline)
             return
@@ -137,9 +144,9 @@ class Outlet:
             self._give_up_turn()
 
     def _wait_for_turn(self, deadline: float, me: int) -> bool:
-        """False if this thread has the turn already, for a send that was interrupted.
+        """Acquire the send lock; False if this thread holds it, in a send that was interrupted.
 
-        Whose turn it is, is noted by the step that takes it: see Note [Reading inside a read].
+        The lock is acquired and `_sender` set in one step: see Note [Reading inside a read].
         """
         if self._sender == me:
             return False
@@ -148,23 +155,23 @@ class Outlet:
         if has_turn:
             self._sender = me
             return True
-        raise unread_by_deadline(self._remote)
+        raise send_timed_out(self._remote)
 
     def _send_inside(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """A finalizer or a signal handler sends while its own thread does.
+        """Send from a finalizer or a signal handler that interrupted a send of its own thread.
 
-        If the other frame has begun, the rest of it goes first.
+        If the interrupted frame has begun, its rest is sent first.
         """
         if self._is_blocked:
             raise UsageError(
-                "a finalizer or a signal handler sends while it interrupts its thread in the "
+                "a finalizer or a signal handler cannot send: it interrupted its thread in the "
                 f"middle of sending to {self._remote}",
-                hint="let it put a note into a queue.SimpleQueue, and make the call elsewhere",
+                hint="put the work into a queue.SimpleQueue for another thread",
             )
         self._send(parts, ancillary, deadline)
 
     def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`. What was interrupted looks anew before each of its steps."""
+        """See `Channel.lend_turn`. The interrupted send checks its state before each step."""
         if self._sender != get_ident() or self._is_blocked:
             return False
         self._sender = 0
@@ -174,31 +181,32 @@ class Outlet:
     def take_turn_back(self) -> None:
         """See `Channel.lend_turn`."""
         me = get_ident()
-        # After the end nothing is sent; and in a forked process who has the turn may not be there.
-        patience = -1 if self._guard.story is None else 1
+        # A closed channel sends nothing, and in a forked process the holder may not exist: then
+        # do not wait forever.
+        patience = -1 if self._closer.close_reason is None else 1
         (_,) = map(self._sending.acquire, (True,), (patience,))
         self._sender = me
 
     def _give_up_turn(self) -> None:
-        """What somebody has begun is finished by a thread, which has the turn then."""
-        if self._unsent is not None and self._guard.story is None:
+        """Release the send lock, or give it to a new thread that finishes a frame."""
+        if self._unsent is not None and self._closer.close_reason is None:
             self._finish_later()
             return
         self._unsent = None
         self._is_blocked = False
         self._sender = 0
         self._sending.release()
-        if self._guard.story is not None:
-            self._guard.settle()
+        if self._closer.close_reason is not None:
+            self._closer.close_if_unused()
 
     def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Begin it, after what was begun before, and send what can be sent until the deadline."""
+        """Finish a frame begun before, then begin this one and send it until the deadline."""
         waiting = False
         try:
             while True:
                 waiting = True
                 if not self._go_on(deadline):
-                    raise unread_by_deadline(self._remote)
+                    raise send_timed_out(self._remote)
                 waiting = False
                 if self._begin(parts, ancillary):
                     break
@@ -212,10 +220,11 @@ class Outlet:
             raise
 
     def _finish_by(self, deadline: float, mine: Unsent) -> None:
-        """Send what is left of a frame; at the deadline, keep a copy for who sends next."""
+        """Send the rest of a frame; at the deadline, keep a copy of it to be sent later."""
         if self._go_on(deadline):
             return
-        # The buffers are their sender's again when it returns.
+        # The caller of `send` may change its buffers when it returns. An inner send may run between
+        # any two steps here, hence the loop.
         owned: list[Buffer] = []
         sent = -1
         while self._unsent is mine and self._sent != sent:
@@ -226,20 +235,20 @@ class Outlet:
             self._sent = 0
 
     def _failed_midway(self, error: BaseException) -> None:
-        """A Ctrl-C may land between the system call and its result being noted.
+        """End the channel after an exception between a system call and the store of its result.
 
-        Nobody knows how much has left then, so nothing more may follow it.
+        That may be a KeyboardInterrupt. It is unknown how much was sent, so no frame may follow.
         """
         if isinstance(error, GradwireError):
             return
         if isinstance(error, OSError):
             raise self._lost_sending(error) from error
-        self._guard.end(INTERRUPTED)
+        self._closer.end(INTERRUPTED)
 
     def _go_on(self, deadline: float) -> bool:
-        """Send what is begun; False if some is left at the deadline. The peer is slow, if so.
+        """Finish the frame that has begun; False if the deadline passed before.
 
-        On the main thread a signal handler could run inside a send that blocks, so it polls.
+        The main thread polls: a signal handler could not send while a send blocks.
         """
         blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
         while (unsent := self._unsent) is not None:
@@ -255,7 +264,7 @@ class Outlet:
                 self._push(_AT_ONCE)
             is_idle = not is_ready and self._unsent is unsent and self._sent == sent
             if is_idle and left > self._stall:
-                self._guard.lose(stalled(self._stall))
+                self._closer.fail(stalled(self._stall))
         return True
 
     def _finish_later(self) -> None:
@@ -268,16 +277,17 @@ class Outlet:
         try:
             self._go_on(math.inf)
         except PeerLost:
-            pass  # whoever reads finds out
+            pass  # the reader of the channel will find out
         finally:
-            # An interrupt of the sender at the very moment may have given it up, with the channel.
+            # An interrupt of the sending thread at this moment may have ended the channel and
+            # released the lock.
             with suppress(RuntimeError):
                 self._give_up_turn()
 
     def _begin(self, parts: list[Buffer], ancillary: Ancillary) -> bool:
-        """Give the kernel what it takes of a new frame; False if that is nothing."""
-        if self._guard.story is not None:
-            raise PeerLost(self._guard.story)
+        """Send the first bytes of a new frame, as many as the kernel accepts; False if none."""
+        if self._closer.close_reason is not None:
+            raise PeerLost(self._closer.close_reason)
         length, sends = sum(map(len, parts)), self._sends(parts, ancillary, _AT_ONCE)
         try:
             stock = (parts, parts), (parts, parts, parts)
@@ -297,9 +307,9 @@ class Outlet:
         return True
 
     def _push(self, flags: int) -> None:
-        """Give the kernel what it takes of what is begun, unless an inner send does meanwhile."""
-        if self._guard.story is not None:
-            raise PeerLost(self._guard.story)
+        """Send more bytes of the frame that has begun, unless an inner send did so meanwhile."""
+        if self._closer.close_reason is not None:
+            raise PeerLost(self._closer.close_reason)
         unsent, sent = self._unsent, self._sent
         if unsent is None:
             return
@@ -329,7 +339,7 @@ class Outlet:
     def _wait_for_room(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise unread_by_deadline(self._remote)
+            raise send_timed_out(self._remote)
         self._poll(left)
 
     def _poll(self, left: float) -> bool:
@@ -339,16 +349,16 @@ class Outlet:
 
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False
-        self._unsent = None  # nothing can follow it
-        # A peer that closed may have sent its last answers before: then only sending is
-        # over, and recv finds the end by itself.
+        self._unsent = None  # no frame can follow it
+        # A peer that closed may have sent answers before that are not read yet: then only
+        # sending is over, and recv will find the end.
         if not isinstance(error, ConnectionError):
-            self._guard.end(story_of(error))
-        return PeerLost(self._guard.story or story_of(error))
+            self._closer.end(close_reason_of(error))
+        return PeerLost(self._closer.close_reason or close_reason_of(error))
 
 
 def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
-    """What goes to the kernel; few parts, as that is the cheaper call."""
+    """The buffers of a frame; few, as that makes a cheaper call."""
     prefix, head = encode_prefix(frame, flags), frame.head
     if len(head) > SMALL:
         return [prefix, head, *frame.payload]
@@ -360,7 +370,7 @@ def _listed(unsent: Unsent) -> list[Buffer]:
 
 
 def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
-    """What is left of `parts` when so many bytes of it are gone; nothing is copied."""
+    """The rest of `parts` after `sent` bytes, without a copy."""
     for position, part in enumerate(parts):
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]

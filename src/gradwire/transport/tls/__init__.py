@@ -1,5 +1,5 @@
 """TLS 1.3 over TCP, between workers that show each other certificates.
 
-identity.py says who a certificate stands for; stream.py makes a TLS connection look like a socket.
+identity.py maps certificates to worker names; stream.py gives a TLS connection a socket interface.
 Read transport.py first.
 """

@@ -1,11 +1,11 @@
-"""A TLS connection that is used like a socket, by one reader and one writer at once.
+"""A TLS connection with a socket interface, for one reader and one writer at the same time.
 
-Not `ssl.SSLSocket`: it lets two threads into one OpenSSL object, which OpenSSL forbids, or blocks
-one of them behind the other. Here OpenSSL works in memory alone, under a lock that is held while it
-computes and never while anyone waits for the network.
+Not `ssl.SSLSocket`: it lets two threads use one OpenSSL object, which OpenSSL forbids, or blocks
+one of them behind the other. Here OpenSSL works in memory only, under a lock that is held while it
+computes and never during a wait for the network.
 
-What has been read from the kernel may lie decrypted in here, where `poll` cannot see it. So a read
-looks here first, and raises BlockingIOError only if neither this nor the kernel has a byte.
+Bytes read from the kernel may be buffered here, where `poll` cannot see them. So a read looks here
+first, and raises BlockingIOError only if neither this buffer nor the kernel has a byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, final
 
-from gradwire.transport.sockets.stream import INTERRUPTED, Beside, stalled
+from gradwire.transport.sockets.stream import INTERRUPTED, Ancillary, stalled
 from gradwire.wire.frame import Buffer
 
 _READ: Final = 1 << 17
@@ -29,8 +29,8 @@ _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 
 
 @final
-class Session:
-    """OpenSSL's half of a connection: bytes in, bytes out, no socket."""
+class TlsSession:
+    """The OpenSSL state of a connection, with memory buffers in place of a socket."""
 
     __slots__ = ("incoming", "outgoing", "tls")
 
@@ -38,8 +38,8 @@ class Session:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=accepts)
 
-    def shake_hands(self) -> bool:
-        """Go on as far as what came allows; whether the handshake is over."""
+    def do_handshake(self) -> bool:
+        """Continue the handshake with the received bytes; returns whether it is complete."""
         try:
             self.tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -49,13 +49,13 @@ class Session:
 
 @final
 class TlsStream:
-    """A socket after its handshake, both of which it owns; see the top of this file."""
+    """A connected socket with its TLS session after the handshake; owns both."""
 
-    def __init__(self, sock: socket.socket, session: Session, stall: float) -> None:
+    def __init__(self, sock: socket.socket, session: TlsSession, stall: float) -> None:
         self._sock, self._stall = sock, stall
         self._tls, self._incoming, self._outgoing = session.tls, session.incoming, session.outgoing
-        self._read: Any = session.tls.read  # which returns a number when it is given a buffer
-        self._computing = threading.RLock()  # a finalizer inside may send
+        self._read: Any = session.tls.read  # given a buffer, it returns a count
+        self._computing = threading.RLock()  # reentrant, as a finalizer may send
         self._is_dry = False
         self._broken: str | None = None
         self._room = select.poll()
@@ -67,18 +67,18 @@ class TlsStream:
     # --- one reader at a time ---
 
     def recv(self, length: int, flags: int = 0, /) -> bytes:
-        """At most so many bytes, and what follows them stays; see `Stream.recv`."""
+        """Read at most `length` bytes; see `SocketLike.recv`."""
         block = memoryview(bytearray(length))
         return block[: self.recv_into(block, 0, flags)].tobytes()
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """What is there, or what comes first; see `Stream.recv_into`.
+        """Read what is buffered, or what comes next; see `SocketLike.recv_into`.
 
         hot: benchmarks of round trips and of bandwidth
         """
         while True:
             if self._is_dry:
-                # Undone only once nothing came: an interrupt may follow what did.
+                # Set again only if nothing came: an interrupt may come after bytes were fed.
                 self._is_dry = False
                 try:
                     if not self._feed(flags & _AT_ONCE):
@@ -93,19 +93,19 @@ class TlsStream:
     def recvmsg_into(
         self, buffers: Iterable[memoryview], room: int = 0, flags: int = 0, /
     ) -> NoReturn:
-        """Nothing comes beside the bytes here."""
-        raise AssertionError("no descriptor travels over TLS")
+        """Not supported: there is no ancillary data."""
+        raise AssertionError("descriptors cannot be sent over TLS")
 
     def _feed(self, flags: int) -> bool:
-        """Bring over what the kernel has; False at the end.
+        """Pass bytes from the kernel to OpenSSL; False at the end.
 
-        In one step for the interpreter, so that no byte is lost to a Ctrl-C.
+        Both calls are one step for the interpreter, so that a Ctrl-C loses no byte.
         """
         received = map(self._sock.recv, (_READ,), (flags,))
         return next(map(self._incoming.write, received)) > 0
 
     def _decrypted(self, target: memoryview) -> int | None:
-        """As much as is here, a record or several; None if there is none, 0 at the end."""
+        """Decrypt the buffered records into `target`; None if there are none, 0 at the end."""
         self._check()
         at_stake = 0
         try:
@@ -117,13 +117,13 @@ class TlsStream:
         except OSError:
             raise
         except BaseException:
-            if at_stake:  # some of it may be lost
+            if at_stake:  # some bytes may be lost
                 self._break(INTERRUPTED)
             raise
         return count
 
     def _fill(self, target: memoryview) -> int | None:
-        """With the lock held. What came before an error is still given out."""
+        """Decrypt, with the lock held. Bytes before an error are still returned."""
         filled, wanted = 0, len(target)
         try:
             while filled < wanted:
@@ -134,19 +134,19 @@ class TlsStream:
         except ssl.SSLWantReadError:
             self._is_dry = True
         except ssl.SSLError as error:
-            story = self._break(f"tls: {words_of(error)}")
+            reason = self._break(f"tls: {words_of(error)}")
             if not filled:
-                raise OSError(errno.EPROTO, story) from error
+                raise OSError(errno.EPROTO, reason) from error
         return filled or None
 
     # --- one writer at a time ---
 
     def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """See `Stream.send`."""
+        """See `SocketLike.send`."""
         return self._encrypt(memoryview(data)[:_CHUNK], flags)
 
-    def sendmsg(self, buffers: Iterable[Buffer], beside: Beside = (), flags: int = 0, /) -> int:
-        """See `Stream.sendmsg`; a chunk of many small parts is copied together first."""
+    def sendmsg(self, buffers: Iterable[Buffer], beside: Ancillary = (), flags: int = 0, /) -> int:
+        """See `SocketLike.sendmsg`; small buffers are joined into one chunk first."""
         parts, length = [], 0
         for part in buffers:
             view = memoryview(part)[: _CHUNK - length]
@@ -157,7 +157,7 @@ class TlsStream:
         return self._encrypt(parts[0] if len(parts) == 1 else b"".join(parts), flags)
 
     def _encrypt(self, chunk: Buffer, flags: int) -> int:
-        """Encrypted is begun: from there on it is sent, or the connection is over."""
+        """Encrypt and send a chunk. Once encrypted it must be sent, or the connection ends."""
         self._check()
         if flags & _AT_ONCE and not self._room.poll(0):
             raise BlockingIOError(errno.EAGAIN, "no room")
@@ -171,8 +171,8 @@ class TlsStream:
             try:
                 unsent = unsent[self._sock.send(unsent, _PATIENTLY) :]
             except BlockingIOError:
-                story = self._break(stalled(self._stall))
-                raise TimeoutError(errno.ETIMEDOUT, story) from None
+                reason = self._break(stalled(self._stall))
+                raise TimeoutError(errno.ETIMEDOUT, reason) from None
         return count
 
     # --- either ---
@@ -181,13 +181,13 @@ class TlsStream:
         if self._broken is not None:
             raise OSError(errno.EPROTO, self._broken)
 
-    def _break(self, story: str) -> str:
-        self._broken = self._broken or story
+    def _break(self, reason: str) -> str:
+        self._broken = self._broken or reason
         return self._broken
 
 
 def words_of(error: ssl.SSLError) -> str:
-    """What OpenSSL says, without where in its source it says it."""
+    """The reason of an OpenSSL error, without its source location."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return str(error.verify_message)
     reason = error.reason or "connection ended"
