@@ -381,7 +381,7 @@ def starts(context, root, count, edges=b"\1", seconds=1e9):
 
 
 def passes_of(worker, root):
-    return worker.engine.passes.rooted_at(root)
+    return worker.engine.passes.coordinated_by(root)
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -565,7 +565,7 @@ def held_up(workers, monkeypatch):
 
     yield lambda attack: workers[0].run(train, attack)
     assert_nothing_left(workers)
-    assert workers[1].worker.engine._served._locks.of(weight).unfinished == []
+    assert workers[1].worker.engine._participant._locks.of(weight).unfinished == []
 
 
 def test_a_pass_does_not_end_well_before_its_run(workers, held_up):

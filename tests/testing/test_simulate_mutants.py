@@ -11,7 +11,7 @@ from gradwire.agent.requests.state import RequestTable
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd import engine
 from gradwire.autograd.backward import coordinator
-from gradwire.autograd.backward.participant import Served
+from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.undo.undo_log import UndoLog
@@ -138,7 +138,7 @@ def nobody_asks_the_opener_of_a_context(patch):
 
 @mutant(False, 14)
 def a_lost_root_leaves_its_passes_behind(patch):
-    patch.setattr(Served, "root_lost", lambda self, worker: lambda: None)
+    patch.setattr(Participant, "coordinator_lost", lambda self, worker: lambda: None)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

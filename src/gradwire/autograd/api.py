@@ -1,4 +1,4 @@
-"""The doors of this layer: context(), backward(), get_gradients()."""
+"""What users call: context(), backward(), get_gradients()."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _entered(engine: Engine) -> Context:
 
 
 def release_context(context_id: ContextId) -> None:
-    """Drop a context here and on every worker that was called in it; leave it, if we are in it."""
+    """Drop a context here and on every worker that was called in it; leave it if inside it."""
     engine = door.find()
     engine.contexts.find(context_id)
     leave(context_id)
@@ -89,9 +89,9 @@ def backward(
     found = engine.contexts.find(context_id)
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
-    checked = [check_root(root) for root in roots]
+    checked = [check_scalar_root(root) for root in roots]
     with inside(context_id, engine.saving):
-        engine.root.backward(found, checked, retain_graph=retain_graph, timeout=timeout)
+        engine.coordinator.backward(found, checked, retain_graph=retain_graph, timeout=timeout)
 
 
 def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ def _check_types(context_id: object, roots: object) -> None:
     )
 
 
-def check_root(root: torch.Tensor) -> torch.Tensor:
+def check_scalar_root(root: torch.Tensor) -> torch.Tensor:
     """The root, if `backward` can begin there."""
     if not root.requires_grad:
         raise UsageError("requires_grad not set on root")

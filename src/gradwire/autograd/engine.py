@@ -1,11 +1,11 @@
-"""One worker's end of the graph: what crosses here in forward and in backward.
+"""The autograd engine of one worker: what crosses here in forward and in backward.
 
-Ties the parts of this layer together and is what their nodes call home. Passes begin in
-backward/coordinator.py, are served in backward/participant.py; which context is which is in
+It ties the parts of this layer together, and the Send and Recv nodes call it. Passes begin in
+backward/coordinator.py and run on other workers in backward/participant.py; open contexts are in
 graph/context_table.py.
 
-Note [Gradients are never shared]: a gradient is on its way as soon as `ship` returns. The channel
-has copied its bytes by then, so that whoever else holds the buffer may write to it.
+Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
+so other holders of the buffer may write to it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
-from gradwire.autograd.backward.active_pass import ActivePass, Held
-from gradwire.autograd.backward.admission import Admission
-from gradwire.autograd.backward.coordinator import Root
-from gradwire.autograd.backward.participant import Served
-from gradwire.autograd.backward.pass_table import PassTable
+from gradwire.autograd.backward.active_pass import (
+    AnyPass,
+    CoordinatedPass,
+    HeldGradients,
+)
+from gradwire.autograd.backward.coordinator import Coordinator
+from gradwire.autograd.backward.participant import Participant
+from gradwire.autograd.backward.pass_table import Admission, PassTable
 from gradwire.autograd.graph import crossing, ordering
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.context import Context
@@ -46,7 +49,7 @@ from gradwire.wire.tensor import encode_tensors
 
 @final
 class Engine:
-    """See the top of this file."""
+    """The autograd engine of one worker."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Engine:
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
-        self._way_home: EngineRef = weakref.ref(self)  # See Note [Nodes hold no context]
+        self._ref: EngineRef = weakref.ref(self)  # See Note [Nodes hold no context]
         self._waiting = agent.dispatch.user.waiting
         self.limits = agent.limits
         self._edges = PeerLimit("edges", agent.limits.edges)
@@ -76,14 +79,14 @@ class Engine:
             lock=agent.directory.lock,
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
-        self.saving: Saving | None = None  # as torch does, unless an optimizer is about
+        self.saving: Saving | None = None  # set by an optimizer that keeps weight versions
         seconds, most = timeouts.backward, agent.limits.passes
         self.passes = PassTable(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
-        self.root = Root(agent, self.passes, locks, self._waiting)
+        self.coordinator = Coordinator(agent, self.passes, locks, self._waiting)
         admission = Admission(agent, seconds)
         self.deadline_for_peer = admission.deadline
-        self._served = Served(agent, self.contexts, self.passes, locks, inside, admission)
+        self._participant = Participant(agent, self.contexts, self.passes, locks, inside, admission)
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
@@ -93,19 +96,19 @@ class Engine:
     def attach_send(
         self, id: ContextId, peer: WorkerId, tensors: Sequence[torch.Tensor]
     ) -> list[Crossing]:
-        """Record that tensors of a message leave: those that want a gradient, each by its own edge.
+        """Record the edges by which the tensors of a message leave that require a gradient.
 
-        Nothing is recorded once the context is closed: what crosses then is cut off.
+        Nothing is recorded once the context is closed: the graph is cut there.
         """
-        wanting = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
-        if not wanting:
+        differentiable = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not differentiable:
             return []
         context = self.contexts.heard_of(id)
         if context is None:
             return []
-        groups = [wanting] if self._edge_per_message else [[n] for n in wanting]
-        home, me = self._way_home, self._me
-        return [crossing.leave(context, home, me, peer, places, tensors) for places in groups]
+        groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
+        ref, me = self._ref, self._me
+        return [crossing.leave(context, ref, me, peer, places, tensors) for places in groups]
 
     def attach_recv(
         self,
@@ -114,9 +117,9 @@ class Engine:
         crossings: Sequence[Crossing],
         tensors: list[torch.Tensor],
     ) -> bool:
-        """Put in the place of those that crossed by an edge the same tensors, alive.
+        """Replace each tensor that crossed by an edge by the output of a Recv node.
 
-        False, and they stay as they are, once the context is closed.
+        False, and nothing is replaced, once the context is closed.
         """
         context = self.contexts.heard_of(id, peer)
         if context is None:
@@ -128,7 +131,7 @@ class Engine:
             edges_of[peer] = edges_of[peer] + count if peer in edges_of else count
         for crossed in crossings:
             check_crossing(crossed, peer, tensors, most)
-            crossing.arrive(context, self._way_home, self._me, peer, crossed, tensors)
+            crossing.arrive(context, self._ref, self._me, peer, crossed, tensors)
         return True
 
     def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
@@ -139,7 +142,7 @@ class Engine:
                 context.withdraw(crossed.edge)
 
     def depth_of(self, id: ContextId | None, value: object) -> int:
-        """How deep the tensors in a value stand; the thread that goes on with it must know."""
+        """The depth of the tensors in a value, above which its next thread must make nodes."""
         context = None if id is None else self.contexts.maybe(id)
         if context is None:
             return 0
@@ -147,16 +150,17 @@ class Engine:
 
     # -- backward: what the nodes call
 
-    def collect(
+    def wait_for_gradients(
         self, context: ContextId, edge: EdgeId, peer: WorkerId
     ) -> list[torch.Tensor | None]:
-        """Called by a Send: wait for its gradients."""
-        running = self._running(context, edge)
-        self.root.send_starts(running)
-        if not running.has_come(edge):
-            ordering.check(running.context, edge, running.shipped)
-            self._agent.wait(peer, lambda: running.has_come(edge), lambda: running.await_edge(edge))
-        settlement = running.collect(edge)
+        """Called by a Send: wait until its edge is settled, and take its gradients."""
+        active = self._active_pass(context, edge)
+        if isinstance(active, CoordinatedPass):
+            self.coordinator.send_starts(active)
+        if not active.has_come(edge):
+            ordering.check_order(active.context, edge, active.edges_sent)
+            self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
+        settlement = active.take_gradients(edge)
         gradients = settlement.gradients
         if not settlement.crossings:
             return gradients
@@ -165,22 +169,22 @@ class Engine:
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
-    def ship(
+    def send_gradients(
         self,
         context: ContextId,
         edge: EdgeId,
         peer: WorkerId,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Called by a Recv: settle its edge, unless the pass ends at that Recv.
+        """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
 
-        See Note [Gradients are never shared]. The last gradients of a run, if for the root, leave
-        when it has returned, and say so.
-        Under create_graph a gradient that wants one itself crosses as values do.
+        See Note [Gradients are never shared]. If the last gradients of a run go to the coordinator,
+        they are held until the engine has returned, and stand for RunDone too. Under create_graph a
+        gradient may require a gradient itself, and crosses by an edge as values do.
         """
-        running = self._running(context, edge)
-        running.shipped.add(edge)
-        if edge in running.stops:
+        active = self._active_pass(context, edge)
+        active.edges_sent.add(edge)
+        if isinstance(active, CoordinatedPass) and edge in active.stops:
             return
         present = [gradient for gradient in gradients if gradient is not None]
         crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
@@ -188,65 +192,69 @@ class Engine:
         there = [True] * len(present)
         if len(present) < len(gradients):
             there = [gradient is not None for gradient in gradients]
-        message = Gradients(context, running.id, edge, there, headers, crossings)
+        message = Gradients(context, active.id, edge, there, headers, crossings)
         if self._agent.events.are_heard:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
-        if running.is_last() and peer == running.id.worker:
-            running.held = Held(message, payload)
+        if isinstance(active, CoordinatedPass):
+            self.coordinator.send(active, peer, message, payload)
+        elif active.is_last() and peer == active.id.worker:
+            active.held = HeldGradients(message, payload)
         else:
-            self.root.send(running, peer, message, payload)
+            self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
-    def _running(self, id: ContextId, edge: EdgeId) -> ActivePass:
+    def _active_pass(self, id: ContextId, edge: EdgeId) -> AnyPass:
         """The pass the calling node runs for.
 
         See Note [Which pass a node runs for], backward/pass_table.py.
         """
-        running = self.passes.of_run(current_run())
-        if running is None:
+        active = self.passes.of_run(current_run())
+        if active is None:
             ordering.meets_crossing()
-            running = self.root.begin_native(self.contexts.find(id), edge)
-        if running.context.id != id:
+            active = self.coordinator.begin_native(self.contexts.find(id), edge)
+        if active.context.id != id:
             self.contexts.find(id)  # says so if it is closed
             raise UsageError(
-                f"{edge} of {spoken_context(id)} was met by a backward in {running.context}",
+                f"{edge} of {spoken_context(id)} was met by a backward in {active.context}",
                 hint="a graph may not mix two contexts: detach what is kept from one to the next",
             )
-        return running
+        return active
 
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
         context = self.contexts.maybe(message.context)
         if context is not None and not check_gradients(context, message.edge, source.worker):
             context = None
-        running = None if context is None else self.passes.heard_of(context, message.pass_id)
-        if running is None:
+        active = None if context is None else self.passes.heard_of(context, message.pass_id)
+        if active is None:
             self._agent.events.emit("late", message.edge)
             self._agent.noting.came_late(source.worker)
             return
-        if running.has_come(message.edge) and running.error is None:
+        if active.has_come(message.edge) and active.error is None:
             name = self._agent.directory.name(source.worker)
-            twice = BadMessage(f"{message.edge} was settled twice in {running.id} by {name}")
-            running.fail(twice.about(name, phase="backward"))
+            twice = BadMessage(f"{message.edge} was settled twice in {active.id} by {name}")
+            active.fail(twice.about(name, phase="backward"))
             return
-        running.settle_with(message, payload, self.limits)
+        active.settle_from_message(message, payload, self.limits)
         if message.last:
-            running.worker_done(source.worker, has_changed=message.has_changed)
+            self.coordinator.worker_done(active, source.worker, has_changed=message.has_changed)
 
     def stop(self, reason: str) -> None:
-        """This worker leaves: whatever waits in a backward here wakes with an error."""
-        for running in self.passes.all():
-            running.fail(PeerLost(reason))
-            self.passes.over(running)
-            if running.undo_log is not None and running.wait_for_run(0):
-                running.undo_log.drop()
+        """This worker shuts down: fail its passes, which wakes waiting threads; close contexts."""
+        for active in self.passes.all():
+            active.fail(PeerLost(reason))
+            self.passes.over(active)
+            if isinstance(active, CoordinatedPass) or active.undo_log is None:
+                continue
+            if active.wait_for_run(0):
+                active.undo_log.drop()
         for id in self.contexts.all():
             self.contexts.close(id)
 
     # -- the life of a context
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
-        """A call to this peer is about to be made: its context, if that is still open.
+        """A call to this peer is about to be made: its context, if that is still open here.
 
-        What is called in a closed context must not open it again.
+        A call in a closed context must not open it again on the peer.
         """
         context = None if id is None else self.contexts.heard_of(id)
         if context is None:
@@ -261,7 +269,7 @@ class Engine:
             self.contexts.check_word(id, source.worker)
         try:
             self._agent.check_asker(source)
-        except PeerLost:  # and its loss may have been dealt with before the context came to be
+        except PeerLost:  # its loss may have been handled before the context was added
             self._forgetting.ask(id)
             raise
 
@@ -290,21 +298,21 @@ class Engine:
             self._edges.give_back(peer, count)
         for ending in list(context.endings.values()):
             ending.drop()
-        for running in self.passes.in_context(id):
+        for active in self.passes.in_context(id):
             why = "" if lost is None else f", as {lost} was lost"
             here = self._agent.directory.me.name
-            running.fail(ContextClosed(f"{context} was closed on {here}{why}"))
-            # What began elsewhere is ended by its root, which knows whether it ended well.
-            if running.id.worker == self._me or running.undo_log is None:
-                self.passes.over(running)
+            active.fail(ContextClosed(f"{context} was closed on {here}{why}"))
+            # A pass that began elsewhere is ended by its coordinator, which knows its outcome.
+            if isinstance(active, CoordinatedPass) or active.undo_log is None:
+                self.passes.over(active)
         for worker in tuple(context.called):
             if worker != self._me:
                 self._forgetting.tell(worker, Forget(id, lost or ""))
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
-        """What is known now is dropped: a peer that comes back may open contexts meanwhile."""
+        """Drop what is known now only: a peer that comes back may open new contexts meanwhile."""
         self.passes.peer_lost(worker, error)
-        known, settle = self.contexts.all(), self._served.root_lost(worker)
+        known, settle = self.contexts.all(), self._participant.coordinator_lost(worker)
         self._agent.dispatch.service.submit(partial(self._forget_lost, worker, known, settle))
 
     def _forget_lost(self, worker: WorkerId, known: list[ContextId], settle: Job) -> None:

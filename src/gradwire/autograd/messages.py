@@ -1,4 +1,4 @@
-"""What workers say to each other about gradients."""
+"""The messages of a backward pass and of contexts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gradients(Message, frozen=True, tag=0x21):
-    """An edge is settled: the gradients of its tensors, each there or not, on their way home."""
+    """Settles an edge: the gradients of its tensors, each present or None."""
 
     context: ContextId
     pass_id: PassId
@@ -33,44 +33,44 @@ class Gradients(Message, frozen=True, tag=0x21):
     tensors: list[TensorHeader]
     crossings: list[Crossing]
     last: bool = False
-    """to the root: with this the sender's part of the pass is over"""
+    """to the coordinator: with this the sender's run is over"""
     has_changed: bool = False
-    """the last: whether leaves were changed there; see RunDone"""
+    """with `last`: whether the run has changed leaves; see RunDone"""
 
 
 class Start(Message, frozen=True, tag=0x20):
-    """A pass has begun: run over these of your sends, then tell the root."""
+    """The coordinator of a pass to a participant: run over these of your Sends, then answer."""
 
     context: ContextId
     pass_id: PassId
     edges: bytes
     """the receiver's edges of the pass, as a bitset"""
     needed: bytes | None
-    """under grad(): the root's sends that lead to its inputs"""
+    """under grad(): the coordinator's Sends that lead to its inputs"""
     destination: int
     retain_graph: bool
     create_graph: bool
     seconds: Seconds
-    """what is left until the pass is given up"""
+    """how long until the deadline of the pass"""
     first: Gradients | None
     """the first gradients of the pass, if they are for the receiver: their edge is settled"""
     anomaly: int = 0
-    """the root's anomaly mode; see anomaly.py"""
+    """the coordinator's anomaly mode; see anomaly.py"""
     checkpoints: bool = True
     """whether reentrant checkpoints may run: not in a pass that is a part of grad()"""
 
 
 class RunDone(Message, frozen=True, tag=0x22):
-    """A worker to the root: my part of the pass is over."""
+    """A participant to the coordinator: my run is over."""
 
     context: ContextId
     pass_id: PassId
     has_changed: bool
-    """whether leaves were changed here: then it wants to hear how the pass ends"""
+    """whether the run has changed leaves: then the participant must hear how the pass ends"""
 
 
 class RunFailed(Message, frozen=True, tag=0x23):
-    """A worker to the root: my part of the pass failed."""
+    """A participant to the coordinator: my run has failed."""
 
     context: ContextId
     pass_id: PassId
@@ -78,9 +78,9 @@ class RunFailed(Message, frozen=True, tag=0x23):
 
 
 class PassEnded(Message, frozen=True, tag=0x24):
-    """The root: keep the gradients of a pass, or put back what was there before.
+    """The coordinator to a participant: keep the changes of a pass, or revert them.
 
-    A good end is told to those who have changed something, a failure to everyone in the pass.
+    A good end is told to participants that have changed leaves, a failure to all participants.
     """
 
     context: ContextId
@@ -112,7 +112,10 @@ class Attended(Message, frozen=True, tag=0x27):
 
 
 class QueryPass(Message, frozen=True, tag=0x28):
-    """To the root, after its connection was lost: did you keep this pass? Answered by HasEnded."""
+    """To the coordinator, after its connection was lost: did this pass end well?
+
+    Answered by HasEnded.
+    """
 
     context: ContextId
     pass_id: PassId

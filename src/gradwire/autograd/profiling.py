@@ -1,5 +1,8 @@
 """Names in a profile: ranges that torch's profiler shows; without one they cost next to nothing.
 
+The names of calls are those of torch.distributed.rpc, so that its users find what they know. The
+range of `rpc_async` and `remote` ends when the call is on its way.
+
 A profiler sees the thread that started it. What peers ask of a worker runs on gradwire's threads;
 to see that too, give it `experimental_config=_ExperimentalConfig(profile_all_threads=True)`.
 """
@@ -17,5 +20,25 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def span(form: str, *parts: object) -> AbstractContextManager[Any]:
-    """The block under a name, which is put together only if a profiler runs."""
+    """A range with this name, which is formatted only if a profiler runs."""
     return record_function(form % parts) if is_profiled() else NOTHING
+
+
+def call_span(kind: str, function: str, caller: str, callee: str) -> AbstractContextManager[Any]:
+    """Around a call, on the caller."""
+    return span("rpc_%s#%s(%s -> %s)", kind, plain(function), caller, callee)
+
+
+def fetch_span(caller: str, owner: str) -> AbstractContextManager[Any]:
+    """Around fetching the value of a reference."""
+    return span("to_here#(%s)->(%s)", caller, owner)
+
+
+def function_span(function: str) -> AbstractContextManager[Any]:
+    """Around a function, on the callee."""
+    return span("%s", plain(function)) if is_profiled() else NOTHING
+
+
+def plain(function: str) -> str:
+    """The name of an exposed function without its module."""
+    return function.rpartition(":")[2].lstrip(".!")

@@ -457,7 +457,7 @@ def undecided(workers):
         passes
         for member in workers
         for passes in (
-            member.worker.engine.root._outcomes.undecided,
+            member.worker.engine.coordinator._outcomes.undecided,
             member.worker.engine.passes._by_id,
         )
         if passes

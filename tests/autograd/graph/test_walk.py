@@ -60,7 +60,7 @@ def linked_sends(context, alive):
             continue
         seen.add(node)
         if node.name() == "torch::distributed::autograd::SendRpcBackward":
-            found.add(node.side.edge.n)
+            found.add(node.end.edge.n)
         else:
             todo += [n for n, _ in node.next_functions if n is not None]
     return found

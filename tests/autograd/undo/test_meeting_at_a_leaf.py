@@ -379,7 +379,7 @@ def test_nothing_of_a_pass_is_kept_when_it_is_over(workers):
     train(workers, 2, B)
     train(workers, 0, A, lambda: train(workers, 2, B))
     leaf = LEAVES["leaf"]
-    record = workers[1].worker.engine.root._locks.of(leaf)
+    record = workers[1].worker.engine.coordinator._locks.of(leaf)
     assert eventually(lambda: record.unfinished == [])
     node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
     hooks = []

@@ -11,8 +11,7 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 import gradwire as gw
-from gradwire.autograd.call_profiling import call_span, fetch_span, function_span
-from gradwire.autograd.profiling import NOTHING, span
+from gradwire.autograd.profiling import NOTHING, call_span, fetch_span, function_span, span
 from gradwire.testing import cluster
 
 HERE = sys.modules[__name__]

@@ -1,8 +1,12 @@
-"""One pass while it runs on one worker: gradients that came, threads that wait for them.
+"""One backward pass while it is active on one worker.
 
-The driver around `PassState`: one condition, decided under it, acted outside it. It waits without
-a timeout of its own; the engine's timer fails a pass whose deadline is over, which wakes every
-wait.
+`ActivePass` is what every worker of the pass knows: the gradients that have arrived, and the
+threads that wait for them. `CoordinatedPass` adds what the coordinator knows, the worker on which
+the pass began; `ParticipantPass` what every other worker knows.
+
+All three drive one `PassState`: they decide under the worker's lock and act outside it. They wait
+without a timeout of their own. The pass table's timer fails a pass at its deadline, and a failure
+wakes every wait.
 """
 
 from __future__ import annotations
@@ -31,43 +35,35 @@ from gradwire.wire.tensor import decode_tensors
 
 
 class Settlement(msgspec.Struct, frozen=True):
-    """What an edge was settled with."""
+    """The gradients that settle one edge."""
 
     gradients: list[torch.Tensor | None]
     crossings: list[Crossing]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the root has decided about a pass: what each of its workers is told to do."""
+    """What the coordinator has decided about a pass and tells the participants."""
 
     edges: Lineage
     needed: int | None
     destination: int
     retain_graph: bool
     create_graph: bool
-    asked: Sequence[WorkerId]
-    """the workers that are told"""
+    participants: Sequence[WorkerId]
     anomaly: int = 0
     checkpoints: bool = True
     """whether reentrant checkpoints may run"""
 
 
-NO_STOPS: frozenset[EdgeId] = frozenset()
-
-
-class Held(msgspec.Struct, frozen=True):
-    """Gradients that leave when the run is over, as they are the last thing it does."""
+class HeldGradients(msgspec.Struct, frozen=True):
+    """The last gradients of a run, held back until the engine has returned."""
 
     message: Gradients
     payload: Sequence[Buffer]
 
 
-@final
 class ActivePass:
-    """See the top of this file. `undo_log` is None until the run here has begun.
-
-    `plan` is the root's; the workers it asks are told later, see `take_untold`.
-    """
+    """What every worker knows of a pass it takes part in."""
 
     def __init__(
         self,
@@ -75,57 +71,31 @@ class ActivePass:
         context: Context,
         deadline: float,
         began: float,
-        run: int | None = None,
-        plan: Plan | None = None,
+        participants: Sequence[WorkerId] = (),
     ) -> None:
         self.id = id
         self.context = context
         self.deadline, self._began = deadline, began
         self.mine = 0
         """the edges of this worker that others settle in the pass, as a bitset"""
-        self.undo_log: UndoLog | None = None
-        self.run, self.plan = run, plan
-        self.around: UndoLog | Inside | None = None
-        """at the root: the backward inside which this one runs, if it does; see undo/nested_pass.py
-        """
-        self.stops = NO_STOPS
-        """at the root: the edges of the Recvs behind which the pass has nothing to run"""
-        self.shipped: set[EdgeId] = set()
+        self.run: int | None = None
+        """the number of the engine run here, once it is known"""
+        self.edges_sent: set[EdgeId] = set()
         """the edges whose gradients have left, or are about to; see graph/ordering.py"""
-        self.held: Held | None = None
         self.error: Exception | None = None
-        """what ended the pass, if something did"""
-        self.untold: Sequence[WorkerId] = () if plan is None else plan.asked
-        self._state = PassState(id, self.untold)
+        """what ended the pass, if it has failed"""
+        self._state = PassState(id, participants)
         self._lock = context.lock
+        # Made by the first thread that sleeps. Most passes need none: a thread that waits for
+        # gradients reads the channel itself.
         self._changed: threading.Condition | None = None
-        """made by the first who sleeps: mostly nobody does, as who waits reads the channel"""
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
-        self._leaves = 0
-        self._run_over = False
-        self._start = [None]
-        """taken by the first Start"""
-        self._parked: Callable[[], object] | None = None
 
-    @property
-    def asked(self) -> frozenset[WorkerId]:
-        """The workers the root told to run."""
-        return self._state.asked
-
-    def take_untold(self) -> Sequence[WorkerId]:
-        """At the root: those who are yet to be told to run. Whoever takes them tells them.
-
-        hot: asked by every crossing of a backward
-        """
-        if not self.untold:
-            return ()
-        with self._lock:
-            untold, self.untold = self.untold, ()
-            return untold
-
-    def settle_with(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
-        """An edge's gradients came, as they travel."""
+    def settle_from_message(
+        self, message: Gradients, payload: memoryview | None, limits: Limits
+    ) -> None:
+        """Decode the gradients of an edge and settle it; what does not decode fails the pass."""
         present = message.present
         try:
             came = decode_tensors(message.tensors, payload, limits)
@@ -138,33 +108,8 @@ class ActivePass:
             return
         self.settle(message.edge, Settlement(gradients, message.crossings))
 
-    def start_came(self) -> None:
-        """The root has told this worker to run. A second run would have books that nobody ends."""
-        try:
-            self._start.pop()  # one step for the interpreter
-        except IndexError:
-            raise BadMessage(f"{self.id} was begun twice") from None
-
-    def park(self, begin: Callable[[], object]) -> bool:
-        """Call this when the first gradients have come, or the pass has failed; False if it is so.
-
-        Then it is not called.
-        """
-        with self._lock:
-            if self.error is not None or self._state.settled:
-                return False
-            self._parked = begin
-            return True
-
-    def _unpark(self) -> None:
-        """Without the lock: it takes the thread that settles or fails the pass."""
-        with self._lock:
-            begin, self._parked = self._parked, None
-        if begin is not None:
-            begin()
-
     def settle(self, edge: EdgeId, settlement: Settlement) -> None:
-        """An edge's gradients came. A second time ends the pass: one of the two would be lost."""
+        """Settle an edge. A second time fails the pass: one of the two would be lost."""
         with self._lock:
             try:
                 self._state.edge_settled(edge)
@@ -172,17 +117,16 @@ class ActivePass:
                 self._fail(error)
             else:
                 self._inbox[edge] = settlement
-            if self._changed is not None:
-                self._changed.notify_all()
-        if self._parked is not None:
-            self._unpark()
+            self._notify()
+        self._resume()
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
+        # Without the lock: both are written before the threads that wait are notified.
         return self.error is not None or edge in self._state.settled
 
     def await_edge(self, edge: EdgeId) -> None:
-        """Block until it has come."""
+        """Block until the edge is settled or the pass has failed."""
         with self._lock:
             self._awaited.add(edge)
             try:
@@ -190,86 +134,16 @@ class ActivePass:
             finally:
                 self._awaited.discard(edge)
 
-    def collect(self, edge: EdgeId) -> Settlement:
-        """The gradients of an edge that has come, or raise what ended the pass."""
+    def take_gradients(self, edge: EdgeId) -> Settlement:
+        """The gradients of a settled edge; raises what ended the pass."""
         with self._lock:
             if self.error is not None:
                 raise fresh(self.error)
             self._state.edge_collected(edge)
             return self._inbox.pop(edge)
 
-    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
-        """At the root: one worker's run is over."""
-        with self._lock:
-            self._state.worker_done(worker, has_changed=has_changed)
-            if self._changed is not None:
-                self._changed.notify_all()
-
-    def changed_workers(self) -> Sequence[WorkerId]:
-        """At the root, when all are done: those that have changed leaves."""
-        changed = self._state.changed
-        return sorted(changed) if changed else ()
-
-    def run_counted(self, sends: int, recvs: int, leaves: int) -> None:
-        """Here, a run begins that reaches so many Sends, Recvs and leaves.
-
-        Without the lock, as in `is_last`: only the thread that runs counts.
-        """
-        self._state.run_counted(sends, recvs)
-        self._leaves = leaves
-
-    def is_last(self) -> bool:
-        """Here, a Recv runs: whether nothing is left to run after it."""
-        if not self._state.recv_through() or self.undo_log is None:
-            return False
-        return len(self.undo_log.entries) - self.undo_log.inner == self._leaves
-
-    def run_begins(self, undo_log: UndoLog) -> None:
-        """Here, the engine is about to run; raises what has already ended the pass."""
-        with self._lock:
-            if self.error is not None:
-                raise fresh(self.error)
-            self.undo_log = undo_log
-
-    def run_over(self) -> bool:
-        """Here, the engine has returned, well or not. Whether the pass has failed meanwhile."""
-        with self._lock:
-            self._run_over = True
-            if self._changed is not None:
-                self._changed.notify_all()
-            return self.error is not None
-
-    def is_running(self) -> bool:
-        """Whether the engine runs here."""
-        return self.undo_log is not None and not self._run_over
-
-    def wait_for_run(self, seconds: float) -> bool:
-        """Wait until the engine has returned here, if it began; a failed pass wakes its waits.
-
-        Not so a user's own backward that takes its time: False if it is not over by then. The run
-        puts back what it did itself when it ends.
-        """
-        with self._lock:
-            return self._sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
-
-    def unfinished(self) -> Sequence[WorkerId]:
-        """At the root: those that are not done; none if the pass has failed."""
-        if self.error is not None or not self._state.waiting_for:
-            return ()
-        with self._lock:
-            return self._state.unfinished()
-
-    def is_through(self, worker: WorkerId) -> bool:
-        """At the root: whether a worker is done, or need not be any more."""
-        return self.error is not None or worker not in self._state.waiting_for
-
-    def await_worker(self, worker: WorkerId) -> None:
-        """At the root: block until it is through."""
-        with self._lock:
-            self._sleep_until(lambda: self.is_through(worker))
-
     def check_collected(self) -> None:
-        """After a run: whatever was settled here was also used here."""
+        """After a run: BadMessage if gradients arrived that no Send has used."""
         if not self._state.to_collect:
             return
         with self._lock:
@@ -281,37 +155,18 @@ class ActivePass:
         """End the pass here; the first error is kept."""
         with self._lock:
             self._fail(error)
-            if self._changed is not None:
-                self._changed.notify_all()
-        if self._parked is not None:
-            self._unpark()
-
-    def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """With the lock held: wait until it is so, as seen after each change."""
-        if self._changed is None:
-            self._changed = threading.Condition(self._lock)
-        return self._changed.wait_for(done, seconds)
-
-    def _fail(self, error: Exception) -> None:
-        if self._state.pass_failed():
-            self.error = error
+            self._notify()
+        self._resume()
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
-        """A worker is gone; fails the pass if it cannot end well without it."""
+        """Fail the pass if it cannot succeed without this worker."""
         with self._lock:
             concerned = self._state.concerns(worker)
         if concerned or self._awaits(worker):
             self.fail(error)
 
-    def _awaits(self, worker: WorkerId) -> bool:
-        """Whether gradients from this worker are to come: they may be lost with its link."""
-        mine = [self.context.sent[n] for n in numbers(self.mine)]
-        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
-        with self._lock:
-            return any(edge not in self._state.settled for edge in edges)
-
     def expire(self, directory: Directory) -> None:
-        """The deadline is over."""
+        """Fail the pass because its deadline is over."""
         with self._lock:
             edges = ", ".join(map(str, sorted(self._awaited)))
             workers = ", ".join(map(directory.name, self._state.unfinished()))
@@ -324,3 +179,172 @@ class ActivePass:
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))
+
+    def _awaits(self, worker: WorkerId) -> bool:
+        """Whether gradients are due from this worker: they may be lost with its connection."""
+        mine = [self.context.sent[n] for n in numbers(self.mine)]
+        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
+        with self._lock:
+            return any(edge not in self._state.settled for edge in edges)
+
+    def _resume(self) -> None:
+        """Without the lock: gradients have arrived, or the pass has failed."""
+
+    def _notify(self) -> None:
+        """With the lock held: wake the threads that wait."""
+        if self._changed is not None:
+            self._changed.notify_all()
+
+    def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """With the lock held: wait until `done` returns true after a change."""
+        if self._changed is None:
+            self._changed = threading.Condition(self._lock)
+        return self._changed.wait_for(done, seconds)
+
+    def _fail(self, error: Exception) -> None:
+        if self._state.pass_failed():
+            self.error = error
+
+
+@final
+class CoordinatedPass(ActivePass):
+    """A pass on the worker where it began."""
+
+    def __init__(
+        self, id: PassId, context: Context, deadline: float, began: float, run: int, plan: Plan
+    ) -> None:
+        super().__init__(id, context, deadline, began, plan.participants)
+        self.run, self.plan = run, plan
+        self.around: UndoLog | Inside | None = None
+        """the backward inside which this one runs, if there is one; see undo/nested_pass.py"""
+        self.stops: frozenset[EdgeId] = frozenset()
+        """the edges of the Recvs behind which the pass has nothing to run"""
+        self.not_started: Sequence[WorkerId] = plan.participants
+        """the participants to which no Start was sent yet"""
+
+    @property
+    def participants(self) -> frozenset[WorkerId]:
+        """The workers that are told to run."""
+        return self._state.asked
+
+    def take_not_started(self) -> Sequence[WorkerId]:
+        """The participants that have no Start yet; the caller sends it to them.
+
+        hot: asked by every crossing of a backward
+        """
+        if not self.not_started:
+            return ()
+        with self._lock:
+            workers, self.not_started = self.not_started, ()
+            return workers
+
+    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
+        """A participant's run is over."""
+        with self._lock:
+            self._state.worker_done(worker, has_changed=has_changed)
+            self._notify()
+
+    def changed_workers(self) -> Sequence[WorkerId]:
+        """When all are done: the participants that have changed leaves."""
+        changed = self._state.changed
+        return sorted(changed) if changed else ()
+
+    def unfinished(self) -> Sequence[WorkerId]:
+        """The participants that are not done; none if the pass has failed."""
+        if self.error is not None or not self._state.waiting_for:
+            return ()
+        with self._lock:
+            return self._state.unfinished()
+
+    def is_through(self, worker: WorkerId) -> bool:
+        """Whether a participant is done, or the pass has failed."""
+        return self.error is not None or worker not in self._state.waiting_for
+
+    def await_worker(self, worker: WorkerId) -> None:
+        """Block until `is_through`."""
+        with self._lock:
+            self._sleep_until(lambda: self.is_through(worker))
+
+
+@final
+class ParticipantPass(ActivePass):
+    """A pass on a worker that takes part in it. `undo_log` is None until the run has begun."""
+
+    def __init__(self, id: PassId, context: Context, deadline: float, began: float) -> None:
+        super().__init__(id, context, deadline, began)
+        self.undo_log: UndoLog | None = None
+        self.held: HeldGradients | None = None
+        self._leaves = 0
+        self._run_over = False
+        self._start = [None]
+        """taken by the first Start"""
+        self._parked: Callable[[], object] | None = None
+
+    def start_arrived(self) -> None:
+        """BadMessage for a second Start: its run would have an undo log that nobody ends."""
+        try:
+            self._start.pop()  # one step for the interpreter, so two Starts cannot both succeed
+        except IndexError:
+            raise BadMessage(f"{self.id} was begun twice") from None
+
+    def park(self, begin: Callable[[], object]) -> bool:
+        """Call `begin` when the first gradients arrive or the pass fails.
+
+        False, and it is not called, if that has happened already.
+        """
+        with self._lock:
+            if self.error is not None or self._state.settled:
+                return False
+            self._parked = begin
+            return True
+
+    def _resume(self) -> None:
+        # Read without the lock: `park` looks for gradients and errors under the lock, so one of
+        # the two sides sees what the other has written.
+        if self._parked is None:
+            return
+        with self._lock:
+            begin, self._parked = self._parked, None
+        if begin is not None:
+            begin()
+
+    def run_begins(self, undo_log: UndoLog) -> None:
+        """The engine is about to run; raises what has already ended the pass."""
+        with self._lock:
+            if self.error is not None:
+                raise fresh(self.error)
+            self.undo_log = undo_log
+
+    def run_counted(self, sends: int, recvs: int, leaves: int) -> None:
+        """The run reaches this many Sends, Recvs and leaves."""
+        # Without the lock, as in `is_last`: only the thread that runs the engine counts.
+        self._state.run_counted(sends, recvs)
+        self._leaves = leaves
+
+    def is_last(self) -> bool:
+        """A Recv runs: whether nothing is left to run after it."""
+        if not self._state.recv_through() or self.undo_log is None:
+            return False
+        return len(self.undo_log.entries) - self.undo_log.inner == self._leaves
+
+    def run_over(self) -> bool:
+        """The engine has returned or raised. Whether the pass has failed meanwhile."""
+        with self._lock:
+            self._run_over = True
+            self._notify()
+            return self.error is not None
+
+    def is_running(self) -> bool:
+        """Whether the engine runs here."""
+        return self.undo_log is not None and not self._run_over
+
+    def wait_for_run(self, seconds: float) -> bool:
+        """Wait until the engine has returned here, if it began; False if it has not by then."""
+        # A failed pass wakes the run's own waits, but not a user's backward that takes long. Such
+        # a run reverts its changes itself when it ends.
+        with self._lock:
+            return self._sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
+
+
+AnyPass = CoordinatedPass | ParticipantPass
+"""An active pass, in the role that this worker has in it."""

@@ -1,7 +1,12 @@
-"""Where a pass begins and ends: the worker whose backward met the first crossing."""
+"""The coordinator of a pass: the worker whose backward met the first crossing.
+
+It tells the participants to run, waits for them at the end of its own run, and tells them whether
+to keep or to revert what the pass has changed.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,8 +19,7 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
-from gradwire.autograd.backward.active_pass import NO_STOPS, ActivePass, Plan
-from gradwire.autograd.backward.inner_backward import watch_backwards
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, Plan
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
@@ -23,7 +27,7 @@ from gradwire.autograd.backward.reach import (
     sends_executed,
     stops_of,
 )
-from gradwire.autograd.backward.rollback import Ending
+from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.lineage import Lineage, bits_to_wire, union
 from gradwire.autograd.graph.ordering import runs_through
@@ -42,8 +46,8 @@ from gradwire.autograd.messages import (
 from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import Nested, Outcomes, inside_now
-from gradwire.autograd.undo.undo_log import UndoLog, ledger_of_run
-from gradwire.errors import GradwireError, PeerLost, UsageError
+from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
+from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.options import DEFAULT, Timeout
 from gradwire.torch_private import (
@@ -55,17 +59,18 @@ from gradwire.torch_private import (
 )
 from gradwire.wire.frame import Buffer
 
+_log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
-"""How long a pass that has failed before its deadline waits until a worker has put it back."""
+"""How long a failed pass waits for a participant's rollback, if its deadline is not over."""
 _END_LATE_SECONDS = 1.5
-"""The same for one that was lost, which may be back already; and for the next pass."""
+"""The same for a participant that was lost and may be back already; and before the next pass."""
 _GRACE_SECONDS = 0.01
-"""The same after the deadline: enough for those who answer at once."""
+"""The same after the deadline: enough for participants that answer at once."""
 
 
 @final
-class Root:
-    """Begins passes on this worker and sees them through."""
+class Coordinator:
+    """Begins passes on this worker and ends them."""
 
     def __init__(
         self,
@@ -76,27 +81,25 @@ class Root:
     ) -> None:
         self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
         self._me = agent.directory.me.id
-        watch_backwards()
+        engine_run.watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
         agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
-        agent.handle(QueryPass, self._serve_how_ended, Lane.SERVICE)
+        agent.handle(QueryPass, self._serve_query, Lane.SERVICE)
         agent.kinds.add(HasEnded)
         self._outcomes = Outcomes()
 
-    def begin_native(self, context: Context, met: EdgeId) -> ActivePass:
-        """A backward of the user's has met its first crossing of this context.
-
-        That one is executed whatever the engine says of it: the node that a backward begins with is
-        not among those it tells of.
-        """
+    def begin_native(self, context: Context, met: EdgeId) -> CoordinatedPass:
+        """Begin the pass of a user's backward, which has met its first crossing of this context."""
         self._check_whole(context)
+        # `met` counts as reached whatever the engine says of it: the engine does not list the node
+        # that a backward begins with among those it will execute.
         reached = [
             received
             for received in tuple(context.received)
             if received.edge == met or runs_through(received)
         ]
         plain = any(will_execute(accumulator(received)) for received in reached)
-        needed, stops = None, NO_STOPS
+        needed, stops = None, frozenset[EdgeId]()
         if not plain:
             needed, stops = sends_executed(context), stops_of(context, met)
             reached = [received for received in reached if received.edge not in stops]
@@ -104,9 +107,9 @@ class Root:
         destination = plain_destination(context) if plain else NOWHERE
         create_graph = torch.is_grad_enabled()
         keep = keeps_graph()
-        running = self._begin(context, lineage, needed, destination, keep, create_graph)
-        running.stops, running.around = stops, ledger_of_run() or inside_now()
-        return running
+        active = self._begin(context, lineage, needed, destination, keep, create_graph)
+        active.stops, active.around = stops, undo_log_of_run() or inside_now()
+        return active
 
     def backward(
         self,
@@ -122,7 +125,7 @@ class Root:
         context.walk.origin([root.grad_fn for root in roots])
         landmarks = context.walk.landmarks()
 
-        def enter() -> None:
+        def on_start() -> None:
             lineages = [r.lineage for r in tuple(context.received) if will_execute(r.node)]
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
@@ -132,7 +135,7 @@ class Root:
                 tuple([torch.ones_like(root) for root in roots]),
                 undo_log,
                 landmarks,
-                enter,
+                on_start,
                 retain_graph=retain_graph,
                 span=span("gradwire backward of %s", context) if is_profiled() else None,
             )
@@ -150,119 +153,120 @@ class Root:
         retain_graph: bool,
         create_graph: bool,
         timeout: Timeout = DEFAULT,
-    ) -> ActivePass:
-        """Every worker that owns a Send of the pass takes part.
+    ) -> CoordinatedPass:
+        """Every other worker that owns a Send of the pass is a participant.
 
-        Note [Starts leave with gradients]: they are told when the first gradients leave, and one
-        whose gradients these are hears both at once. Before that nobody could do anything. They are
-        told at the latest when this worker waits.
+        Note [Starts leave with gradients]: Starts leave with the first gradients, since before
+        these a participant can do nothing. The worker to which the first gradients go gets both in
+        one message. Starts leave at the latest when this worker waits.
         """
-        owners = sorted(edges)
+        participants = sorted(edges)
         mine = edges.get(self._me, 0)
         if mine:
-            owners.remove(self._me)
-        anomaly = current_mode()
-        modes = (anomaly, engine_run.lets_checkpoints_run())
-        plan = Plan(edges, needed, destination, retain_graph, create_graph, owners, *modes)
-        running = self._passes.begin(context, current_run(), plan, timeout)
-        when_run_ends(_Finish(self, running))
-        running.mine = mine if needed is None else mine & needed
+            participants.remove(self._me)
+        modes = (current_mode(), engine_run.lets_checkpoints_run())
+        plan = Plan(edges, needed, destination, retain_graph, create_graph, participants, *modes)
+        active = self._passes.begin(context, current_run(), plan, timeout)
+        when_run_ends(_EndOfRun(self, active))
+        active.mine = mine if needed is None else mine & needed
         if self._agent.events.are_heard:
-            self._agent.events.emit("start", running.id)
-        return running
+            self._agent.events.emit("start", active.id)
+        return active
 
     def send(
-        self, running: ActivePass, peer: WorkerId, gradients: Gradients, payload: Sequence[Buffer]
+        self,
+        active: CoordinatedPass,
+        peer: WorkerId,
+        gradients: Gradients,
+        payload: Sequence[Buffer],
     ) -> None:
-        """Gradients leave. See Note [Starts leave with gradients]."""
-        untold = running.take_untold()
-        left = running.deadline - self._agent.clock.now()
-        said = _start(running, peer, left, gradients) if peer in untold else gradients
-        self._agent.tell(peer, said, payload, deadline=running.deadline, phase="backward")
-        if untold:
-            self._tell(running, [worker for worker in untold if worker != peer])
+        """Send gradients, and Starts. See Note [Starts leave with gradients]."""
+        not_started = active.take_not_started()
+        left = active.deadline - self._agent.clock.now()
+        message = _start(active, peer, left, gradients) if peer in not_started else gradients
+        self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
+        if not_started:
+            self._tell(active, [worker for worker in not_started if worker != peer])
 
-    def send_starts(self, running: ActivePass) -> None:
-        """This worker is about to wait: whoever has not been told to run is told now."""
-        if running.untold:
-            self._tell(running, running.take_untold())
+    def send_starts(self, active: CoordinatedPass) -> None:
+        """This worker is about to wait: send the Starts that have not left."""
+        if active.not_started:
+            self._tell(active, active.take_not_started())
 
-    def _tell(self, running: ActivePass, workers: Sequence[WorkerId]) -> None:
+    def _tell(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
-            left = running.deadline - self._agent.clock.now()
-            start = _start(running, worker, left)
-            self._agent.tell(worker, start, deadline=running.deadline, phase="backward")
+            left = active.deadline - self._agent.clock.now()
+            start = _start(active, worker, left)
+            self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
 
-    def finish(self, running: ActivePass) -> None:
-        """The engine is through here: wait for the others, then let them keep what they have."""
+    def finish(self, active: CoordinatedPass) -> None:
+        """The run here is over: wait for the participants, then let them keep their changes."""
         try:
-            self.send_starts(running)
-            for worker in running.unfinished():  # each by its own channel, which it reads itself
+            self.send_starts(active)
+            for worker in active.unfinished():  # by its own channel, which this thread reads
                 self._agent.wait(
                     worker,
-                    partial(running.is_through, worker),
-                    partial(running.await_worker, worker),
+                    partial(active.is_through, worker),
+                    partial(active.await_worker, worker),
                 )
-            if running.error is not None:
-                raise fresh(running.error)
-            running.check_collected()
-        except BaseException as error:  # also an interrupt: the others must not wait for us
-            self.give_up(running, error if isinstance(error, Exception) else None)
+            if active.error is not None:
+                raise fresh(active.error)
+            active.check_collected()
+        except BaseException as error:  # an interrupt too: the participants must not wait for us
+            self.give_up(active, error if isinstance(error, Exception) else None)
             raise
-        self._passes.over(running)
-        if running.around is None or not running.changed_workers():
-            self._end_well(running)
+        self._passes.over(active)
+        if active.around is None or not active.changed_workers():
+            self._end_well(active)
         else:
-            self._outcomes.put_off(running.id.n)
-            end_well, give_up = partial(self._end_well, running), partial(self._take_back, running)
-            running.around.nested.append(Nested(end_well, give_up))
+            self._outcomes.put_off(active.id.n)
+            end_well, give_up = partial(self._end_well, active), partial(self._take_back, active)
+            active.around.nested.append(Nested(end_well, give_up))
 
-    def _take_back(self, running: ActivePass) -> bool:
-        """A pass had ended well, the backward around it has not."""
-        self.give_up(running, None)
-        self._outcomes.decide(running.id.n, well=False)
-        return running.context.broken is None
+    def _take_back(self, active: CoordinatedPass) -> bool:
+        """Revert a pass that succeeded, because the backward around it has failed."""
+        self.give_up(active, None)
+        self._outcomes.decide(active.id.n, well=False)
+        return active.context.broken is None
 
-    def _end_well(self, running: ActivePass) -> None:
-        self._outcomes.decide(running.id.n, well=True)
-        for worker in running.changed_workers():
-            ended = PassEnded(running.context.id, running.id, None)
+    def _end_well(self, active: CoordinatedPass) -> None:
+        self._outcomes.decide(active.id.n, well=True)
+        for worker in active.changed_workers():
+            ended = PassEnded(active.context.id, active.id, None)
             try:
-                self._agent.tell(worker, ended, deadline=running.deadline)
-            except GradwireError:  # it asks, when it can; see Served.root_lost
-                self._agent.events.emit("unended", running.id, self._agent.directory.name(worker))
+                self._agent.tell(worker, ended, deadline=active.deadline)
+            except GradwireError:  # it asks later, see Participant.coordinator_lost
+                self._agent.events.emit("unended", active.id, self._agent.directory.name(worker))
         if self._agent.events.are_heard:
-            self._agent.events.emit("end", running.id)
+            self._agent.events.emit("end", active.id)
 
-    def give_up(self, running: ActivePass, error: Exception | None) -> None:
-        """End a failed pass everywhere, and wait until it has left nothing behind."""
+    def give_up(self, active: CoordinatedPass, error: Exception | None) -> None:
+        """End a failed pass on every worker, and wait until its changes are reverted."""
         me = self._agent.directory.me.name
         told = (
-            error
-            or running.error
-            or PeerLost(f"the backward that began {running.id} on {me} raised")
+            error or active.error or PeerLost(f"the backward that began {active.id} on {me} raised")
         )
-        running.fail(told)
-        self._passes.over(running)
-        ending = Ending(self._agent, running.context, running.id, running.asked)
-        ending.begin(self._agent.describe(told))
-        deadline = max(running.deadline, self._agent.clock.now() + _GRACE_SECONDS)
+        active.fail(told)
+        self._passes.over(active)
+        rollback = Rollback(self._agent, active.context, active.id, active.participants)
+        rollback.begin(self._agent.describe(told))
+        deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         with self._waiting():
-            silent = ending.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
-        self._agent.events.emit("fail", running.id)
-        for remark in ending.remarks:
+            silent = rollback.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
+        self._agent.events.emit("fail", active.id)
+        for remark in rollback.remarks:
             told.add_note(remark)
         if silent:
             told.add_note(
-                f"{silent} has not confirmed that {running.id} was put back: until then "
-                f"{running.context} cannot be differentiated again"
+                f"{silent} has not confirmed that {active.id} was put back: until then "
+                f"{active.context} cannot be differentiated again"
             )
 
     def _check_whole(self, context: Context, timeout: Timeout = DEFAULT) -> None:
-        """Whether another pass may begin. What an earlier one has changed is waited for a while."""
-        for pass_id, ending in list(context.endings.items()):
+        """UsageError if no other pass may begin; waits a while for unfinished rollbacks."""
+        for pass_id, rollback in list(context.endings.items()):
             with self._waiting():
-                silent = ending.wait(
+                silent = rollback.wait(
                     self._passes.due(timeout), _END_LATE_SECONDS, _END_LATE_SECONDS
                 )
             if silent:
@@ -277,10 +281,11 @@ class Root:
                 hint="close the context and begin again",
             )
 
-    def _serve_how_ended(self, message: QueryPass, _: Payload, source: Source) -> None:
-        """While it runs it has not ended well, and cannot any more: it needed who asks.
+    def _serve_query(self, message: QueryPass, _: Payload, source: Source) -> None:
+        """Answer a participant that has lost its connection to us: did the pass end well?
 
-        One inside another backward ends as that one does: until then there is no answer.
+        A pass that still runs has not ended well and cannot any more, as it needs the participant
+        that asks. A pass inside another backward ends as that one does: no answer until then.
         """
         is_mine = message.pass_id.worker == self._me
         ended_well = is_mine and self._outcomes.of(message.pass_id.n, _END_SECONDS)
@@ -290,51 +295,65 @@ class Root:
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
-        running = self._passes.maybe(message.context, message.pass_id)
-        if running is not None:
-            running.worker_done(source.worker, has_changed=message.has_changed)
+        active = self._passes.maybe(message.context, message.pass_id)
+        if active is not None:
+            self.worker_done(active, source.worker, has_changed=message.has_changed)
         else:
             self._agent.noting.came_late(source.worker)
 
+    def worker_done(self, active: AnyPass, worker: WorkerId, *, has_changed: bool) -> None:
+        """A peer says that its run is over; BadMessage if it was not told to run."""
+        if not isinstance(active, CoordinatedPass):
+            raise BadMessage(f"worker {worker} ended {active.id}, which did not begin here")
+        active.worker_done(worker, has_changed=has_changed)
+
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
-        running = self._passes.maybe(message.context, message.pass_id)
-        if running is None:
+        active = self._passes.maybe(message.context, message.pass_id)
+        if active is None:
             self._agent.noting.came_late(source.worker)
             return
-        check_asked(running.id, running.asked, source.worker)
-        running.fail(self._agent.revive(message.failure))
+        participants = active.participants if isinstance(active, CoordinatedPass) else ()
+        check_asked(active.id, participants, source.worker)
+        active.fail(self._agent.revive(message.failure))
 
 
-class _Finish:
-    """What the engine calls when the run here is through.
+class _EndOfRun:
+    """A callback that the engine calls when the run here has succeeded.
 
-    If the run fails it drops this object without calling it, which is how we learn that the
-    others must be told.
+    If the run fails, the engine drops the callback without calling it, and that is the only sign
+    of the failure. So `__del__` gives the pass up.
     """
 
-    __slots__ = ("_called", "_root", "_running")
+    # The finalizer sends and waits, on purpose. The engine drops its callbacks on the thread of the
+    # backward, before that raises: when the user sees the error, the participants have reverted the
+    # pass. From a queue the rollback would run after the user has gone on.
 
-    def __init__(self, root: Root, running: ActivePass) -> None:
-        self._root, self._running = root, running
+    __slots__ = ("_active", "_called", "_coordinator")
+
+    def __init__(self, coordinator: Coordinator, active: CoordinatedPass) -> None:
+        self._coordinator, self._active = coordinator, active
         self._called = False
 
     def __call__(self) -> None:
         self._called = True
-        self._root.finish(self._running)
+        self._coordinator.finish(self._active)
 
     def __del__(self) -> None:
-        if not self._called:
-            self._root.give_up(self._running, None)
+        if self._called:
+            return
+        try:
+            self._coordinator.give_up(self._active, None)
+        except Exception:  # a finalizer cannot raise
+            _log.exception("%s could not be given up", self._active.id)
 
 
 def _start(
-    running: ActivePass, worker: WorkerId, seconds: float, first: Gradients | None = None
+    active: CoordinatedPass, worker: WorkerId, seconds: float, first: Gradients | None = None
 ) -> Start:
-    plan = running.plan
-    assert plan is not None, "only the root has told"
+    plan = active.plan
     return Start(
-        running.context.id,
-        running.id,
+        active.context.id,
+        active.id,
         bits_to_wire(plan.edges[worker]),
         None if plan.needed is None else bits_to_wire(plan.needed),
         plan.destination,

@@ -1,25 +1,44 @@
-"""One execution of torch's engine that we start ourselves, for a pass."""
+"""Executions of torch's engine: those that gradwire starts for a pass, and backwards inside them.
+
+A run must know its own number before user code runs in it, as the number tells which pass a node
+runs for. The engine tells the number only to nodes, so each run gets a first node: see
+`_StartNode`.
+
+Functions may run a backward of their own inside such a run: checkpoints, reversible blocks. That is
+torch's own backward, started by Python code in the middle of a node. Left alone it would write to
+`.grad`, where `backward(context, …)` promises to write nothing, and nothing would revert it if the
+pass failed. So it gets an undo log of its own, inside that of the run around it. To see it begin,
+the engine object that Python code finds is replaced by one that calls `_run_of_python` first. A
+backward that is not inside a run of gradwire passes through unchanged.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradwire.autograd.graph.ordering import ordered
 from gradwire.autograd.graph.walk import Landmarks
-from gradwire.autograd.undo.undo_log import UndoLog
+from gradwire.autograd.undo.nested_pass import inside
+from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.torch_private import (
+    NO_RUN,
+    AccumulateGrad,
     Node,
+    current_run,
+    is_transformed,
     replica_parameters,
     run_engine,
     set_sequence_number,
     when_run_ends,
     will_execute,
+    wrap_runs,
 )
 from gradwire.torch_private import (
     lets_checkpoints_run as torch_lets_checkpoints_run,
@@ -27,13 +46,14 @@ from gradwire.torch_private import (
 
 Tensors = tuple[torch.Tensor, ...]
 
-Enter = Callable[[], None]
-"""What tells a pass the number of its run, from inside the run."""
+OnStart = Callable[[], None]
+"""Called from inside a run, before anything else, to take note of its number."""
 
 _BEFORE_ALL = 1 << 62
 _NO_GRADIENT = (None,)
 _ONE = torch.ones(())
-"""What a token is given. Nobody sees it: a Send asks for its gradients, and no user has a token."""
+"""The gradient of a token. Nothing reads it: a Send waits for its gradients, and no user has a
+token."""
 
 
 def accumulate(
@@ -41,45 +61,46 @@ def accumulate(
     gradients: Tensors | None,
     undo_log: UndoLog,
     landmarks: Landmarks,
-    enter: Enter,
+    on_start: OnStart,
     *,
     retain_graph: bool,
     create_graph: bool = False,
     span: AbstractContextManager[object] | None = None,
     checkpoints: bool = True,
 ) -> None:
-    """Run from these roots to every leaf they reach, keeping the books in the undo log.
+    """Run from these roots to every leaf they reach, and log the changes.
 
-    Without `gradients` the roots are tokens. What is begun inside knows whether `checkpoints` may
-    run there.
+    Without `gradients` the roots are tokens. `checkpoints` says whether reentrant checkpoints may
+    run in passes that begin inside this run.
     """
-    begin = partial(_enter_among, landmarks, undo_log, enter)
+    begin = partial(_begin, landmarks, undo_log, on_start)
     watched = undo_log.watch(landmarks.accumulators)
-    refused, _entrance.refuses_checkpoints = _entrance.refuses_checkpoints, not checkpoints
+    refused, _start.refuses_checkpoints = _start.refuses_checkpoints, not checkpoints
     try:
         if gradients is None:
-            _entrance.next = begin
+            _start.on_first_send = begin
             gradients = (_ONE,) * len(roots)
         else:
-            _entrance.bell.enter = begin
-            roots, gradients = (*roots, _entrance.way_in), (*gradients, _ONE)
+            _start.hook.on_start = begin
+            roots, gradients = (*roots, _start.leaf), (*gradients, _ONE)
         _run(roots, gradients, None, retain_graph, create_graph, span)
     finally:
-        _entrance.refuses_checkpoints = refused
+        _start.refuses_checkpoints = refused
         undo_log.unwatch(watched)
 
 
 def lets_checkpoints_run() -> bool:
-    """Whether a reentrant checkpoint may run in a pass that this code begins."""
-    return not _entrance.refuses_checkpoints and torch_lets_checkpoints_run()
+    """Whether a reentrant checkpoint may run in a pass that begins here."""
+    return not _start.refuses_checkpoints and torch_lets_checkpoints_run()
 
 
-def _enter_among(landmarks: Landmarks, undo_log: UndoLog, enter: Enter) -> None:
+def _begin(landmarks: Landmarks, undo_log: UndoLog, on_start: OnStart) -> None:
     undo_log.enter()
-    enter()
+    on_start()
     if any(landmarks):
         unused = _unused_behind(landmarks.sinks) if landmarks.sinks else ()
-        when_run_ends(partial(undo_log.reopen, unused))  # before what DDP leaves until then
+        # Queued now, so that it is called before the callbacks that DDP queues during the run.
+        when_run_ends(partial(undo_log.reopen, unused))
 
 
 def _unused_behind(sinks: Iterable[Node]) -> Tensors:
@@ -91,7 +112,7 @@ def run_towards(
     anchors: Tensors,
     tokens: Tensors,
     undo_log: UndoLog,
-    enter: Enter,
+    on_start: OnStart,
     *,
     retain_graph: bool,
     create_graph: bool,
@@ -99,15 +120,15 @@ def run_towards(
 ) -> None:
     """Run from these tokens, only to what leads to the anchors; leaves keep nothing.
 
-    The undo log is for what Functions on the way do by backwards of their own.
+    The undo log is for the backwards that Functions run on the way.
     """
 
     def begin() -> None:
         undo_log.enter()
-        enter()
+        on_start()
 
-    _entrance.bell.enter = begin
-    roots, inputs = (*tokens, _entrance.token), (*anchors, _entrance.way_in)
+    _start.hook.on_start = begin
+    roots, inputs = (*tokens, _start.view), (*anchors, _start.leaf)
     try:
         _run(roots, (_ONE,) * len(roots), inputs, retain_graph, create_graph, span)
     finally:
@@ -130,77 +151,151 @@ def _run(
                 with span:
                     run_engine(roots, gradients, inputs, retain_graph, create_graph)
     except BaseException:
-        _entrance.bell.enter = _entrance.next = None
+        # It may have failed before its first node: the next run must not call what was for this.
+        _start.hook.on_start = _start.on_first_send = None
         raise
 
 
 def enter_if_begun() -> bool:
-    """Whether a run from tokens has begun in this thread that is not entered yet: it is then.
+    """Enter the run from tokens that has begun in this thread; False if there is none.
 
-    Its first node is a Send, which asks for its pass. No user's code is run before it.
+    Its first node is a Send, which asks for its pass. No user code runs before it.
     """
-    begin = _entrance.next
+    begin = _start.on_first_send
     if begin is None:
         return False
-    _entrance.next = None
+    _start.on_first_send = None
     begin()
     return True
 
 
 @final
-class _Bell:
-    """What the entrance of one thread calls: whoever begins a run there. Once for each run."""
+class _StartHook:
+    """The prehook of one thread's start node: calls `on_start`, once for each run."""
 
     def __init__(self) -> None:
-        self.enter: Enter | None = None
+        self.on_start: OnStart | None = None
 
-    def ring(self, _: object) -> None:
+    def call(self, _: object) -> None:
         """The run has begun."""
-        enter, self.enter = self.enter, None
-        assert enter is not None, "a run that nobody began"
-        enter()
+        on_start, self.on_start = self.on_start, None
+        assert on_start is not None, "a run that nobody began"
+        on_start()
 
-    def ring_for_leaf(self, _: object) -> tuple[None]:
-        """The same where the entrance is a leaf, which shall keep nothing."""
-        self.ring(_)
+    def call_at_leaf(self, _: object) -> tuple[None]:
+        """The same where the start node is a leaf, which must accumulate nothing."""
+        self.call(_)
         return _NO_GRADIENT
 
 
 @final
-class _Entrance(threading.local):
-    """An extra root that the engine runs first, so that a run we start knows its own number.
+class _StartNode(threading.local):
+    """An extra root that the engine runs first, so that a run learns its own number.
 
-    One for each thread that starts runs; no user's code is run before it. It is the leaf `way_in`,
-    as the nodes of leaves come before all others. Under grad() a leaf is not run: then it is
-    `token`, and `way_in` the input that makes grad() run it.
+    One for each thread that starts runs; no user code runs before it. In a backward() it is `leaf`,
+    as the engine runs the nodes of leaves before all others. A grad() does not run leaves: there it
+    is `view`, whose number is the greatest, and `leaf` is the input that makes grad() run it. A run
+    from tokens needs no extra root: its first node is a Send, which calls `on_first_send`.
     """
 
     def __init__(self) -> None:
-        self.bell = _Bell()
-        self.next: Enter | None = None
-        """what the first Send of a run calls"""
+        self.hook = _StartHook()
+        self.on_first_send: OnStart | None = None
         self.refuses_checkpoints = False
         with torch.inference_mode(False), torch.enable_grad():
-            self.way_in = torch.zeros((), requires_grad=True)
-            self.token = self.way_in.view(())
-        node = self.token.grad_fn
+            self.leaf = torch.zeros((), requires_grad=True)
+            self.view = self.leaf.view(())
+        node = self.view.grad_fn
         assert node is not None
         set_sequence_number(node, _BEFORE_ALL)
-        node.register_prehook(self.bell.ring)
+        node.register_prehook(self.hook.call)
         accumulator, _ = node.next_functions[0]
         assert accumulator is not None
-        accumulator.register_prehook(self.bell.ring_for_leaf)
+        accumulator.register_prehook(self.hook.call_at_leaf)
 
 
-_entrance = _Entrance()
+_start = _StartNode()
+
+# -- backwards that Python code starts
+
+_TensorOrEdge = torch.Tensor | GradientEdge
 
 
-def entrance(enter: Enter, *, is_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One more root and input for a backward() or grad() of somebody else's: they call this."""
-    _entrance.bell.enter = enter
-    return _entrance.token if is_grad else _entrance.way_in, _entrance.way_in
+@final
+class _Watched:
+    """Whether torch's engine object is replaced by now."""
+
+    done = False
 
 
-def cancel_entrance() -> None:
-    """The run is over, perhaps before it came to the entrance."""
-    _entrance.bell.enter = None
+def watch_backwards() -> None:
+    """See from now on the backwards that Python code starts; once for the process."""
+    if not _Watched.done:
+        _Watched.done = True
+        wrap_runs(_run_of_python)
+
+
+def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    """hot: every backward() and grad() of the process"""
+    outer = undo_log_of_run()
+    if outer is not None and not is_transformed():
+        return _run_inside(outer, start, roots, *args, **kwargs)
+    if current_run() == NO_RUN:
+        return start(roots, *args, **kwargs)
+    with inside():
+        return start(roots, *args, **kwargs)
+
+
+def _run_inside(
+    outer: UndoLog,
+    start: Callable[..., Any],
+    roots: tuple[_TensorOrEdge, ...],
+    gradients: tuple[torch.Tensor | None, ...],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: tuple[_TensorOrEdge, ...] = (),
+    allow_unreachable: bool = False,
+    accumulate_grad: bool = False,
+) -> Any:  # noqa: ANN401
+    """The arguments are those of torch's engine."""
+    undo_log = outer.inside()
+    watched = undo_log.watch(_accumulators(roots, inputs)) if accumulate_grad else []
+    _start.hook.on_start = undo_log.enter
+    first, last = (_start.leaf if accumulate_grad else _start.view), _start.leaf
+    try:
+        captured = start(
+            (*roots, first),
+            (*gradients, torch.ones_like(first)),
+            retain_graph,
+            create_graph,
+            (*inputs, last) if inputs else (),
+            allow_unreachable=allow_unreachable,
+            accumulate_grad=accumulate_grad,
+        )
+    finally:
+        _start.hook.on_start = None  # the run may have failed before its first node
+        undo_log.unwatch(watched)
+    return captured if accumulate_grad else captured[:-1]
+
+
+def _accumulators(tensors: Sequence[_TensorOrEdge], inputs: Sequence[_TensorOrEdge]) -> list[Node]:
+    """The nodes that this backward will run for leaves."""
+    if inputs:
+        return [node for node in map(_node, inputs) if isinstance(node, AccumulateGrad)]
+    todo = [node for node in map(_node, tensors) if node is not None]
+    seen, found = set(todo), []
+    while todo:
+        node = todo.pop()
+        if type(node) is AccumulateGrad:
+            found.append(node)
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return found
+
+
+def _node(root: _TensorOrEdge) -> Node | None:
+    if isinstance(root, torch.Tensor):
+        return get_gradient_edge(root).node if root.requires_grad else None
+    return root.node

@@ -1,4 +1,8 @@
-"""A worker's part in a pass that began elsewhere: one engine run over its Sends, then Done."""
+"""A participant of a pass: one engine run over this worker's Sends, for a coordinator elsewhere.
+
+It runs when a Start arrives and answers RunDone or RunFailed. It keeps the undo log of its run
+until the coordinator says how the pass ended, or until it has lost the coordinator and asked.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,10 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.anomaly import detecting
-from gradwire.autograd.backward import engine_run as run
-from gradwire.autograd.backward.active_pass import ActivePass
-from gradwire.autograd.backward.admission import Admission, Failed
-from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.sends import sends_of
+from gradwire.autograd.backward import engine_run
+from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
+from gradwire.autograd.backward.pass_table import Admission, Failed, PassTable
+from gradwire.autograd.backward.reach import sends_of
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.context_table import Contexts
 from gradwire.autograd.graph.validate import check_gradients, check_root
@@ -44,7 +47,6 @@ from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireE
 from gradwire.ids import ContextId, WorkerId
 from gradwire.torch_private import (
     is_profiled,
-    is_recording,
     recording,
     will_execute,
 )
@@ -52,7 +54,7 @@ from gradwire.torch_private import (
 _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
 _IN_DOUBT_SECONDS = 30.0
-"""How long a root that cannot be reached is asked how its pass ended; then it is taken for dead."""
+"""How long an unreachable coordinator is asked how its pass ended; then it counts as dead."""
 _REFUSALS = 3
 _ASK_AGAIN_SECONDS = 0.05
 
@@ -64,8 +66,8 @@ _NO_CHECKPOINTS = (
 
 
 @final
-class Served:
-    """Serves Start and the end of a pass."""
+class Participant:
+    """Takes part in the passes that other workers coordinate."""
 
     def __init__(
         self,
@@ -78,214 +80,226 @@ class Served:
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
         self._locks, self._inside, self._admission = locks, inside, admission
-        self._ends = PeerLimit("runs", agent.limits.runs)
-        """ends of failed passes that wait, each on a thread, for the run here to be over"""
+        self._rollbacks = PeerLimit("runs", agent.limits.runs)
+        """rollbacks that wait, each on a thread, for the run here to be over"""
         self._doubts: dict[WorkerId, list[Promise[None]]] = {}
-        """the roots that were lost, until what their passes have changed is kept or put back"""
-        self._in_doubt: set[ActivePass] = set()
+        """the lost coordinators, until the changes of their passes are kept or reverted"""
+        self._in_doubt: set[ParticipantPass] = set()
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
+    # -- the run
+
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
-        root = source.worker
-        check_root(start.pass_id, root)
+        coordinator = source.worker
+        check_root(start.pass_id, coordinator)
         limit = self._admission.deadline(start.seconds)
-        failed = partial(self._tell_failed, start, root, limit)
+        failed = partial(self._tell_failed, start, coordinator, limit)
         run = partial(self._begin, start, payload, source, limit, failed)
-        self._admission.admit(root, run, failed)
+        self._admission.admit(coordinator, run, failed)
 
     def _begin(
         self, start: Start, payload: Payload, source: Source, limit: float, failed: Failed
     ) -> bool:
-        """Take part, now or later; True if later. See Note [Who may have us run], admission.py."""
-        root, admission = source.worker, self._admission
-        context = self._contexts.maybe(start.context) or self._find(start, root)
-        running = self._passes.heard_of(context, start.pass_id, limit)
-        if running is None:  # it failed before it reached us
-            self._agent.noting.came_late(root)
+        """Take part, now or later; True if later. See Note [Who may have us run], pass_table.py."""
+        coordinator, admission = source.worker, self._admission
+        context = self._contexts.maybe(start.context) or self._find(start, coordinator)
+        found = self._passes.heard_of(context, start.pass_id, limit)
+        if found is None:  # the pass failed before its Start arrived
+            self._agent.noting.came_late(coordinator)
             return False
+        active = _participated(found)
         try:
             self._agent.check_asker(source)
-        except PeerLost:  # which may have been dealt with before the pass came to be
-            self._passes.over(running)
+        except PeerLost:  # its loss may have been handled before the pass was added
+            self._passes.over(active)
             raise
-        running.start_came()
-        if self._doubts.get(root):
-            self._wait_while_in_doubt(root, running, limit - self._agent.clock.now())
+        active.start_arrived()
+        if self._doubts.get(coordinator):
+            self._wait_while_in_doubt(coordinator, active, limit - self._agent.clock.now())
         first = start.first
-        if first is not None and check_gradients(context, first.edge, root):
-            running.settle_with(first, payload, self._agent.limits)
-        run = partial(self._take_part_and_tell, running, start, limit)
-        if not admission.is_known(context, root) and sends_of(running, start)[0]:
-            return admission.park(running, run, failed) or run()
+        if first is not None and check_gradients(context, first.edge, coordinator):
+            active.settle_from_message(first, payload, self._agent.limits)
+        run = partial(self._take_part_and_tell, active, start, limit)
+        if not admission.is_known(context, coordinator) and sends_of(active, start)[0]:
+            return admission.park(active, run, failed) or run()
         return run()
 
-    def _take_part_and_tell(self, running: ActivePass, start: Start, limit: float) -> bool:
+    def _take_part_and_tell(self, active: ParticipantPass, start: Start, limit: float) -> bool:
         try:
-            self._take_part(running, start)
+            self._take_part(active, start)
         except BaseException:
-            # It has put back what it did. If its root never ends the pass, nothing is left of it.
-            self._passes.over(running)
+            # Its changes are reverted. The coordinator may never end the pass: remove it now.
+            self._passes.over(active)
             raise
-        self._tell_done(running, start.pass_id.worker, limit)
+        self._tell_done(active, start.pass_id.worker, limit)
         return False
 
-    def _wait_while_in_doubt(self, root: WorkerId, running: ActivePass, seconds: float) -> None:
-        """A root that was lost and is back may meet leaves that its last pass has changed."""
-        for doubt in list(self._doubts[root]):
+    def _wait_while_in_doubt(
+        self, coordinator: WorkerId, active: ParticipantPass, seconds: float
+    ) -> None:
+        """Wait until the passes of a coordinator that was lost and is back are kept or reverted.
+
+        A new pass could add to leaves that one of them has changed.
+        """
+        for doubt in list(self._doubts[coordinator]):
             try:
                 doubt.wait(seconds)
             except TimeoutError:
-                raise DeadlinePassed(f"an earlier pass than {running.id} is not over yet") from None
+                raise DeadlinePassed(f"an earlier pass than {active.id} is not over yet") from None
 
-    def _find(self, start: Start, root: WorkerId) -> Context:
+    def _find(self, start: Start, coordinator: WorkerId) -> Context:
         try:
             return self._contexts.find(start.context)
         except ContextClosed:
-            self._agent.noting.came_late(root)
+            self._agent.noting.came_late(coordinator)
             raise
 
-    def _tell_done(self, running: ActivePass, root: WorkerId, limit: float) -> None:
-        """If nothing was changed here, the pass is over here too."""
-        assert running.undo_log is not None, "its run is over"
-        has_changed = running.undo_log.has_changed
+    def _tell_done(self, active: ParticipantPass, coordinator: WorkerId, limit: float) -> None:
+        """Tell the coordinator. If the run has changed nothing, the pass is over here."""
+        assert active.undo_log is not None, "its run is over"
+        has_changed = active.undo_log.has_changed
         if not has_changed:
-            self._passes.over(running)
-        held = running.held
+            self._passes.over(active)
+        held = active.held
         if held is not None:
             last = replace(held.message, last=True, has_changed=has_changed)
-            self._agent.tell(root, last, held.payload, deadline=limit, phase="backward")
+            self._agent.tell(coordinator, last, held.payload, deadline=limit, phase="backward")
             return
-        done = RunDone(running.context.id, running.id, has_changed)
-        self._agent.tell(root, done, deadline=limit, phase="backward")
+        done = RunDone(active.context.id, active.id, has_changed)
+        self._agent.tell(coordinator, done, deadline=limit, phase="backward")
 
     def _tell_failed(
-        self, start: Start, root: WorkerId, limit: float, error: BaseException
+        self, start: Start, coordinator: WorkerId, limit: float, error: BaseException
     ) -> None:
         failed = RunFailed(start.context, start.pass_id, self._agent.describe(error))
         try:
-            self._agent.tell(root, failed, deadline=limit, phase="backward")
+            self._agent.tell(coordinator, failed, deadline=limit, phase="backward")
         except GradwireError:
             self._agent.events.emit("untold", start.pass_id)
 
-    def _take_part(self, running: ActivePass, start: Start) -> None:
-        into = running.context.gradients if start.destination == TO_MAP else None
+    def _take_part(self, active: ParticipantPass, start: Start) -> None:
+        into = active.context.gradients if start.destination == TO_MAP else None
         undo_log = UndoLog(self._locks, into)
-        running.run_begins(undo_log)
+        active.run_begins(undo_log)
         if self._agent.events.are_heard:
-            self._agent.events.emit("run", running.id)
+            self._agent.events.emit("run", active.id)
         try:
-            with self._inside(running.context.id):
-                execute = self._run_watched if start.anomaly else self._run
-                execute(running, undo_log, start)
-            running.check_collected()
+            with self._inside(active.context.id), recording():
+                execute = self._run_with_anomaly_mode if start.anomaly else self._run
+                execute(active, undo_log, start)
+            active.check_collected()
         except BaseException as error:
             undo_log.undo()
             if stays := undo_log.what_stays(self._agent.directory.me.name):
                 error.add_note(stays)
-            running.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            active.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
-            given_up = running.run_over()
-            if given_up:  # meanwhile, perhaps by those who put back
+            # The pass may have failed on another thread meanwhile. A rollback that waited for this
+            # run reverts it as well; the undo log lets only the first of the two do it.
+            has_failed = active.run_over()
+            if has_failed:
                 undo_log.undo()
-        if given_up and running.error is not None:  # the root must not take it for done
-            raise fresh(running.error)
+        if has_failed and active.error is not None:  # the coordinator must not take it for done
+            raise fresh(active.error)
 
-    def _run_watched(self, running: ActivePass, undo_log: UndoLog, start: Start) -> None:
-        sends = [sent.node for sent in sends_of(running, start)[0]]
+    def _run_with_anomaly_mode(
+        self, active: ParticipantPass, undo_log: UndoLog, start: Start
+    ) -> None:
+        sends = [sent.node for sent in sends_of(active, start)[0]]
         with detecting(start.anomaly, sends, self._agent.directory.me.name):
-            self._run(running, undo_log, start)
+            self._run(active, undo_log, start)
 
-    def _run(self, running: ActivePass, undo_log: UndoLog, start: Start) -> None:
-        if not is_recording():
-            with recording():
-                return self._run(running, undo_log, start)
-        sends, received, landmarks = sends_of(running, start)
+    def _run(self, active: ParticipantPass, undo_log: UndoLog, start: Start) -> None:
+        sends, received, landmarks = sends_of(active, start)
         if not sends:
-            return None
+            return
 
-        def enter() -> None:
-            self._passes.enter(running, undo_log.run)
+        def on_start() -> None:
+            self._passes.enter(active, undo_log.run)
             _check_checkpoints(start, landmarks)
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
                 leaves = sum(map(will_execute, counted))
-                running.run_counted(len(sends), recvs, leaves)
+                active.run_counted(len(sends), recvs, leaves)
 
         counted = () if start.destination == NOWHERE else landmarks.accumulators
         tokens = tuple([sent.token for sent in sends])
         retain, create = start.retain_graph, start.create_graph
-        named = _span(running) if is_profiled() else None
+        named = _span(active) if is_profiled() else None
         if start.destination == NOWHERE:
             anchors = tuple([r.anchor for r in received or ()])
-            run.run_towards(
+            engine_run.run_towards(
                 anchors,
                 tokens,
                 undo_log,
-                enter,
+                on_start,
                 retain_graph=retain,
                 create_graph=create,
                 span=named,
             )
         else:
-            run.accumulate(
+            engine_run.accumulate(
                 tokens,
                 None,
                 undo_log,
                 landmarks,
-                enter,
+                on_start,
                 retain_graph=retain,
                 create_graph=create,
                 span=named,
                 checkpoints=start.checkpoints,
             )
-        return None
 
-    def root_lost(self, worker: WorkerId) -> Job:
-        """What puts back what passes that began there have changed here, unless they ended well.
+    # -- the coordinator is lost
 
-        A run that is over here may be one that ended well, and the word of it was lost with the
-        connection. Where nobody listens any more there is nobody who could count on it. Until that
-        is settled no pass of the same root begins here.
+    def coordinator_lost(self, worker: WorkerId) -> Job:
+        """A job that keeps or reverts what the passes of a lost coordinator have changed here.
+
+        A pass whose run is over here may have ended well, and the message was lost with the
+        connection. So the coordinator is asked; if nobody answers, nobody can rely on the pass, and
+        it is reverted. Until the job is done no pass of the same coordinator begins here.
         """
-        rooted = [one for one in self._passes.rooted_at(worker) if one not in self._in_doubt]
-        if not rooted:  # or it was lost before, and that is being settled
+        begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
+        if not begun:  # or an earlier loss is being handled
             return lambda: None
-        self._in_doubt.update(rooted)
+        self._in_doubt.update(begun)
         doubt: Promise[None] = Promise()
         self._doubts.setdefault(worker, []).append(doubt)
-        return partial(self._settle, worker, rooted, doubt)
+        return partial(self._resolve, worker, begun, doubt)
 
-    def _settle(self, worker: WorkerId, rooted: list[ActivePass], doubt: Promise[None]) -> None:
+    def _resolve(
+        self, worker: WorkerId, begun: list[ParticipantPass], doubt: Promise[None]
+    ) -> None:
         try:
-            for running in rooted:
-                if running.wait_for_run(_RUN_SECONDS) and running.undo_log is not None:
-                    if self._ended_well(worker, running):
-                        running.undo_log.keep()
+            for active in begun:
+                if active.wait_for_run(_RUN_SECONDS) and active.undo_log is not None:
+                    if self._ended_well(worker, active):
+                        active.undo_log.keep()
                     else:
-                        running.undo_log.undo()
-                self._passes.over(running)
+                        active.undo_log.undo()
+                self._passes.over(active)
         finally:
-            self._in_doubt.difference_update(rooted)
+            self._in_doubt.difference_update(begun)
             self._doubts[worker].remove(doubt)
             doubt.settle(None)
 
-    def _ended_well(self, root: WorkerId, running: ActivePass) -> bool:
+    def _ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
         agent = self._agent
         limit = agent.clock.now() + _IN_DOUBT_SECONDS
-        asked = QueryPass(running.context.id, running.id)
+        query = QueryPass(active.context.id, active.id)
         refused = 0
         while agent.clock.now() < limit and refused < _REFUSALS:
             until = min(limit, agent.clock.now() + _ANSWER_SECONDS)
             try:
                 _, promise = agent.request(
-                    root, asked, deadline=until, description=f"end of {running.id}"
+                    coordinator, query, deadline=until, description=f"end of {active.id}"
                 )
                 outcome = promise.wait()
             except DeadlinePassed:
                 continue
-            except GradwireError:  # nobody listens, or just not to us
+            except GradwireError:  # the coordinator is gone, or cannot be reached from here
                 refused += 1
                 threading.Event().wait(_ASK_AGAIN_SECONDS)
                 continue
@@ -293,47 +307,65 @@ class Served:
                 return isinstance(outcome.message, HasEnded) and outcome.message.ended_well
         return False
 
+    # -- the coordinator says how the pass ended
+
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
-        """A good end is noted at once, before the root's next word, or its loss, can be heard."""
+        # A good end is handled on the reading thread: before the coordinator's next message, or
+        # its loss, can be handled. A failure waits for the run here, so it needs another thread.
         check_root(message.pass_id, source.worker)
         if message.failure is None:
-            running = self._passes.maybe(message.context, message.pass_id)
-            if running is not None:
-                if running.is_running():  # its books would be closed before all is in them
-                    raise BadMessage(f"{running.id} ended well before its run here was over")
-                self._passes.over(running)
-                if running.undo_log is not None:
-                    running.undo_log.keep(self._agent.dispatch.service.submit)
+            self._keep(message)
             return
-        self._ends.take(source.worker)
-        put_back = partial(self._put_back, message, message.failure, source)
-        self._agent.dispatch.service.submit(partial(self._agent.guarded, source, put_back))
+        self._rollbacks.take(source.worker)
+        roll_back = partial(self._roll_back, message, message.failure, source)
+        self._agent.dispatch.service.submit(partial(self._agent.guarded, source, roll_back))
 
-    def _put_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
+    def _keep(self, message: PassEnded) -> None:
+        found = self._passes.maybe(message.context, message.pass_id)
+        if found is None:
+            return
+        active = _participated(found)
+        if active.is_running():  # its undo log would end before all entries are in it
+            raise BadMessage(f"{active.id} ended well before its run here was over")
+        self._passes.over(active)
+        if active.undo_log is not None:
+            active.undo_log.keep(self._agent.dispatch.service.submit)
+
+    def _roll_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
         try:
-            is_back = self._is_put_back(message, failure)
+            is_reverted = self._is_reverted(message, failure)
         finally:
-            self._ends.give_back(source.worker)
-        if is_back:  # else the root says that we did not confirm
+            self._rollbacks.give_back(source.worker)
+        if is_reverted:  # else the coordinator reports that this worker did not confirm
             self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
 
-    def _is_put_back(self, message: PassEnded, failure: Failure) -> bool:
-        running = self._passes.maybe(message.context, message.pass_id)
+    def _is_reverted(self, message: PassEnded, failure: Failure) -> bool:
+        found = self._passes.maybe(message.context, message.pass_id)
         context = self._contexts.maybe(message.context)
-        if running is None and context is not None:
-            running = self._passes.heard_of(context, message.pass_id)
-        if running is not None:
-            running.fail(self._agent.revive(failure))
-            over = running.wait_for_run(_RUN_SECONDS)
-            self._passes.over(running)
-            if not over:
+        if found is None and context is not None:
+            # Adds the pass if its Start is still on the way, so that the Start comes too late.
+            found = self._passes.heard_of(context, message.pass_id)
+        if found is None:
+            return True
+        active = _participated(found)
+        active.fail(self._agent.revive(failure))
+        over = active.wait_for_run(_RUN_SECONDS)
+        self._passes.over(active)
+        if not over:
+            return False
+        if active.undo_log is not None:
+            if not active.undo_log.undo():
                 return False
-            if running.undo_log is not None:
-                if not running.undo_log.undo():
-                    return False
-                if stays := running.undo_log.what_stays(self._agent.directory.me.name):
-                    raise GradwireError(stays)
+            if stays := active.undo_log.what_stays(self._agent.directory.me.name):
+                raise GradwireError(stays)
         return True
+
+
+def _participated(active: AnyPass) -> ParticipantPass:
+    """The pass, which began elsewhere: `check_root` has compared its id with the sender."""
+    if not isinstance(active, ParticipantPass):
+        raise BadMessage(f"{active.id} began here")
+    return active
 
 
 def _check_checkpoints(start: Start, landmarks: Landmarks) -> None:
@@ -342,5 +374,5 @@ def _check_checkpoints(start: Start, landmarks: Landmarks) -> None:
         raise RuntimeError(_NO_CHECKPOINTS)
 
 
-def _span(running: ActivePass) -> AbstractContextManager[object]:
-    return span("gradwire backward %s of %s", running.id, running.context)
+def _span(active: AnyPass) -> AbstractContextManager[object]:
+    return span("gradwire backward %s of %s", active.id, active.context)

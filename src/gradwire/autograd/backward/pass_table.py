@@ -1,29 +1,46 @@
-"""The passes under way on one worker: found by their id, or by the engine run that executes a node.
+"""The passes that are active on one worker, and which passes of other workers may run here.
 
 Note [Which pass a node runs for]: passes of one context may follow each other, run at once from
 several threads, or nest. The number of the current engine run tells them apart. A native backward
-is entered here by the first crossing it meets; a run that we start enters itself, before it does
-anything else (engine_run.py).
+is entered in this table by the first crossing it meets. A run that gradwire starts enters itself,
+before it does anything else (engine_run.py).
+
+Note [Who may have us run]: the numbers of contexts and edges can be guessed, so any member can send
+a Start for a graph in which it has no part. Its run would use up the graph, or occupy a thread
+while it waits for gradients that nobody sends. This worker cannot know everyone who takes part: the
+peer to which it sent a tensor may have passed the result on. But the gradients of an edge come only
+from the worker to which that edge leads. So a Start from a worker that is not known in the context
+waits, without a thread, for the first gradients of its pass. In a correct pass they come, worker by
+worker, along the edges that lead to the coordinator, and before they come a run could do nothing
+but wait. If no edge leads to the coordinator they never come, and the deadline ends the pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
+from gradwire.agent.agent import Agent
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Clock, Timer
-from gradwire.autograd.backward import engine_run as runs
-from gradwire.autograd.backward.active_pass import ActivePass, Plan
+from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.autograd.backward.active_pass import (
+    AnyPass,
+    CoordinatedPass,
+    ParticipantPass,
+    Plan,
+)
+from gradwire.autograd.backward.engine_run import enter_if_begun
 from gradwire.autograd.graph.context import Context
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
-from gradwire.ids import ContextId, PassId, WorkerId, first_of
+from gradwire.ids import ContextId, PassId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout
 
 
 @final
 class PassTable:
-    """See the top of this file."""
+    """The active passes of one worker, by id and by engine run."""
 
     def __init__(
         self,
@@ -39,52 +56,52 @@ class PassTable:
         self._clock, self._timer, self._most = clock, timer, most
         self._lock = directory.lock
         self._count = first_of(directory.myself.life)
-        self._by_id: dict[tuple[ContextId, PassId], ActivePass] = {}
-        self._by_run: dict[int, ActivePass] = {}
+        self._by_id: dict[tuple[ContextId, PassId], AnyPass] = {}
+        self._by_run: dict[int, AnyPass] = {}
         timer.watch(self._expire)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> ActivePass:
-        """A pass begins here in an engine run, and is given up after so many seconds."""
+    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> CoordinatedPass:
+        """Add a pass that begins here, in this engine run."""
         deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
             id = PassId(self._me, self._count)
-            running = ActivePass(id, context, deadline, now, run, plan)
-            self._by_id[context.id, id] = self._by_run[run] = running
+            active = CoordinatedPass(id, context, deadline, now, run, plan)
+            self._by_id[context.id, id] = self._by_run[run] = active
         self._timer.need(deadline)
-        return running
+        return active
 
     def heard_of(
         self, context: Context, id: PassId, deadline: float | None = None
-    ) -> ActivePass | None:
-        """A peer speaks of this pass: the one we know, or a new one; None if it is over.
+    ) -> AnyPass | None:
+        """The pass that a peer's message names, added if it is new; None if it is over.
 
-        New ones come into being here, as gradients may overtake the Start, which says its deadline.
+        Gradients may overtake the Start, which carries the deadline, so either may add the pass.
         """
-        running = self._by_id.get((context.id, id)) or self._maybe_new(context, id, deadline)
-        if running is not None and deadline is not None and running.deadline != deadline:
-            running.deadline = deadline
+        active = self._by_id.get((context.id, id)) or self._maybe_new(context, id, deadline)
+        if active is not None and deadline is not None and active.deadline != deadline:
+            active.deadline = deadline
             self._timer.need(deadline)
-        return running
+        return active
 
-    def _maybe_new(self, context: Context, id: PassId, deadline: float | None) -> ActivePass | None:
+    def _maybe_new(self, context: Context, id: PassId, deadline: float | None) -> AnyPass | None:
         now = self._clock.now()
         due = now + self._seconds if deadline is None else deadline
         with self._lock:
             if id in context.ended:
                 return None
-            running = self._by_id.get((context.id, id))
-            if running is None:
+            active = self._by_id.get((context.id, id))
+            if active is None:
                 self._count_one(context)
-                running = self._by_id[context.id, id] = ActivePass(id, context, due, now)
+                active = self._by_id[context.id, id] = ParticipantPass(id, context, due, now)
         self._timer.need(due)
-        return running
+        return active
 
     def _count_one(self, context: Context) -> None:
-        """Each leaves a number behind until the context closes: so many and no more."""
+        """Each pass leaves its id in `ended` until the context closes, hence the limit."""
         if context.passes >= self._most:
             raise OverLimit(
                 f"{context} has had {self._most} backward passes here, which is the limit",
@@ -92,60 +109,113 @@ class PassTable:
             )
         context.passes += 1
 
-    def maybe(self, context: ContextId, id: PassId) -> ActivePass | None:
-        """The pass, if it is under way here."""
+    def maybe(self, context: ContextId, id: PassId) -> AnyPass | None:
+        """The pass, if it is active here."""
         return self._by_id.get((context, id))
 
-    def enter(self, running: ActivePass, run: int) -> None:
-        """From now on the nodes of this engine run belong to this pass, if it is not over."""
+    def enter(self, active: AnyPass, run: int) -> None:
+        """From now on the nodes of this engine run belong to this pass, unless it is over."""
         with self._lock:
-            if running.id in running.context.ended:
-                raise running.error or ContextClosed(f"{running.id} of {running.context} is over")
-            running.run = run
-            self._by_run[run] = running
+            if active.id in active.context.ended:
+                raise active.error or ContextClosed(f"{active.id} of {active.context} is over")
+            active.run = run
+            self._by_run[run] = active
 
-    def of_run(self, run: int) -> ActivePass | None:
+    def of_run(self, run: int) -> AnyPass | None:
         """The pass that an engine run belongs to."""
-        running = self._by_run.get(run)
-        if running is None and runs.enter_if_begun():
-            running = self._by_run.get(run)
-        return running
+        active = self._by_run.get(run)
+        if active is None and enter_if_begun():
+            active = self._by_run.get(run)
+        return active
 
-    def over(self, running: ActivePass) -> None:
-        """It has ended here; what still comes for it is late."""
+    def over(self, active: AnyPass) -> None:
+        """Remove a pass that has ended here; messages that still arrive for it are late."""
         with self._lock:
-            running.context.ended.add(running.id)
-            self._by_id.pop((running.context.id, running.id), None)
-            if running.run is not None:
-                self._by_run.pop(running.run, None)
+            active.context.ended.add(active.id)
+            self._by_id.pop((active.context.id, active.id), None)
+            if active.run is not None:
+                self._by_run.pop(active.run, None)
 
-    def in_context(self, context: ContextId) -> list[ActivePass]:
+    def in_context(self, context: ContextId) -> list[AnyPass]:
         """The passes of one context."""
         if not self._by_id:
             return []
         with self._lock:
-            return [running for (id, _), running in self._by_id.items() if id == context]
+            return [active for (id, _), active in self._by_id.items() if id == context]
 
-    def rooted_at(self, worker: WorkerId) -> list[ActivePass]:
-        """The passes that began on a worker."""
-        return [running for running in self.all() if running.id.worker == worker]
+    def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:
+        """The passes in which this worker takes part and which began on that one."""
+        passes = [active for active in self.all() if isinstance(active, ParticipantPass)]
+        return [active for active in passes if active.id.worker == worker]
 
     def peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
-        """Fail the passes that cannot end well without this worker."""
-        for running in self.all():
-            lost = PeerLost(f"{error.message}, in the middle of {running.id} of {running.context}")
-            running.peer_lost(worker, lost.about(error.peer, link=error.link, phase="backward"))
+        """Fail the passes that cannot succeed without this worker."""
+        for active in self.all():
+            lost = PeerLost(f"{error.message}, in the middle of {active.id} of {active.context}")
+            active.peer_lost(worker, lost.about(error.peer, link=error.link, phase="backward"))
 
-    def all(self) -> list[ActivePass]:
-        """Every one."""
+    def all(self) -> list[AnyPass]:
+        """Every active pass."""
         with self._lock:
             return list(self._by_id.values())
 
     def _expire(self, now: float) -> float | None:
         waiting = []
-        for running in self.all():
-            if running.deadline <= now:
-                running.expire(self._directory)
+        for active in self.all():
+            if active.deadline <= now:
+                active.expire(self._directory)
             else:
-                waiting.append(running.deadline)
+                waiting.append(active.deadline)
         return min(waiting, default=None)
+
+
+Run = Callable[[], bool]
+"""Takes part in a pass. True if the pass was parked instead: then it still counts as a run."""
+Failed = Callable[[BaseException], None]
+
+
+@final
+class Admission:
+    """Limits how many passes each coordinator runs here, and for how long."""
+
+    def __init__(self, agent: Agent, seconds: float) -> None:
+        self._agent, self._seconds = agent, seconds
+        self._runs = PeerLimit("runs", agent.limits.runs)
+
+    def deadline(self, seconds: float) -> float:
+        """When a pass fails here: its coordinator may ask for less time than we allow, not more."""
+        return self._agent.clock.now() + min(seconds, self._seconds)
+
+    def admit(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
+        """Call `run`, unless this coordinator has reached its limit of runs here."""
+        try:
+            self._runs.take(coordinator)
+        except OverLimit as error:
+            self._agent.noting.note(coordinator, error)
+            failed(error)
+            return
+        self._attempt(coordinator, run, failed)
+
+    def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
+        is_parked = False
+        try:
+            is_parked = run()
+        except BaseException as error:  # an error ends the pass everywhere
+            failed(error)
+        finally:
+            if not is_parked:
+                self._runs.give_back(coordinator)
+
+    def is_known(self, context: Context, worker: WorkerId) -> bool:
+        """Whether a worker is known to take part in this context.
+
+        hot: each pass
+        """
+        return (
+            worker == opener_of(context.id) or worker in context.callers or worker in context.called
+        )
+
+    def park(self, active: ParticipantPass, run: Run, failed: Failed) -> bool:
+        """Call `run` later, see `ParticipantPass.park`; False if it may run now."""
+        attempt = partial(self._attempt, active.id.worker, run, failed)
+        return active.park(partial(self._agent.dispatch.service.submit, attempt))

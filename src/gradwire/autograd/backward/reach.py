@@ -1,24 +1,35 @@
-"""What the current engine run reaches of a context, asked by its first crossing.
+"""What an engine run of a pass reaches on this worker.
 
-See Note [Links], graph/nodes.py: torch's engine knows which nodes it will execute.
+The coordinator asks from inside its run, at the first crossing: torch's engine knows which nodes it
+will execute, see Note [Links], graph/nodes.py. A participant asks before its run begins.
 """
 
 from __future__ import annotations
 
-from gradwire.autograd.graph.context import Context, Received
+import torch.distributed as dist
+
+from gradwire.autograd.backward.active_pass import ActivePass
+from gradwire.autograd.graph.context import Context, Received, Sent
+from gradwire.autograd.graph.lineage import bits_from_wire, meets, numbers
 from gradwire.autograd.graph.ordering import leads_on
-from gradwire.autograd.messages import TO_GRAD, TO_MAP
-from gradwire.autograd.undo.undo_log import ledger_of_run
-from gradwire.errors import UsageError
+from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.messages import NOWHERE, TO_GRAD, TO_MAP, Start
+from gradwire.autograd.undo.undo_log import undo_log_of_run
+from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import EdgeId
 from gradwire.torch_private import AccumulateGrad, Node, will_execute
 
+_FEW_LEAVES = 16
+"""So many leaves are closed in less time than one more message takes."""
+
+# -- asked by the coordinator
+
 
 def stops_of(context: Context, met: EdgeId) -> frozenset[EdgeId]:
-    """The Recvs at which the current run ends, which has inputs.
+    """The edges of the Recvs at which the current run, which has inputs, ends.
 
     `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its gradient,
-    and nothing behind it: nobody waits for that gradient elsewhere.
+    and nothing behind it: no other worker waits for that gradient.
     """
     executed = [r for r in tuple(context.received) if r.edge == met or will_execute(r.node)]
     return frozenset([r.edge for r in executed if not leads_on(r)])
@@ -33,11 +44,11 @@ def accumulator(received: Received) -> Node:
 
 
 def plain_destination(context: Context) -> int:
-    """Where the leaves of a plain backward keep their gradients.
+    """Where leaves keep the gradients of a plain backward: `.grad`.
 
-    In the map, if a Function runs it inside a `backward(context, …)`. That is one context's.
+    Inside a `backward(context, …)`, where a Function runs it: the map of that context.
     """
-    undo_log = ledger_of_run()
+    undo_log = undo_log_of_run()
     if undo_log is None or undo_log.into is None:
         return TO_GRAD
     if undo_log.into is not context.gradients:
@@ -55,3 +66,43 @@ def sends_executed(context: Context) -> int:
         if sent is not None and will_execute(sent.node):
             executed |= 1 << sent.edge.n
     return executed
+
+
+# -- asked by a participant
+
+
+def sends_of(
+    active: ActivePass, start: Start
+) -> tuple[list[Sent], list[Received] | None, Landmarks]:
+    """The Sends to run from, the Recvs to run to if they are counted, and the landmarks."""
+    context, coordinator = active.context, start.pass_id.worker
+    edges = bits_from_wire(start.edges)
+    needed = None if start.needed is None else bits_from_wire(start.needed)
+    mine, received = [], None
+    if edges >> len(context.sent):
+        raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
+    for n in numbers(edges):
+        sent = context.sent[n]
+        if sent is not None and (needed is None or meets(sent.lineage, coordinator, needed)):
+            mine.append(sent)
+            active.mine |= 1 << n
+    landmarks = context.walk.landmarks()
+    if start.destination == NOWHERE or _may_be_counted(landmarks):
+        received = [
+            crossed
+            for crossed in tuple(context.received)
+            if needed is None or meets(crossed.lineage, coordinator, needed)
+        ]
+    return mine, received, landmarks
+
+
+def _may_be_counted(landmarks: Landmarks) -> bool:
+    """Whether the last gradients of a run may be held until it is over, and announce its end.
+
+    Only if it is over soon after them: not if many leaves are to be closed, or if DDP runs
+    callbacks at the end.
+    """
+    accumulators, checkpoints, sinks = landmarks
+    if checkpoints or sinks or len(accumulators) > _FEW_LEAVES:
+        return False
+    return not accumulators or not (dist.is_available() and dist.is_initialized())

@@ -1,9 +1,10 @@
-"""The end of a failed pass: the workers that took part put back what it has changed, and say so.
+"""The rollback of a failed pass: its participants revert what they have changed, and confirm it.
 
-The root does not wait for them beyond the deadline of the pass. What they have not confirmed by
-then goes on without it: until all of them have, its context takes no other pass, as that could add
-to gradients which are about to be put back. One that is lost need not answer: it loses the root
-too, asks how the pass ended and puts it back by itself, before it runs for that root again.
+The coordinator waits for them no longer than the deadline of the pass. Then the rollback goes on
+without it, and the context takes no other pass until all have confirmed, as another pass could add
+to gradients that are about to be reverted. A participant that is lost need not confirm: it has lost
+the coordinator too, asks how the pass ended and reverts it by itself, before it runs for that
+coordinator again.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from gradwire.ids import PassId, WorkerId
 
 _log = logging.getLogger("gradwire")
 _CONFIRM_SECONDS = 75.0
-"""How long a worker may take to put back, in all: more than it waits for its own run to return."""
+"""How long a participant may take in all: longer than it waits for its own run to return."""
 
 
 @final
-class Ending:
-    """Of one failed pass, on its root."""
+class Rollback:
+    """The rollback of one pass, on its coordinator."""
 
     def __init__(
         self, agent: Agent, context: Context, pass_id: PassId, workers: Iterable[WorkerId]
     ) -> None:
         self._agent, self._context, self._id = agent, context, pass_id
         self._confirmed: dict[WorkerId, Promise[None]] = {worker: Promise() for worker in workers}
-        self._asked: list[Promise[Outcome]] = []
+        self._requests: list[Promise[Outcome]] = []
         self._dropped = False
         self.remarks: list[str] = []
-        """what workers say that they could not put back"""
+        """what participants say that they could not revert"""
 
     def begin(self, failure: Failure) -> None:
-        """Tell all of them, from other threads: to send to one that does not read may block."""
+        """Tell all participants, each on a thread: sending blocks if the peer does not read."""
         if not self._confirmed:
             return
         self._context.endings[self._id] = self
@@ -50,10 +51,10 @@ class Ending:
             is_there = self._agent.is_connected(worker)
             tell = partial(self._tell, worker, ended, is_there)
             if not self._agent.dispatch.service.submit(tell):  # this worker shuts down
-                self._settled(worker)
+                self._settle(worker)
 
     def wait(self, deadline: float, seconds: float, lost_seconds: float) -> str:
-        """Wait for them until the deadline, so long at most; who has not confirmed then, if any."""
+        """Wait for them, at most so long; the names of those that have not confirmed then."""
         clock = self._agent.clock
         now = clock.now()
         for worker, confirmed in self._confirmed.items():
@@ -62,17 +63,13 @@ class Ending:
                 confirmed.wait(min(deadline, now + patience) - clock.now())
             except TimeoutError:
                 continue
-        return self.silent()
-
-    def silent(self) -> str:
-        """The names of those who have not confirmed."""
         late = [worker for worker, done in self._confirmed.items() if not done.settled]
         return ", ".join(map(self._agent.directory.name, late))
 
     def drop(self) -> None:
-        """The context is closed: nobody wants to know any more. They put back all the same."""
+        """The context is closed: stop waiting. The participants revert the pass all the same."""
         self._dropped = True
-        for answer in list(self._asked):
+        for answer in list(self._requests):
             self._agent.cancel(answer, "its context is closed")
 
     def _tell(self, worker: WorkerId, ended: PassEnded, is_there: bool) -> None:
@@ -83,31 +80,32 @@ class Ending:
                 worker, ended, deadline=limit, description=what, phase="backward"
             )
         except GradwireError as error:
-            # Lost, or shut down: it ends its passes by itself. Else it has not read what was sent.
+            # A peer that is lost or shut down ends its passes by itself. One that is connected and
+            # did not read the request in time has not heard of the failure.
             if is_there and isinstance(error, DeadlinePassed):
-                self._is_broken(worker)
-            self._settled(worker)
+                self._mark_broken(worker)
+            self._settle(worker)
             return
-        self._asked.append(answer)
-        if self._dropped:
+        self._requests.append(answer)
+        if self._dropped:  # `drop` may have read the list before
             self._agent.cancel(answer, "its context is closed")
-        answer.on_settled(partial(self._heard, worker))
+        answer.on_settled(partial(self._answered, worker))
 
-    def _heard(self, worker: WorkerId, outcome: Outcome) -> None:
+    def _answered(self, worker: WorkerId, outcome: Outcome) -> None:
         is_back = isinstance(outcome, Answer) and isinstance(outcome.message, Done)
         if isinstance(outcome, RemoteError):
             self.remarks.append(outcome.message)
         if not is_back and not isinstance(outcome, PeerLost) and not self._dropped:
-            self._is_broken(worker)
-        self._settled(worker)
+            self._mark_broken(worker)
+        self._settle(worker)
 
-    def _is_broken(self, worker: WorkerId) -> None:
-        """It said that it could not, or nothing at all: nobody knows what its leaves hold."""
+    def _mark_broken(self, worker: WorkerId) -> None:
+        """The worker could not revert the pass, or did not answer: its gradients are unknown."""
         name, me = self._agent.directory.name(worker), self._agent.directory.me.name
         self._context.broken = f"{name} did not confirm that {self._id} was put back"
         _log.error("%s: %s", me, self._context.broken)
 
-    def _settled(self, worker: WorkerId) -> None:
+    def _settle(self, worker: WorkerId) -> None:
         self._confirmed[worker].settle(None)
         if all(confirmed.settled for confirmed in self._confirmed.values()):
             self._context.endings.pop(self._id, None)

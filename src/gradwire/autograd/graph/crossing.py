@@ -1,4 +1,4 @@
-"""What leaves and what arrives: the two moments at which a crossing is recorded.
+"""Records edges: when tensors leave this worker, and when tensors arrive.
 
 See Note [Links], nodes.py. See Note [A context is not locked], context.py.
 """
@@ -35,20 +35,20 @@ _JOINS_SEARCHED = 32
 
 def leave(
     context: Context,
-    home: EngineRef,
+    engine: EngineRef,
     me: WorkerId,
     peer: WorkerId,
     places: list[int],
     tensors: Sequence[torch.Tensor],
 ) -> Crossing:
-    """Record that tensors of a message, those at these places, leave together by one new edge."""
+    """Record that the tensors at these places of a message leave together by one new edge."""
     if not is_recording():
         with recording():
-            return leave(context, home, me, peer, places, tensors)
+            return leave(context, engine, me, peer, places, tensors)
     leaving = [tensors[place] for place in places]
     edge = EdgeId(me, context.next_edge())
     held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
-    token = _send(EdgeEnd(home, context.id, edge, peer), *leaving)
+    token = _send(EdgeEnd(engine, context.id, edge, peer), *leaving)
     del held
     node = token.grad_fn
     origin = context.walk.behind(node)
@@ -60,34 +60,34 @@ def leave(
 
 def arrive(
     context: Context,
-    home: EngineRef,
+    engine: EngineRef,
     me: WorkerId,
     peer: WorkerId,
     crossing: Crossing,
     tensors: list[torch.Tensor],
 ) -> None:
-    """Put in the place of an edge's tensors the same alive: what is made of them leads back."""
+    """Replace each received tensor by the output of a Recv node: backward reaches the sender."""
     if not is_recording():
         with recording():
-            return arrive(context, home, me, peer, crossing, tensors)
+            return arrive(context, engine, me, peer, crossing, tensors)
     places, depth = crossing.tensors, crossing.depth
     origin = Origin(from_wire(crossing.lineage), depth)
-    side = EdgeEnd(home, context.id, crossing.edge, peer, origin, len(places))
+    end = EdgeEnd(engine, context.id, crossing.edge, peer, origin, len(places))
     taken = [tensors[place] for place in places]
-    # A Function makes a node only for inputs that want a gradient, and received tensors do not: an
-    # input of its own that does wakes it up. It also tells backward() from grad(), see
-    # autograd/engine.py.
-    wanting = anchor()
+    # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
+    # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
+    # not, which tells the two apart (backward/reach.py).
+    anchored = anchor()
     mine = origin.lineage.get(me)
     links = _links(context, me, mine) if mine else ()
-    alive = _recv(side, *taken, wanting, *links)
-    node = _node_of(alive[0])
+    outputs = _recv(end, *taken, anchored, *links)
+    node = _node_of(outputs[0])
     was_below = lift(node, depth)
     context.walk.note(node, origin)
     if not context.received:
         ordering.receives(context)
-    context.received.append(Received(crossing.edge, origin.lineage, node, wanting))
-    for place, tensor in zip(places, alive, strict=True):
+    context.received.append(Received(crossing.edge, origin.lineage, node, anchored))
+    for place, tensor in zip(places, outputs, strict=True):
         tensors[place] = tensor
     if was_below:
         lift_this_thread(depth)
@@ -95,12 +95,12 @@ def arrive(
 
 
 def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
-    """A token that stands for exactly these of this worker's sends."""
+    """Tokens that lead to exactly these Sends of this worker: none or one."""
     if mine >> len(context.sent):
         raise BadMessage(f"a lineage names edges of worker {me} that never left it")
     latest = _sent(context, mine.bit_length() - 1)
     if mine & ~latest.lineage[me] == 0:
-        return [latest.token]  # it implies the rest
+        return [latest.token]  # it depends on the rest
     join = next(
         (join for join in context.joins[: -_JOINS_SEARCHED - 1 : -1] if join.edges & ~mine == 0),
         None,
@@ -123,7 +123,7 @@ def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
 
 
 def _maximal(context: Context, me: WorkerId, edges: int) -> list[Sent]:
-    """Those that no other of them implies. The latest never is implied by an earlier one."""
+    """The edges on which no other of them depends. The latest is always one of them."""
     found = []
     while edges:
         latest = _sent(context, edges.bit_length() - 1)

@@ -2,19 +2,21 @@
 
     Send   takes the tensors that leave and returns a token. Its backward waits until the edge is
            settled and returns the gradients.
-    Recv   takes the received tensors and returns them alive. Its backward ships the gradients at
-           once, one way.
+    Recv   takes the received tensors and returns them with a graph. Its backward sends the
+           gradients at once, one way.
     Join   takes tokens and returns a token: a shared link to several Sends.
 
-The nodes of Send and Recv have the names of their ancestors in torch, for programs that look for
+The nodes of Send and Recv have the names that torch gives to its own, for programs that look for
 them in a graph or in a profile.
 
-Note [Links]: a Recv also hangs on the Sends of its own worker that are in its lineage. So each
-worker's local graph is the projection of the global one, and torch's engine does the right thing by
-itself: it runs what the loss reaches, a Send after every Recv that depends on it, and nothing else.
+Note [Links]: the inputs of a Recv include the tokens of the Sends of its own worker that are in its
+lineage. So each worker's local graph is the projection of the global one, and torch's engine does
+the right thing by itself: it runs what the loss reaches, a Send after every Recv that depends on
+it, and nothing else.
 
-Note [Nodes hold no context]: a node holds its ids and a weak way home. A node that held its context
-would close a cycle through C++ (context, token, node) that Python's collector cannot see.
+Note [Nodes hold no context]: a node holds ids and a weak reference to the engine. A node that held
+its context would close a cycle through C++ (context, token, node) that Python's collector cannot
+see.
 """
 
 from __future__ import annotations
@@ -34,26 +36,28 @@ from gradwire.torch_private import Node, backward_class, call_directly, name_nod
 Gradients = list[torch.Tensor | None]
 
 with torch.inference_mode(False):
-    _NOTHING = torch.zeros((), device="cpu")  # what every token shows: nobody looks at its value
+    _NOTHING = torch.zeros((), device="cpu")  # the value of every token, which nothing reads
 
 
-class Home(Protocol):
-    """What a node asks of the worker it belongs to."""
+class GradientEngine(Protocol):
+    """What a node asks of the engine of its worker."""
 
-    def collect(self, context: ContextId, edge: EdgeId, peer: WorkerId) -> Gradients:
-        """Wait until the edge is settled; its gradients."""
+    def wait_for_gradients(self, context: ContextId, edge: EdgeId, peer: WorkerId) -> Gradients:
+        """Wait until the edge is settled, and take its gradients."""
 
-    def ship(self, context: ContextId, edge: EdgeId, peer: WorkerId, gradients: Gradients) -> None:
+    def send_gradients(
+        self, context: ContextId, edge: EdgeId, peer: WorkerId, gradients: Gradients
+    ) -> None:
         """Settle the edge on the worker its tensors came from."""
 
 
-EngineRef = weakref.ref[Home]
+EngineRef = weakref.ref[GradientEngine]
 
 
 class EdgeEnd(msgspec.Struct, frozen=True):
-    """Where a node stands: its worker's end of one edge. See Note [Nodes hold no context]."""
+    """One worker's end of an edge, held by its node. See Note [Nodes hold no context]."""
 
-    way_home: EngineRef
+    engine_ref: EngineRef
     context: ContextId
     edge: EdgeId
     peer: WorkerId
@@ -61,71 +65,71 @@ class EdgeEnd(msgspec.Struct, frozen=True):
     count: int = 0
     """of a Recv: how many tensors it has received"""
 
-    def home(self) -> Home:
-        """The worker, as long as it runs."""
-        home = self.way_home()
-        if home is None:
+    def engine(self) -> GradientEngine:
+        """The engine; ContextClosed if its worker has shut down."""
+        engine = self.engine_ref()
+        if engine is None:
             raise ContextClosed(
                 f"{self.edge} of {spoken_context(self.context)} leads to a worker that is closed",
                 hint="run backward before shutdown()",
             )
-        return home
+        return engine
 
 
 def origin_of_recv(context: ContextId, node: Node) -> Origin:
-    """Where a Recv's tensors came from.
+    """What a Recv's tensors depend on.
 
-    One of another context is a boundary like a leaf: if a backward reaches it, it says so itself.
+    A Recv of another context counts as a leaf: a backward that reaches it raises there.
     """
-    side: EdgeEnd = node.side  # type: ignore[attr-defined]  # set in Recv.forward
-    return side.origin if side.context == context else FROM_HERE
+    end: EdgeEnd = node.end  # type: ignore[attr-defined]  # set in Recv.forward
+    return end.origin if end.context == context else FROM_HERE
 
 
 def depth_of_recv(node: Node) -> int:
-    """How deep the edge is by which a Recv's tensors came, whichever context it belongs to."""
-    side: EdgeEnd = node.side  # type: ignore[attr-defined]  # set in Recv.forward
-    return side.origin.depth
+    """The depth of a Recv's edge, in whichever context."""
+    end: EdgeEnd = node.end  # type: ignore[attr-defined]  # set in Recv.forward
+    return end.origin.depth
 
 
 class Send(Function):
-    """See the top of this file. See Note [The order of waiting], walk.py, for its number."""
+    """The node where tensors leave. See Note [The order of waiting], walk.py, for its number."""
 
     @staticmethod
-    def forward(node: Any, side: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        """A token; the tensors are only hung onto."""
-        node.side = side
+    def forward(node: Any, end: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        """A token; the tensors are inputs only for the graph."""
+        node.end = end
         node.set_materialize_grads(False)
         return _NOTHING.detach()
 
     @staticmethod
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
         """Wait for the gradients."""
-        side: EdgeEnd = node.side
-        return None, *side.home().collect(side.context, side.edge, side.peer)
+        end: EdgeEnd = node.end
+        return None, *end.engine().wait_for_gradients(end.context, end.edge, end.peer)
 
 
 class Recv(Function):
-    """See the top of this file."""
+    """The node where tensors arrive."""
 
     @staticmethod
-    def forward(node: Any, side: EdgeEnd, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
-        """The received tensors, alive. `inputs` are these, then the anchor, then links."""
-        node.side, node.nothing = side, (None,) * (1 + len(inputs))
+    def forward(node: Any, end: EdgeEnd, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
+        """The received tensors. `inputs` are these, then the anchor, then links."""
+        node.end, node.nothing = end, (None,) * (1 + len(inputs))
         node.set_materialize_grads(False)
-        tensors = inputs[: side.count]
+        tensors = inputs[: end.count]
         node.mark_dirty(*tensors)  # the callee may modify in place what it received
         return tensors
 
     @staticmethod
     def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
-        """Ship them. A link carries no gradient, only the order."""
-        side: EdgeEnd = node.side
-        side.home().ship(side.context, side.edge, side.peer, list(gradients))
+        """Send them. A link carries no gradient, only the order."""
+        end: EdgeEnd = node.end
+        end.engine().send_gradients(end.context, end.edge, end.peer, list(gradients))
         return node.nothing
 
 
 def anchor() -> torch.Tensor:
-    """An input of a Recv's own."""
+    """A leaf that is an input of one Recv only; see `crossing.arrive`."""
     return _NOTHING.detach().requires_grad_()
 
 
@@ -137,7 +141,7 @@ name_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 
 
 class Joined(Function):
-    """See the top of this file."""
+    """The node of a Join."""
 
     @staticmethod
     def forward(node: Any, *tokens: torch.Tensor) -> torch.Tensor:  # noqa: ANN401

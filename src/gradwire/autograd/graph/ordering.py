@@ -1,10 +1,10 @@
 """Prepares engine runs that cross: numbers their nodes, keeps them on one thread.
 
-See Note [The order of waiting], walk.py. A run that we start ourselves (backward/engine_run.py)
+See Note [The order of waiting], walk.py. A run that gradwire starts (backward/engine_run.py)
 enters `ordered`. One that a program starts with `loss.backward()` or `torch.autograd.grad` is met
 at the only place through which Python starts runs, torch's engine object: while a context here has
-received anything, each such run is looked at before it begins. A run that C++ code starts is not
-met. It has numbers that are right in most programs, and `check` says so at once where they are not.
+received anything, each such run is prepared before it begins. A run that C++ code starts is not
+met. Its numbers are right in most programs, and `check_order` raises at once where they are not.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ identity, so that none is kept alive. hot: a WeakSet takes four calls more for e
 
 
 @final
-class _Thread(threading.local):
+class _ThreadRuns(threading.local):
     is_ordered = False
     """whether the innermost run of this thread was prepared, and no run inside it has failed"""
     has_leftovers = False
     """whether a failed run may have left tasks in the engine's queue of this thread"""
 
 
-_thread = _Thread()
+_thread = _ThreadRuns()
 
 
 _UNSEEN: list[Node] = []
-"""in the place of the inputs of a node that they have not been asked of"""
+"""stands for the inputs of a node that was not visited yet"""
 
 
 @final
 class _Wrapped:
-    """Whether torch's engine object is ours by now."""
+    """Whether torch's engine object is replaced by now."""
 
     done = False
 
 
 def receives(context: Context) -> None:
-    """A context receives for the first time: from now on runs are looked at."""
+    """A context receives for the first time: from now on runs are prepared."""
     _receiving.add(id(context))
     if not _Wrapped.done:
         _Wrapped.done = True
@@ -68,12 +68,12 @@ def receives(context: Context) -> None:
 
 
 def closed(context: Context) -> None:
-    """A context was closed: whatever meets its Recvs fails."""
+    """A context was closed: a run that meets its Recvs fails, so none needs to be prepared."""
     _receiving.discard(id(context))
 
 
 def _run(engine_run: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-    """What torch's engine does when Python asks it to run."""
+    """Prepare a run that Python code starts, then start it."""
     if not _receiving and not _thread.is_ordered:
         return engine_run(roots, *args, **kwargs)
     if _thread.has_leftovers and current_run() == -1:
@@ -161,14 +161,15 @@ def drain() -> None:
 
 
 def meets_crossing() -> None:
-    """A run that a program began meets its first crossing. If nobody saw it begin, nobody sees it
-    fail: its leftovers are looked for before the next one.
+    """A run that a program began meets its first crossing.
+
+    If it was not prepared, its failure is not seen either: the next run looks for its leftovers.
     """
     if not _thread.is_ordered:
         _thread.has_leftovers = True
 
 
-def check(context: Context, edge: EdgeId, shipped: set[EdgeId]) -> None:
+def check_order(context: Context, edge: EdgeId, edges_sent: set[EdgeId]) -> None:
     """A Send is about to wait: UsageError if a Recv of its run should have run before it.
 
     In a run whose nodes are in order there is none; only other runs are looked at.
@@ -179,7 +180,7 @@ def check(context: Context, edge: EdgeId, shipped: set[EdgeId]) -> None:
     if sent is None:
         return
     for received in tuple(context.received):
-        if received.edge in shipped or depth_of_recv(received.node) < sent.depth:
+        if received.edge in edges_sent or depth_of_recv(received.node) < sent.depth:
             continue
         if runs_through(received):
             raise UsageError(

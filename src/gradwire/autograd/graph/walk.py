@@ -26,13 +26,13 @@ are set when the Send is made, by a walk to the Recvs (`Walk`), and those of the
 roots of a run and the first Recvs when the run begins (ordering.py). It does not matter which
 threads made the nodes. And numbers do not change while the queue holds them, which
 std::priority_queue could not bear: a number is changed at most once, to one more than the depth, by
-whoever walks first; another walk finds it greater than the depth and leaves it. What failed runs
+the first walk; another walk finds it greater than the depth and leaves it. What failed runs
 leave in a queue is dropped.
 
 Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
 made by threads that entered the context or received what they used, see below. Where they are not,
 and a Send would wait before a Recv of the same depth or a greater one has run, it raises
-(`ordering.check`): by (1) that happens only if the order is wrong.
+(`ordering.check_order`): by (1) that happens only if the order is wrong.
 
 The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
 its worker sent before, as long as there is room: so the workers of a pipeline take its
@@ -64,7 +64,7 @@ from gradwire.torch_private import (
 
 
 class Landmarks(NamedTuple):
-    """What a walk has met that a run must know of beforehand."""
+    """The nodes met by a walk that a run must know before it begins."""
 
     accumulators: list[Node]
     checkpoints: list[Node]
@@ -85,7 +85,7 @@ ROOM = 1000
 
 FROM_HERE = Origin(NOTHING, 0)
 RecvOrigin = Callable[[Node], Origin]
-"""Where what a Recv has received came from."""
+"""What the tensors of a Recv depend on."""
 
 
 @final
@@ -168,19 +168,19 @@ def _together(origins: list[Origin]) -> Origin:
 
 
 @final
-class _Thread(threading.local):
+class _ThreadDepth(threading.local):
     above = 0
-    """the depth that what this thread makes stands above, as far as it has looked"""
+    """a depth above which this thread makes its nodes; it may have come further"""
 
 
-_thread = _Thread()
+_thread = _ThreadDepth()
 
 
 def lift_this_thread(depth: int) -> None:
-    """Let what this thread makes from now on stand above a depth.
+    """Make nodes until those of this thread get numbers above a depth.
 
-    Only making a node moves a thread's count, and tells it. A thread that stays with a context
-    makes one for each edge.
+    Only making a node moves or shows a thread's count. A thread that stays with a context makes
+    one for each edge.
     """
     if depth <= _thread.above:
         return

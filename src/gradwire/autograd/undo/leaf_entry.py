@@ -1,21 +1,21 @@
-"""One leaf in the books of one run: what was there before, and what came after.
+"""The entry of one leaf in an undo log: what was there before the run, and what came after.
 
 The methods `before` and `after` are the hooks around the node that adds to the leaf.
 
 Note [Leaves of a backward inside a run]: a Function may run a backward of its own inside a run of
-ours (a checkpoint, a reversible block) and read, right afterwards, the gradients of leaves that it
-has made for it. So what such a backward adds on its way to the map stays in `.grad` at first: it is
-*parked*. It is moved to the map when a run next opens the leaf, or when our run is over. By then a
-leaf that the Function made for itself is dead, and nothing is moved; which is why the entries of
-such a backward hold their leaves weakly.
+gradwire (a checkpoint, a reversible block) and read, right afterwards, the gradients of leaves that
+it made for that backward. So what such a backward adds on its way to the map stays in `.grad` at
+first: it is *parked*. It is moved to the map when a run next opens the leaf, or when the run around
+is over. By then a leaf that the Function made for itself is dead, and nothing is moved. So that it
+can die, the entries of such a backward hold their leaves weakly.
 
 Note [Passes that meet at a leaf]: when a pass fails, others may have added to the same leaf since.
 Then what was there before the pass is put back, and what the others added is added again, in the
-order in which they did: bit by bit what would be there if the failed pass had never been. A run
-that keeps books tells what it adds to the entries of all passes that are not over. A backward that
-keeps none (one that this worker began itself) is seen by hooks, which stay until the pass is over.
+order in which they did. The result is bit by bit what would be there without the failed pass. A run
+that has an undo log tells what it adds to the entries of all unfinished passes. A backward without
+one (a plain backward that this worker began) is seen by hooks, which stay until the pass is over.
 Where a sum cannot be made again (a hook has changed it, the program has used it up or written to
-it, it has a graph), the gradient stays as it is, and whoever began the failed pass is told.
+it, it has a graph), the gradient stays as it is, and the coordinator of the failed pass is told.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.autograd.undo.leaf import Leaf
-from gradwire.autograd.undo.replay import (
+from gradwire.autograd.undo.leaf import (
+    Addition,
     Gradient,
-    Part,
+    Leaf,
     copy_of,
     folded,
     is_total,
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from gradwire.autograd.undo.undo_log import UndoLog
 
 _GONE = torch.empty(0)
-"""in the place of a gradient that has died: no leaf has this one"""
+"""stands for a gradient that has died; no leaf has this one"""
 
 
 @final
-class Entry:
-    """See the top of this file.
+class LeafEntry:
+    """What one run did to one leaf.
 
     hot: one for each leaf of a pass
     """
@@ -84,12 +84,12 @@ class Entry:
         self.is_open = self.is_touched = self._is_guest = False
         self._node: Node | None = None
         self._new: Gradient | weakref.ref[torch.Tensor]
-        self._coming: dict[int, tuple[Begun, tuple[Part, ...]]] | None
+        self._coming: dict[int, tuple[Begun, tuple[Addition, ...]]] | None
 
     # -- hooks
 
     def watch(self, node: Node) -> None:
-        """Be told when this node adds to the leaf."""
+        """Hook into the node that adds to the leaf."""
         self._node = node  # its hooks live as long as it does
         self._handles: tuple[RemovableHandle, RemovableHandle] = (
             node.register_prehook(self.before),
@@ -97,18 +97,16 @@ class Entry:
         )
 
     def unwatch(self) -> None:
-        """Be told no more."""
+        """Remove the hooks."""
         if self._node is not None:
             self._node = None
             for handle in self._handles:
                 handle.remove()
 
     def before(self, gradients: Any) -> Any:  # noqa: ANN401
-        """The engine is about to add to this leaf; another gradient, if it should add that one.
+        """The engine is about to add to this leaf. Returns the gradient to add instead, or None.
 
-        Also without a gradient to add: post-accumulate hooks run then too, and look at `.grad`.
-        AccumulateGrad keeps the tensor it is given where nobody else has it. One that a node gave
-        to two leaves is copied for both, as in torch.distributed.autograd.
+        Called without a gradient too: post-accumulate hooks run then as well, and read `.grad`.
         """
         undo_log = self._undo_log
         gradient: Gradient = gradients[0]
@@ -123,27 +121,28 @@ class Entry:
             self._added = copy_of(gradient)
         if undo_log.into is None or self._old is not None or gradient is None:
             return None
+        # AccumulateGrad keeps the tensor itself if nothing else holds it. One that a node gave to
+        # two leaves is copied, as in torch.distributed.autograd. Compared by identity too, since
+        # the id of a tensor that died is used again.
         known = undo_log.given.get(id(gradient))
-        if known is not None and known() is gradient:  # the number of one that died is used again
+        if known is not None and known() is gradient:
             return (gradient.clone(),)
         undo_log.given[id(gradient)] = weakref.ref(gradient)
         return None
 
     def after(self, _inputs: object, _outputs: object) -> None:
-        """The engine has added to this leaf, and its hooks have run.
-
-        Nothing is to be done for a hook that raised.
-        """
+        """The engine has added to this leaf, and its hooks have run."""
+        # Not called if one of them raised: then `unwatch` of the undo log closes the entry.
         if current_run() == self._undo_log.run:
             if self.is_open:
                 self.close()
         elif self.is_touched:
             self._other_ends()
 
-    # -- the time in which the run adds to the leaf
+    # -- while the run adds to the leaf
 
     def open(self) -> None:
-        """Remember what the run finds, and put it where the run looks for it."""
+        """Remember the gradient before the run, and put it into `.grad`, where the run looks."""
         leaf, record, into = self.leaf, self._record, self._undo_log.into
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
@@ -166,7 +165,7 @@ class Entry:
         self._begun = old, self._old_version, self._value
 
     def reopen(self) -> None:
-        """The same once more: what was there before the run is known."""
+        """Open again, for callbacks: what was there before the run is already known."""
         leaf, record, into = self.leaf, self._record, self._undo_log.into
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
@@ -184,7 +183,7 @@ class Entry:
         self._begun = now, version_of(now), value
 
     def close(self) -> None:
-        """Remember what the run leaves, and put the leaf's own gradient back."""
+        """Remember the gradient after the run, and put the leaf's own `.grad` back."""
         leaf, record, into = self.leaf, self._record, self._undo_log.into
         self.is_open = False
         if self._is_guest:
@@ -207,7 +206,7 @@ class Entry:
     def _to_map(
         self, leaf: torch.Tensor, new: Gradient, into: dict[torch.Tensor, torch.Tensor]
     ) -> None:
-        if new is None:  # also if a hook has used it up
+        if new is None:  # a hook may have used it up
             into.pop(leaf, None)
         elif into.get(leaf) is not new:
             into[leaf] = new
@@ -217,9 +216,9 @@ class Entry:
     # -- a backward inside a run; see Note [Leaves of a backward inside a run]
 
     def _is_open_around(self) -> bool:
-        """Whether the run around has this leaf open, or parked: then it sees to the rest.
+        """Whether the run around has this leaf open or parked; then its entry covers this one.
 
-        The lock is held until the node is through all the same, lest another run opens the leaf.
+        If so the lock is held until `close`, so that no other run opens the leaf.
         """
         leaf, record, undo_log = self.leaf, self._record, self._undo_log
         assert leaf is not None, "it is loose"
@@ -234,7 +233,7 @@ class Entry:
         return False
 
     def loosen(self) -> None:
-        """The backward inside is over: hold the leaf, and what was left there, only weakly."""
+        """The backward inside is over: hold the leaf and its gradient only weakly."""
         assert self.leaf is not None, "it is loose already"
         self.unwatch()
         new, self._weak = self._last(), weakref.ref(self.leaf)
@@ -242,7 +241,7 @@ class Entry:
         self._set_new(new)
 
     def tighten(self) -> bool:
-        """The run around is over, too: hold the leaf again. False if it has died."""
+        """The run around is over too: hold the leaf again. False if it has died."""
         self.leaf = self._target()
         if self.leaf is None:
             self.keep()
@@ -254,7 +253,7 @@ class Entry:
         return True
 
     def settle(self) -> None:
-        """What is parked goes to the map."""
+        """Move what is parked to the map, unless another run has."""
         if self._record.parked is self:
             self._record.wait()
             if self._record.parked is self:
@@ -262,7 +261,7 @@ class Entry:
             self._record.lock.release()
 
     def move(self) -> None:
-        """What is parked goes to the map; with the lock held."""
+        """With the lock held: move what is parked to the map."""
         self._record.parked = None
         leaf, into = self._target(), self._undo_log.into
         if leaf is not None and into is not None:
@@ -278,7 +277,7 @@ class Entry:
         self._new = new if new is None or self.leaf is not None else weakref.ref(new)
 
     def _last(self) -> Gradient:
-        """What the run left, or what others made of it as far as we know."""
+        """The gradient that the run left, or that known additions made of it since."""
         if not isinstance(new := self._new, weakref.ref):
             return new
         found = new()
@@ -287,21 +286,21 @@ class Entry:
     # -- other passes; see Note [Passes that meet at a leaf]
 
     def _tell_others(self, new: Gradient) -> None:
-        parts = () if self._added is None else (Part(self._undo_log.run, self._added),)
+        added = () if self._added is None else (Addition(self._undo_log.run, self._added),)
         for other in tuple(self._record.unfinished):
             if other is not self and other._undo_log.into is self._undo_log.into:
-                other._hear(self._begun, parts, new)
+                other._hear(self._begun, added, new)
 
     def _other_begins(self, gradient: Gradient) -> None:
-        """A run that keeps no books is about to add to the leaf."""
-        if self._undo_log.into is None and self._undo_log.is_without_books():
+        """A run without an undo log is about to add to the leaf."""
+        if self._undo_log.into is None and self._undo_log.is_current_run_unlogged():
             leaf = self._target()
             assert leaf is not None, "its node holds it"
             now = leaf.grad
             self._coming = self._coming or {}
             self._coming[current_run()] = (
                 (now, version_of(now), copy_of(now)),
-                () if gradient is None else (Part(current_run(), gradient.detach().clone()),),
+                () if gradient is None else (Addition(current_run(), gradient.detach().clone()),),
             )
 
     def _other_ends(self) -> None:
@@ -316,36 +315,36 @@ class Entry:
         finally:
             self._record.lock.release()
 
-    def _hear(self, begun: Begun, parts: tuple[Part, ...], now: Gradient) -> None:
-        """Another run has added these to what it found."""
+    def _hear(self, begun: Begun, added: tuple[Addition, ...], now: Gradient) -> None:
+        """Another run has added this to what it found."""
         found, version, value = begun
-        if found is None and now is None:  # hooks have used it up at once
+        if found is None and now is None:  # a hook has used it up at once
             return
         with torch.no_grad():
             is_known = found is self._last() and version == self._version
-            if not is_known or not is_total(now, value, parts):
+            if not is_known or not is_total(now, value, added):
                 self._is_spoilt = True
                 return
             runs = {entry._undo_log.run for entry in tuple(self._record.unfinished)}
-            self._value, self._since = folded(self._value, (*self._since, *parts), runs)
+            self._value, self._since = folded(self._value, (*self._since, *added), runs)
             self._is_shared = True
         self._set_new(now)
 
     # -- the end of the pass
 
     def keep(self) -> None:
-        """The pass has ended well, or there is nothing to put back. Does not block."""
+        """The pass has ended well, or there is nothing to revert. Does not block."""
         self.unwatch()
         if self in self._record.unfinished:
             self._record.unfinished.remove(self)
 
     def put_back(self) -> bool:
-        """The pass has failed. False if what it has added cannot be taken out any more."""
+        """Revert the addition; False if that is no longer possible."""
         self.unwatch()
         try:
             self._record.wait()
         except BackwardTimeout:
-            self.keep()  # it is part of the sum now
+            self.keep()  # it stays part of the sum
             return False
         try:
             with torch.no_grad():
@@ -355,8 +354,8 @@ class Entry:
 
     def _put_back(self) -> bool:
         record, into, leaf = self._record, self._undo_log.into, self._target()
-        # Entries of passes that end well leave the list meanwhile, without the lock: the order is
-        # that of one moment, and what is taken out is this one, not what is in its place by then.
+        # Entries of passes that end well are removed meanwhile, without the lock. So the order is
+        # taken from a copy, and this entry is removed by identity, not by its place.
         place = (order := tuple(record.unfinished)).index(self)
         record.unfinished.remove(self)
         if leaf is None:
@@ -377,23 +376,23 @@ class Entry:
         return True
 
     def _restored(self) -> Gradient:
-        """What was there before, the same tensor."""
+        """What was there before the run, as the same tensor."""
         old = self._old
-        touched = version_of(old) != self._old_version  # also if a hook has replaced it since
+        touched = version_of(old) != self._old_version  # a hook may have replaced it since
         if old is not None and self._value is not None and touched:
             old.copy_(self._value)
         return old
 
     def _replayed(self, now: Gradient) -> Gradient:
-        """What was there before and what others have added, in the tensor that is there now."""
+        """What was there before the run plus what others added, in the tensor that is there now."""
         made = total(self._value, self._since)
         if now is None or made is None or now.layout is not torch.strided:
             return made
         return now.copy_(made)
 
-    def _forget(self, failed: Entry, left: Gradient, *, came_later: bool) -> None:
-        """What another pass has added was taken out, and this was left."""
-        if came_later:  # what it found is not what there would have been
+    def _forget(self, failed: LeafEntry, left: Gradient, *, came_later: bool) -> None:
+        """The addition of a failed pass was reverted, and `left` is there now."""
+        if came_later:  # what this run found included what the failed one had added
             self._is_shared, self._value = True, copy_of(failed._value)
             self._since = without(self._undo_log.run, failed._since)
         else:
@@ -401,6 +400,6 @@ class Entry:
         self._set_new(left)
 
 
-_NOTHING: tuple[Part, ...] = ()
+_NOTHING: tuple[Addition, ...] = ()
 Begun = tuple[Gradient, int, Gradient]
-"""What a run finds at a leaf: the tensor, its version and its value."""
+"""The gradient that a run finds at a leaf: the tensor, its version and its value."""

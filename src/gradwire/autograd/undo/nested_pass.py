@@ -1,11 +1,11 @@
-"""Passes that have ended well inside another backward: not over before that one is.
+"""Passes that have ended inside another backward: their outcome depends on that backward.
 
 A Function may run a backward of its own, and that may cross. Its pass ends while the backward
-around it goes on, which may still fail. What the pass has changed on other workers is then to be
-taken back as well. So those workers hear how it ended only when the backward around it has.
+around it goes on, which may still fail; then the changes of the pass on other workers must be
+reverted too. So those workers hear how the pass ended only when the backward around it has ended.
 
-That backward is either a run that keeps books, or one of torch's own. The first kind has a undo log
-that is kept or undone. Of the second we learn by a callback that is queued in it: the engine calls
+That backward is either a run with an undo log, or one of torch's own. In the first case the pass is
+kept or reverted with the undo log. In the second a callback is queued in the run: the engine calls
 it when the run has succeeded, and drops it when the run has failed.
 """
 
@@ -23,7 +23,7 @@ _WELL_REMEMBERED = 20_000
 
 @final
 class Nested:
-    """One such pass. Exactly one of the two is called, once."""
+    """A pass inside another backward. Exactly one of the two callbacks is called, once."""
 
     __slots__ = ("end_well", "give_up")
 
@@ -33,19 +33,19 @@ class Nested:
 
 @final
 class Outcomes:
-    """How the passes that began on this worker have ended, for those who did not hear it."""
+    """How the passes that began here have ended, for participants that did not hear it."""
 
     def __init__(self) -> None:
         self._well: dict[int, None] = {}
         self.undecided: dict[int, threading.Event] = {}
-        """of those that wait for the end of a backward around them"""
+        """of the passes that wait for the end of the backward around them"""
 
     def put_off(self, n: int) -> None:
         """The pass of this number ends as the backward around it does."""
         self.undecided[n] = threading.Event()
 
     def decide(self, n: int, *, well: bool) -> None:
-        """It has ended. Of the good ends so many are remembered."""
+        """The pass has ended. Only the latest passes that ended well are remembered."""
         if well:
             self._well[n] = None
             if len(self._well) > _WELL_REMEMBERED:
@@ -55,7 +55,7 @@ class Outcomes:
             undecided.set()
 
     def of(self, n: int, seconds: float) -> bool | None:
-        """Whether it has ended well; None if that is not decided within the time."""
+        """Whether the pass has ended well; None if that is not decided within the time."""
         undecided = self.undecided.get(n)
         if undecided is not None and not undecided.wait(seconds):
             return None
@@ -64,30 +64,30 @@ class Outcomes:
 
 @final
 class Inside:
-    """A backward of torch's own inside another one, while it runs: the passes that ended in it."""
+    """A backward of torch's own inside another one, and the passes that have ended in it."""
 
     def __init__(self) -> None:
         self.nested: list[Nested] = []
 
 
 @final
-class _Thread(threading.local):
+class _InsideStack(threading.local):
     def __init__(self) -> None:
         self.stack: list[Inside] = []
 
 
-_thread = _Thread()
+_thread = _InsideStack()
 
 
 def inside_now() -> Inside | None:
-    """The innermost of them in this thread."""
+    """The innermost backward of that kind in this thread."""
     stack = _thread.stack
     return stack[-1] if stack else None
 
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Around a backward inside another one: what ended in it is decided by the outer one."""
+    """Around a backward inside another one: the outer one decides the passes that end in it."""
     here = Inside()
     _thread.stack.append(here)
     try:
@@ -95,11 +95,11 @@ def inside() -> Iterator[None]:
     finally:
         _thread.stack.pop()
         for nested in here.nested:
-            when_run_ends(_Outcome(nested))
+            when_run_ends(_EndOfOuter(nested))
 
 
-class _Outcome:
-    """What the engine calls, or drops, at the end of the backward around a pass."""
+class _EndOfOuter:
+    """A callback that the engine calls, or drops, at the end of the backward around a pass."""
 
     __slots__ = ("_nested", "_was_called")
 

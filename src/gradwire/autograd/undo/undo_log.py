@@ -1,11 +1,11 @@
-"""Where the leaves of one run keep their gradients, and how to take them back.
+"""The undo log of one engine run: what it adds to leaves, and how to revert that.
 
-Torch's own AccumulateGrad nodes run, with every hook on them: leaf, post-accumulate and those that
-DDP puts there. Around each of them stand two hooks of ours, for the time of one run:
+Torch's own AccumulateGrad nodes run, with every hook on them: leaf hooks, post-accumulate hooks and
+those of DDP. For the time of one run gradwire puts two more hooks around each of them:
 
-    to .grad     before: remember what was there; if the pass fails, it is put back
+    to .grad     before: remember what was there, to put it back if the pass fails
     to the map   before: put what the context has so far in the place of `.grad`
-                 after: take the sum out again, and put `.grad` back
+                 after: move the sum to the map, and put `.grad` back
 
 So hooks see the gradient of the context where they look for it. So do the callbacks that run when
 the engine is through, in which DDP's reducer writes its averages: for their time all leaves of the
@@ -13,15 +13,15 @@ run are open again. A leaf is locked while it is open, as runs of several contex
 plain local backward or an optimizer does not take that lock: it must not use a leaf's `.grad` while
 another thread differentiates into a map.
 
-What happens to one leaf is in leaf_entry.py. A backward that a Function runs inside a run has a
-undo log of its own, whose entries become part of the outer one's (backward/inner_backward.py).
+The entry of one leaf is in leaf_entry.py. A backward that a Function runs inside a run has an undo
+log of its own, whose entries become part of the outer one (backward/engine_run.py).
 
-Note [A pass ends once]: several threads may learn that a pass has ended here. The one that ran it
-sees that it failed meanwhile, its root says so, and the connection to the root is lost. The first
-of them to take the token ends the books: it keeps all of it or puts all of it back, one leaf
-after the other in the opposite order. Others that put back wait until that is over, since they tell
-the root, or let its next pass begin. It is no lock: whoever puts back waits for other workers, and
-`keep` runs on a thread that reads a channel, so it never waits.
+Note [A pass ends once]: several threads may learn that a pass has ended here. The thread that ran
+it sees that it failed meanwhile, its coordinator says so, and the connection to the coordinator is
+lost. The first of them takes a token and ends the log: it keeps all changes, or reverts all of them
+in reverse order. Others that want to revert wait until that is over, since they then answer the
+coordinator, or let its next pass begin. The token is not a lock: a thread that reverts waits for
+other workers, and `keep` is called on a thread that reads a channel, so `keep` never waits.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ import torch
 
 from gradwire.agent.requests.promise import Promise
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.autograd.undo.leaf_entry import Entry
+from gradwire.autograd.undo.leaf_entry import LeafEntry
 from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.torch_private import NO_RUN, Node, current_run
 
 _log = logging.getLogger("gradwire")
 _UNDO_SECONDS = 60.0
-"""How long somebody else may take to put a pass back."""
+"""How long another thread may take to revert a pass."""
 _by_run: dict[int, UndoLog] = {}
-"""Of the runs that keep books now. Torch numbers runs over the whole process."""
+"""The undo logs of the current runs. Torch numbers runs over the whole process."""
 
 
-def ledger_of_run() -> UndoLog | None:
-    """The books of the current run, if it keeps any."""
+def undo_log_of_run() -> UndoLog | None:
+    """The undo log of the current run, if it has one."""
     return _by_run.get(current_run())
 
 
 @final
 class UndoLog:
-    """The gradients of one run. `into` is the context's map, or None for `.grad` itself.
+    """The changes of one run. `into` is the context's map, or None for `.grad` itself.
 
     `outer` is the undo log of the run around it, for a backward that a Function runs.
     """
@@ -67,58 +67,60 @@ class UndoLog:
         self._locks = locks
         self.into, self.outer = into, outer
         self.outermost: UndoLog = self if outer is None else outer.outermost
-        self.entries: list[Entry] = []
+        self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
         self.inner = 0
-        """how many of them are those of backwards inside the run"""
+        """how many of them belong to backwards inside the run"""
         self.nested: list[Nested] = []
         """the passes that have ended well in backwards inside the run"""
-        self.parked: list[Entry] = []
+        self.parked: list[LeafEntry] = []
         """See Note [Leaves of a backward inside a run], leaf_entry.py"""
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         """the gradients that were added to new leaves, by identity"""
         self.run = NO_RUN
         self._stuck = 0
-        """how many gradients could not be put back"""
+        """how many gradients could not be reverted"""
         self._token = [None]
-        """of who ends the books; see Note [A pass ends once]"""
+        """taken by the thread that ends the log; see Note [A pass ends once]"""
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
-        """The books of a backward inside this run."""
+        """The undo log of a backward inside this run."""
         return UndoLog(self._locks, self.into, self)
 
     def enter(self) -> None:
-        """The current run is the one."""
+        """The current run is the one to log."""
         self.run = current_run()
         _by_run[self.run] = self
 
-    def watch(self, accumulators: Iterable[Node]) -> list[Entry]:
-        """Keep the books of what these do in the run, until `unwatch`."""
+    def watch(self, accumulators: Iterable[Node]) -> list[LeafEntry]:
+        """Log what these nodes do in the run, until `unwatch`."""
         watched = []
         for node in accumulators:
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
-            entry = Entry(self, leaf, self._locks.of(leaf))
+            entry = LeafEntry(self, leaf, self._locks.of(leaf))
             entry.watch(node)
             watched.append(entry)
         return watched
 
-    def unwatch(self, watched: list[Entry]) -> None:
+    def unwatch(self, watched: list[LeafEntry]) -> None:
         """The run is over."""
         _by_run.pop(self.run, None)
         for entry in self.entries:
-            if entry.is_open:  # reopened, or a hook raised between the two of ours
+            if entry.is_open:  # it was reopened, or a hook raised between `before` and `after`
                 entry.close()
+        # Hooks on leaves that go to `.grad` stay until the pass is over: they see the additions of
+        # runs without an undo log. See Note [Passes that meet at a leaf], leaf_entry.py.
         stay = self.into is None and self.outer is None
         for entry in watched:
-            if entry.is_open:  # as a guest
+            if entry.is_open:  # as a guest, so it is not in `entries`
                 entry.close()
             if not (stay and entry.is_touched):
                 entry.unwatch()
         if self.outer is not None:
             self._join(self.outer)
         elif self.inner:
-            self._take_in()
+            self._merge_inner()
 
     def _join(self, outer: UndoLog) -> None:
         for entry in self.entries:
@@ -128,8 +130,8 @@ class UndoLog:
         outer.inner += len(self.entries)
         outer.nested += self.nested
 
-    def _take_in(self) -> None:
-        """The backwards inside are over with the run: what they have done is like its own."""
+    def _merge_inner(self) -> None:
+        """The run is over, and the backwards inside it: treat their entries like its own."""
         for entry in self.parked:
             entry.settle()
         self.parked.clear()
@@ -144,15 +146,13 @@ class UndoLog:
             outer = outer.outer
         return False
 
-    def is_without_books(self) -> bool:
-        """Whether the current run, which is not ours, tells nobody what it adds."""
+    def is_current_run_unlogged(self) -> bool:
+        """Whether the current run has no undo log, so that nothing tells what it adds."""
         return current_run() not in _by_run
 
     def reopen(self, others: Iterable[torch.Tensor]) -> None:
-        """The engine is through, its callbacks are not: they may write to these leaves too.
-
-        In one order for all runs, since here a run holds more than one lock.
-        """
+        """Open all leaves of the run, and `others`, for the callbacks at its end."""
+        # By ascending id, the same order in all runs: here a run holds more than one lock.
         touched = {id(entry.leaf): entry for entry in self.entries if entry.leaf is not None}
         leaves = {id(leaf): leaf for leaf in others if id(leaf) not in touched}
         for number in sorted([*touched, *leaves]):
@@ -160,23 +160,23 @@ class UndoLog:
                 touched[number].reopen()
             else:
                 leaf = leaves[number]
-                Entry(self, leaf, self._locks.of(leaf)).open()
+                LeafEntry(self, leaf, self._locks.of(leaf)).open()
 
     @property
     def has_changed(self) -> bool:
-        """Whether there is something to keep or to put back."""
+        """Whether there is something to keep or to revert."""
         return bool(self.entries or self.nested)
 
     def _is_first_to_end(self) -> bool:
-        """Take the token; False if somebody has. One step for the interpreter."""
+        """Take the token; False if another thread has it."""
         try:
-            self._token.pop()
+            self._token.pop()  # one step for the interpreter: only one thread succeeds
         except IndexError:
             return False
         return True
 
     def keep(self, submit: Callable[[Callable[[], None]], object] | None = None) -> None:
-        """The pass has ended well. What would send is submitted, where sending is not allowed."""
+        """The pass has ended well. `submit` runs what sends, if this thread must not send."""
         if not self._is_first_to_end():
             return
         try:
@@ -191,7 +191,7 @@ class UndoLog:
             self._over.settle(None)
 
     def drop(self) -> None:
-        """This worker leaves: nobody will say how the pass ended."""
+        """This worker shuts down: nobody will say how the pass ended. Changes stay."""
         if self._is_first_to_end():
             self._drop_entries()
             self._over.settle(None)
@@ -202,9 +202,9 @@ class UndoLog:
         self.entries.clear()
 
     def undo(self, seconds: float = _UNDO_SECONDS) -> bool:
-        """The pass has failed: put back what was there before. False if that is not over yet.
+        """The pass has failed: revert its changes.
 
-        Somebody else may be at it, who is given so many seconds.
+        If another thread does that already, wait for it; False if it takes longer than `seconds`.
         """
         if not self._is_first_to_end():
             try:
@@ -213,16 +213,16 @@ class UndoLog:
                 return False
             return True
         try:
-            self._put_back()
+            self._revert()
         finally:
             self._over.settle(None)
         return True
 
-    def _put_back(self) -> None:
+    def _revert(self) -> None:
         while self.nested:
             try:
                 self._stuck += not self.nested.pop().give_up()
-            except Exception:  # the rest is put back all the same
+            except Exception:  # the rest is reverted all the same
                 self._stuck += 1
                 _log.exception("a pass inside a failed one could not be taken back")
         while self.entries:
@@ -231,8 +231,8 @@ class UndoLog:
                 _log.error("a gradient of a failed pass stays: it was used or changed since")
 
     def what_stays(self, me: str) -> str:
-        """After `undo`: what could not be put back, if anything."""
-        stuck = self._stuck + len(self.entries)  # which an interrupt has left there
+        """After `undo`: a sentence about the gradients that could not be reverted, or ''."""
+        stuck = self._stuck + len(self.entries)  # an interrupt may have left some
         if not stuck:
             return ""
         count = "a gradient stays" if stuck == 1 else f"{stuck} gradients stay"

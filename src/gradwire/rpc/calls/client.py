@@ -19,10 +19,9 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Cut, extent_of
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
-from gradwire.autograd.call_profiling import call_span, fetch_span
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
-from gradwire.autograd.profiling import NOTHING
+from gradwire.autograd.profiling import NOTHING, call_span, fetch_span
 from gradwire.autograd.scope import current_context
 from gradwire.errors import BadMessage
 from gradwire.ids import ContextId, WorkerId

@@ -21,9 +21,9 @@ from gradwire.agent.remote_errors import noted
 from gradwire.agent.requests.timer import Cut
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import under
-from gradwire.autograd.api import check_root
-from gradwire.autograd.call_profiling import function_span
+from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.profiling import function_span
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.behavior import Behavior
@@ -321,11 +321,11 @@ class Serving:
         deadline = self._engine.deadline_for_peer(message.seconds)
         hold = RefHandle(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
-        root = check_root(checked_tensor(self._refs.value_here(hold, deadline)))
+        root = check_scalar_root(checked_tensor(self._refs.value_here(hold, deadline)))
         with self._inside(message.context, deadline, source), under(message.anomaly):
             context = self._engine.contexts.find(message.context)
             self._engine.works_in(context.id, source)
-            self._engine.root.backward(context, [root], retain_graph=message.retain_graph)
+            self._engine.coordinator.backward(context, [root], retain_graph=message.retain_graph)
         self._agent.answer(source, Done(), deadline=deadline)
 
 

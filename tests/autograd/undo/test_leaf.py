@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire.autograd.backward.engine_run import accumulate
 from gradwire.autograd.graph.walk import Landmarks
-from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.autograd.undo.replay import Part, folded, is_total, total, without
+from gradwire.autograd.undo.leaf import Addition, LeafLocks, folded, is_total, total, without
 from gradwire.autograd.undo.undo_log import UndoLog, _by_run
 
 VALUES = [0.1, 3e7, 0.7, 1e-3, 5e6, 0.2, 0.3, 1e8]
@@ -75,7 +74,7 @@ def test_what_is_left_is_what_the_others_have_added_in_their_order(into_map, act
 
 
 def part(run, value):
-    return Part(run, torch.tensor(value))
+    return Addition(run, torch.tensor(value))
 
 
 def test_parts_that_stay_are_made_one_as_far_as_none_before_them_may_go():
@@ -97,8 +96,8 @@ def test_what_others_than_one_run_have_added():
 def test_a_sum_is_told_from_what_a_hook_has_made_of_it():
     nan = torch.tensor([float("nan"), 1.0])
 
-    assert is_total(nan + 1, nan, (Part(1, torch.ones(2)),))
-    assert not is_total(nan, nan, (Part(1, torch.ones(2)),))
+    assert is_total(nan + 1, nan, (Addition(1, torch.ones(2)),))
+    assert not is_total(nan, nan, (Addition(1, torch.ones(2)),))
     assert not is_total(None, nan, ())
     assert is_total(None, None, ())
     assert not is_total(torch.ones(2, requires_grad=True), torch.ones(2), ())
