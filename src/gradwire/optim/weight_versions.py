@@ -258,7 +258,7 @@ class WeightVersions:
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
-        """Wait as in Note [Between saving and computing]; returns those held without the hooks."""
+        """See Note [Between saving and computing]. Returns those held without the hooks."""
         kept = parameters
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             self._forget_finished_spots()
