@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused(workers):
     _, optimizer = _made()
     _, other = _made(("w1",))
 
-    with pytest.raises(UsageError, match="no checkpoint: it has no values of parameters"):
+    with pytest.raises(UsageError, match="not a checkpoint: it has no values of parameters"):
         optimizer.restore(optimizer.state_dict())
     with pytest.raises(ValueError, match="the checkpoint has 1 parameters, this optimizer 3"):
         optimizer.restore(other.checkpoint())

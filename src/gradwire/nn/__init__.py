@@ -1,5 +1,5 @@
-"""Modules that live on another worker.
+"""RemoteModule: a module that lives on another worker.
 
-remote_module.py is the module's stand-in here; remote_functions.py runs on its owner.
+remote_module.py is the proxy on the caller; remote_functions.py runs on the module's worker.
 Read remote_module.py first.
 """

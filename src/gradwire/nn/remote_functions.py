@@ -1,7 +1,7 @@
-"""What a RemoteModule asks of the worker its module lives on: functions that run there.
+"""The functions that a RemoteModule calls on the worker where its module lives.
 
-Each takes a reference to the module. They are exposed by themselves: whoever holds a reference to a
-module may use its methods anyway, as torch's are on the list of what peers may call.
+Each takes a reference to the module. They are exposed to all peers: a peer that holds a reference
+to a module may call its methods anyway, because torch's own are on the allowlist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Named = list[tuple[str, RRef[Any]]]
 def create(
     make: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
-    """Make a module and put it on its device."""
+    """Make a module and move it to its device."""
     module = make(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -47,8 +47,8 @@ def create(
 
 @expose
 def forward(module: Module, device: str, /, *args: object, **kwargs: object) -> object:
-    """Run the module on arguments that are first brought to its device."""
-    run = module_of(module)  # first: it may not have come to its device
+    """Move the arguments to the module's device and run it on them."""
+    run = module_of(module)  # first, as moving it to its device may have failed
     args, kwargs = moved((args, kwargs), device)
     return _at_rest(run(*args, **kwargs), device)
 
@@ -61,7 +61,7 @@ def train(module: Module, mode: bool) -> None:
 
 @expose
 def require_grad(module: Module, requires_grad: bool) -> None:
-    """Say whether its parameters get gradients."""
+    """Set `requires_grad` of its parameters."""
     module_of(module).requires_grad_(requires_grad)
 
 
@@ -106,7 +106,7 @@ def state_dict(module: Module, device: str, prefix: str, keep_vars: bool) -> Sta
 def load_state_dict(
     module: Module, device: str, state: Mapping[str, Any], strict: bool, assign: bool
 ) -> tuple[list[str], list[str]]:
-    """Take over a state; the keys that were missing and those that were not expected."""
+    """Load a state; returns the missing and the unexpected keys."""
     if assign:
         for key, value in state.items():
             state[key] = moved(value, device)  # type: ignore[index]
@@ -115,7 +115,7 @@ def load_state_dict(
 
 
 def module_of(module: Module) -> nn.Module:
-    """The module that a peer's reference stands for."""
+    """The module that a reference stands for."""
     if isinstance(module, BorrowedRef):
         home = home_door.find()
         value = home.refs.value_here(module.handle, home.deadline(DEFAULT))
@@ -130,9 +130,9 @@ _WITHOUT_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
 def moved(value: Any, device: str) -> Any:  # noqa: ANN401
-    """The value, with every tensor in it and its containers on that device.
+    """The value, with every tensor in it moved to that device.
 
-    hot: torch's walk over what it is takes as long as a message
+    hot: torch's tree_map takes as long as a message
     """
     kind = type(value)
     if kind is torch.Tensor:
@@ -147,7 +147,7 @@ def moved(value: Any, device: str) -> Any:  # noqa: ANN401
 
 
 def _at_rest(value: object, device: str) -> object:
-    """What goes back to the caller, which may not have this device."""
+    """The result for the caller, on the CPU: the caller may not have this device."""
     if device == "cpu" or torch.device(device).type in ("cpu", "meta"):
         return value
     return moved(value, "cpu")

@@ -1,7 +1,6 @@
-"""RemoteModule: a module that lives on another worker and is used like one of this worker's.
+"""RemoteModule: a module that lives on another worker and is used like a local one.
 
-What it does there is in remote_functions.py. A class above this one that wants another behaviour
-replaces the methods of "what may differ".
+The functions that it calls there are in remote_functions.py.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ def _refused(method: str, hint: str) -> Any:  # noqa: ANN401
     def refuse(self: RemoteModule, *_: object, **__: object) -> NoReturn:
         self._refuse(method, hint)
 
-    refuse.__name__, refuse.__doc__ = method, "Refused: it is not for a module elsewhere."
+    refuse.__name__, refuse.__doc__ = (
+        method,
+        "Refused: not possible for a module on another worker.",
+    )
     return refuse
 
 
@@ -43,10 +45,11 @@ class RemoteModule(nn.Module):
     """`RemoteModule("w1/cuda:0", nn.Linear, (8, 4))`: a Linear on w1, used from here.
 
     Calling it runs its forward there, as part of the graph inside `context()`. `train`, `eval`,
-    `requires_grad_`, `zero_grad`, `state_dict` and `load_state_dict` act on the module there, also
-    as part of a module here that holds this one. Its parameters stay there: `remote_parameters()`
-    and `parameters()` are references to them. It travels in calls, and stands for the same module
-    wherever it arrives. What its class raises, the first use of it raises.
+    `requires_grad_`, `zero_grad`, `state_dict` and `load_state_dict` act on the module there, even
+    when they are called on a local module that contains this one. Its parameters stay there:
+    `remote_parameters()` and `parameters()` return references to them. It may be sent in calls, and
+    stands for the same module on every worker. An error in the module's constructor is raised by
+    the first use of it.
     """
 
     on: str
@@ -54,7 +57,7 @@ class RemoteModule(nn.Module):
     device: str
     module_rref: RRef[nn.Module]
     _class_name = "RemoteModule"
-    """of the module there, for errors and warnings, if it was made through this object"""
+    """of the module there, for errors and warnings, if this object made it"""
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
-        """One for a module that exists: where it is, and a reference to it."""
+        """A RemoteModule for a module that exists, from its place and a reference to it."""
         place = parse_remote_device(remote_device)
         worker = get_worker_info(place.worker).name
         _check_place(worker, module_rref)
@@ -82,9 +85,9 @@ class RemoteModule(nn.Module):
     # -- run it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run the module's forward on its worker and return what it returned.
+        """Run the module's forward on its worker and return the result.
 
-        Tensors are brought to its device, and come back to the CPU.
+        Tensors are moved to its device, and come back on the CPU.
         """
         return self._ask(remote_functions.forward, self.device, *args, **kwargs)
 
@@ -115,7 +118,7 @@ class RemoteModule(nn.Module):
         return [rref for _, rref in named]
 
     def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
-        """The same, one by one."""
+        """The same as an iterator."""
         return iter(self.remote_parameters(recurse))
 
     def named_parameters(  # type: ignore[override]
@@ -143,7 +146,7 @@ class RemoteModule(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Say whether its parameters there get gradients."""
+        """Set `requires_grad` of its parameters there."""
         self._ask(remote_functions.require_grad, requires_grad)
         return self
 
@@ -196,7 +199,7 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Our part of the state of a module that holds this one."""
+        """Load this module's part of the state of a module that contains it."""
         metadata = dict(local_metadata)
         assign = bool(metadata.pop("assign_to_params_buffers", False))
         mine = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
@@ -209,7 +212,7 @@ class RemoteModule(nn.Module):
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected]
 
-    # -- what it is not
+    # -- not supported
 
     to = _refused("to", _PLACED)
     to_empty = _refused("to_empty", _PLACED)
@@ -231,7 +234,7 @@ class RemoteModule(nn.Module):
     named_children = _refused("named_children", _MADE_THERE)
 
     def _apply(self, _fn: Callable[..., Any], _recurse: bool = True) -> Self:
-        """A module that holds this one is moved; this one is not."""
+        """Do nothing when a module that contains this one is moved."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
@@ -248,7 +251,7 @@ class RemoteModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Where it is."""
+        """The worker and the device."""
         return f"on={self.on!r}, device={self.device!r}"
 
     # -- travelling
@@ -277,7 +280,7 @@ class RemoteModule(nn.Module):
         )
 
     def _refuse(self, method: str, hint: str) -> NoReturn:
-        """What raises the error of a method that is not for a module elsewhere."""
+        """Raise the error of a method that is not supported; a subclass may raise another."""
         raise UsageError(
             f"{method} is not for a RemoteModule: the module itself is on {self.on}/{self.device}",
             hint=hint,
@@ -285,7 +288,7 @@ class RemoteModule(nn.Module):
 
 
 def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
-    """Whether this is a reference to a module on that worker."""
+    """Check that this is a reference to a value on that worker."""
     if not isinstance(module_rref, RRef):
         raise UsageError(f"a {type(module_rref).__name__} is no reference to a module")
     if module_rref.owner_name() != worker:
@@ -297,7 +300,7 @@ def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
 
 
 def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.State:
-    """A state that travels without a graph."""
+    """A copy of a state dict, with its tensors detached from their graphs."""
     plain: remote_functions.State = OrderedDict(
         (key, value.detach() if isinstance(value, torch.Tensor) else value)
         for key, value in state.items()
@@ -308,14 +311,14 @@ def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.St
 
 
 class RemoteDevice(NamedTuple):
-    """A worker, by its name or number, and a device of it."""
+    """A worker, by its name or number, and one of its devices."""
 
     worker: str | int
     device: str
 
 
 def parse_remote_device(text: str) -> RemoteDevice:
-    """The place that a string names. Whether there is such a worker is for the caller to find."""
+    """Parse "worker/device". Does not check whether there is such a worker."""
     if not isinstance(text, str):
         raise UsageError(f"a {type(text).__name__} names no place for a module", hint=_HINT)
     worker, slash, device = text.partition("/")

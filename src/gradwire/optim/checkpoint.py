@@ -1,4 +1,7 @@
-"""What training goes on from, on any workers: values of parameters and state of their optimizer."""
+"""Saves and loads the values of parameters and the state of their optimizer, over all workers.
+
+The state has two forms: gathered, which is torch's own, and by owner.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ Groups = list[dict[str, Any]]
 
 @expose
 def values_of(refs: list[Ref]) -> list[torch.Tensor]:
-    """Copies of parameters of this worker."""
+    """Copies of the values of parameters of this worker."""
     return [ref.local_value().detach().clone() for ref in refs]
 
 
 @expose
 def set_values(refs: list[Ref], values: list[torch.Tensor]) -> None:
-    """Write to parameters of this worker."""
+    """Set the values of parameters of this worker."""
     with torch.no_grad():
         for ref, value in zip(refs, values, strict=True):
             ref.local_value().copy_(value)
 
 
 def fetch_values(refs: Sequence[Ref]) -> list[torch.Tensor]:
-    """The values of all of them, in order; their owners are asked at the same time."""
+    """The values of all parameters, in order; asks all owners at once."""
     with torch.no_grad():
         asked = [
             (places, rpc_async(owner, values_of, args=([refs[n] for n in places],)))
@@ -50,12 +53,12 @@ def fetch_values(refs: Sequence[Ref]) -> list[torch.Tensor]:
 
 
 def write_values(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
-    """Give all of them the values that a checkpoint holds."""
+    """Give all parameters the values in a checkpoint."""
     values = saved.get(PARAMETERS)
     if values is None:
         raise UsageError(
-            "this is no checkpoint: it has no values of parameters",
-            hint="checkpoint() makes one; what state_dict() gives is for load_state_dict()",
+            "this is not a checkpoint: it has no values of parameters",
+            hint="checkpoint() makes one; load what state_dict() returns with load_state_dict()",
         )
     if len(values) != len(refs):
         raise ValueError(f"the checkpoint has {len(values)} parameters, this optimizer {len(refs)}")
@@ -69,7 +72,7 @@ def write_values(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
 
 
 def numbered_groups(groups: Groups) -> Groups:
-    """The groups with numbers in the place of parameters: their order over all workers."""
+    """The groups with each parameter replaced by its number over all workers."""
     packed, n = [], 0
     for group in groups:
         count = len(group["params"])
@@ -79,7 +82,7 @@ def numbered_groups(groups: Groups) -> Groups:
 
 
 def gathered(parts: Iterable[State], groups: Groups) -> dict[str, Any]:
-    """One state of all."""
+    """A state dict with the state of all owners together."""
     state: State = {}
     for part in parts:
         state |= part
@@ -87,12 +90,12 @@ def gathered(parts: Iterable[State], groups: Groups) -> dict[str, Any]:
 
 
 def sharded(parts: Mapping[str, State], groups: Groups) -> dict[str, Any]:
-    """The state of each owner by itself."""
+    """A state dict with the state of each owner apart."""
     return {"shards": dict(parts), "param_groups": groups}
 
 
 def split_state_dict(saved: dict[str, Any], groups: Groups) -> tuple[State, Groups]:
-    """The state by number, and the options of each group, of a state that fits these groups."""
+    """The state by number and the options of each group in a state dict; checks that it fits."""
     theirs = saved["param_groups"]
     if len(theirs) != len(groups):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Clips gradients by their norm over all workers, as one process would.
+"""clip_grad_norm_: clips gradients by their norm over all workers.
 
-Each owner says the norms of its gradients; the caller takes the norm of these in the order of the
-parameters, once, and tells all of them by how much to scale, if at all. So the result is the same
-bit for bit, wherever the parameters are.
+Each owner returns the norms of its gradients. The caller takes the norm of these, in the order of
+the parameters, and sends all owners the factor to scale by, if any. So the result is the same bit
+for bit as in one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def norms_here(
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
-    """Scale the gradients of these in place."""
+    """Scale the gradients of these parameters in place."""
     parameters = [parameter_of(ref) for ref in refs]
     scale(optimizer_host().gradients(context, parameters), coefficient)
 
@@ -46,7 +46,7 @@ def clip_grad_norm_(
     *,
     context_id: ContextId | None = None,
 ) -> torch.Tensor:
-    """Clip the gradients of parameters on any workers; their total norm before that.
+    """Clip the gradients of parameters on any workers; returns their total norm before that.
 
     Like `torch.nn.utils.clip_grad_norm_`, and equal to it bit for bit. `parameters` are references.
     With a `context_id` it clips the gradients of `backward(context_id, …)`, else those in `.grad`.
@@ -81,12 +81,12 @@ def norm_and_scale(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The norm of all, and by how much to scale; None if nothing would change by it."""
+    """The total norm, and the factor to scale by; None if that is 1."""
     total = _total([norm for norm in norms if norm is not None], norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise UsageError(
             f"the total norm of order {norm_type} of the gradients is non-finite: {total}",
-            hint="error_if_nonfinite=False scales them by it all the same",
+            hint="error_if_nonfinite=False scales them by it anyway",
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     return total, None if coefficient == 1.0 else coefficient
@@ -102,7 +102,7 @@ def _total(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def by_owner(refs: Iterable[Ref]) -> dict[WorkerId, list[int]]:
-    """The places of each owner's references, the owners in the order of their numbers."""
+    """The indices of each owner's references, in the order of the owners' ids."""
     shares: dict[WorkerId, list[int]] = {}
     for n, ref in enumerate(refs):
         shares.setdefault(ref.owner().id, []).append(n)
@@ -110,7 +110,7 @@ def by_owner(refs: Iterable[Ref]) -> dict[WorkerId, list[int]]:
 
 
 def check_references(refs: Iterable[object]) -> None:
-    """All of them are references."""
+    """Check that all of them are references."""
     for n, ref in enumerate(refs):
         if not isinstance(ref, RRef):
             raise UsageError(

@@ -1,7 +1,4 @@
-"""What one worker keeps for all optimizers that step parameters of its own.
-
-Whose lock it is, where the parameters' values are, and which workers were lost meanwhile.
-"""
+"""OptimizerHost: what all optimizers share that step parameters of one worker."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from gradwire.rpc.worker import Worker
 
 @final
 class OptimizerHost:
-    """See the top of this file."""
+    """The locks and weight versions of a worker's parameters, and the workers that were lost."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -39,22 +36,22 @@ class OptimizerHost:
     def gradients(
         self, context: ContextId | None, parameters: Iterable[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The gradient of each, in a context or in `.grad`."""
+        """The gradient of each, in a context or in `.grad`; None for those without one."""
         if context is None:
             return [parameter.grad for parameter in parameters]
         try:
             find = self.worker.engine.contexts.find(context).gradients.get
         except ContextClosed:
             raise
-        except UsageError:  # whoever asks knows it; it has never come here
+        except UsageError:  # the context is open, but no call of it came to this worker
             return [None for _ in parameters]
         return [find(parameter) for parameter in parameters]
 
     def next_step(self) -> StepId:
-        """A number for a step that this worker asks for."""
+        """A new number for a step that this worker asks for."""
         return StepId(self.worker.directory.me.id, next(self._steps))
 
 
 def optimizer_host() -> OptimizerHost:
-    """That of the worker whose code this is."""
+    """The host of the current worker."""
     return cast(Worker, home_door.find()).part(OptimizerHost)

@@ -1,7 +1,7 @@
-"""What the maker of an optimizer says to its shards, step after step.
+"""The messages of a step, from the maker of an optimizer to its shards.
 
-A step is asked for often and says little, so it is no call: no function is looked up, nothing is
-packed, no reference is counted.
+A step is frequent and small, so it is not a call: no function is looked up, no value is encoded, no
+reference is counted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PlainOptions = dict[int, dict[str, Scalar | tuple[Scalar, ...]]]
 
 
 class Prepare(Message, frozen=True, tag=0x60):
-    """Compute a step aside. Answered by Agreed: False if others step and we are not to `wait`.
+    """Compute a step. Answered by Agreed: False if another step has the lock, unless we `wait`.
 
-    If the shard is `alone` there is nobody to agree with, and the step is put in place at once.
-    Without `options` it has those that came before, in a call: there are some that are not plain.
+    If the shard is `alone`, no other worker takes part, and the step is committed at once. Options
+    that are not plain data were sent by a call before, and `options` is None.
     """
 
     shard: RefId
@@ -32,7 +32,7 @@ class Prepare(Message, frozen=True, tag=0x60):
 
 
 class Commit(Message, frozen=True, tag=0x61):
-    """Put in place what was prepared. Answered by Agreed: False if it was given up before."""
+    """Put the prepared step in place. Answered by Agreed: False if it was given up before."""
 
     shard: RefId
     step: StepId
@@ -40,7 +40,7 @@ class Commit(Message, frozen=True, tag=0x61):
 
 
 class Abort(Message, frozen=True, tag=0x62):
-    """Drop what was prepared, if anything was. Answered by Agreed."""
+    """Drop the prepared step, if there is one. Answered by Agreed."""
 
     shard: RefId
     step: StepId
@@ -48,7 +48,7 @@ class Abort(Message, frozen=True, tag=0x62):
 
 
 class Agreed(Message, frozen=True, tag=0x63):
-    """Whether a shard has done what it was asked."""
+    """Whether the shard has done it."""
 
     done: bool
 
@@ -59,9 +59,9 @@ _INTEGERS = range(-(1 << 63), 1 << 64)
 
 
 def maybe_plain(options: dict[int, dict[str, object]]) -> PlainOptions | None:
-    """The same options, if all of them are data that a message holds as it is.
+    """The options themselves, if all of them are plain data that a message can hold.
 
-    hot: asked before each step
+    hot: every step
     """
     for group in options.values():
         for key, value in group.items():

@@ -1,17 +1,18 @@
 """DistributedOptimizer: a torch optimizer over parameters that live on many workers.
 
-One shard on each owner does the arithmetic (shard.py); here is what they share: which parameter is
-where, the parameter groups, and the agreement that all of them step or none.
+A shard on each owner of parameters does the arithmetic (shard.py). This file knows which parameter
+is where and the parameter groups. All shards step or none, by a two-phase commit:
 
-    prepare   all owners at once: compute the step aside
-    commit    one message to each, once all are prepared; abort, if one is not
+    prepare   all owners at once compute the step, without changing the parameters
+    commit    one message to each, once all are prepared; abort, if one has failed
 
-Where all parameters are on one worker there is nothing to agree on: it does both at once.
+If all parameters are on one worker, that one does both at once.
 
-Note [Locks on many workers]: a prepared step holds its parameters on each owner until it is ended.
-Two steps over the same owners could each hold what the other waits for. So the owners are first
-asked all at once, and none waits. If one is busy, all are let go, and then asked again one by one
-in the order of their numbers, and those wait. Whoever waits holds only what comes before.
+Note [Locks on many workers]: a prepared step locks its parameters on each owner until it ends. Two
+steps over the same owners could each hold a lock that the other waits for. So first all owners are
+asked at once, and none waits. If one of them is busy, the step is aborted everywhere, and then the
+owners are asked again one by one, in the order of their ids, and wait. A step that waits then holds
+locks only on owners with lower ids, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         owners = sorted({ref.owner().id for ref in self._refs()})
         self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
         self._two_phase = TwoPhaseCommit(self._here, self._shards)
-        self._learn(self._ask_all("options").values())
+        self._add_defaults(self._ask_all("options").values())
         self.defaults = self._ask_one("defaults")
         self.state = cast(Any, _State(self._shards, self._two_phase, self.param_groups))
         self._is_made = True
@@ -112,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._two_phase.step(context_id, self._options(), timeout)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what is in `.grad`, on all workers. The gradients of a context end with it."""
+        """Clear `.grad` on all workers. The gradients of a context end with the context."""
         self._ask_all("zero_grad", set_to_none)
 
     def clip_grad_norm_(
@@ -136,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more group of references; new owners are taken on."""
+        """Add a group of references; it may have new owners."""
         group = dict(param_group)
         refs = group["params"] = _as_list(group["params"])
         check_references(refs)
@@ -145,13 +146,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(group)
         if self._is_made:
             try:
-                self._learn(self._extend(group).values())
+                self._add_defaults(self._extend(group).values())
             except BaseException:
                 self.param_groups.pop()
                 raise
 
     def _extend(self, group: dict[str, Any]) -> dict[WorkerId, dict[int, Options]]:
-        """Tell the owners of the last group; what each of them makes of it."""
+        """Add the last group on its owners; returns the options that each of them has then."""
         number = len(self.param_groups) - 1
         owners = by_owner(group["params"])
         old = [owner for owner in owners if owner in self._shards]
@@ -179,14 +180,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _share(
         self, owner: WorkerId, group: dict[str, Any], number: int
     ) -> tuple[int, tuple[int, ...], list[Ref], Options]:
-        """One owner's part of a group, with the numbers its parameters have among all."""
+        """One owner's part of a group, with the numbers of its parameters over all groups."""
         before = sum(len(each["params"]) for each in self.param_groups[:number])
         places = by_owner(group["params"]).get(owner, [])
         indices = tuple(before + n for n in places)
         return number, indices, [group["params"][n] for n in places], _without_params(group)
 
-    def _learn(self, answers: Iterable[dict[int, Options]]) -> None:
-        """Complete the groups by what the class has added to them on their owners."""
+    def _add_defaults(self, answers: Iterable[dict[int, Options]]) -> None:
+        """Add to the groups the default options that the class has set on the owners."""
         for options in answers:
             for number, learned in options.items():
                 for key, value in learned.items():
@@ -201,9 +202,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- state
 
     def state_dict(self, *, sharded_by_owner: bool = False) -> StateDict:
-        """What to save, in the form of torch's own: parameters by their number over all workers.
+        """The state to save, in torch's form: parameters by their number over all workers.
 
-        With `sharded_by_owner` the state stays apart, by the name of its owner.
+        With `sharded_by_owner` the state of each owner stays apart, under the owner's name.
         """
         parts = self._ask_all("state")
         groups = numbered_groups(self.param_groups)
@@ -213,12 +214,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return gathered(parts.values(), groups)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Go on from a saved state of either form, also if parameters have moved since."""
+        """Load a saved state of either form, even if parameters are on other workers now."""
         state, options = split_state_dict(state_dict, self.param_groups)
         for group, saved in zip(self.param_groups, options, strict=True):
             refs = group["params"]
             group.clear()
-            group.update({**self.defaults, **saved}, params=refs)  # one saved long ago lacks some
+            group.update({**self.defaults, **saved}, params=refs)  # an old one may lack some
         by_number = self._options()
 
         def share(owner: WorkerId) -> tuple[State, dict[int, Options]]:
@@ -228,13 +229,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _checked(self._two_phase.ask("load", share))
 
     def checkpoint(self) -> StateDict:
-        """All that training goes on from: the values of the parameters, and `state_dict()`."""
+        """All that is needed to resume: the values of the parameters, and `state_dict()`."""
         return {PARAMETERS: fetch_values(self._refs()), **self.state_dict()}
 
     def restore(self, checkpoint: StateDict) -> None:
-        """Bring back what `checkpoint()` saved, also to parameters that were made anew elsewhere.
+        """Load what `checkpoint()` saved, even into new parameters on other workers.
 
-        Not all or nothing: if a worker is lost meanwhile, restore once more.
+        Not all or nothing: if a worker is lost during it, restore again.
         """
         write_values(self._refs(), checkpoint)
         self.load_state_dict(checkpoint)
@@ -249,7 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 class _State(Mapping[Ref, dict[str, Any]]):
-    """The state of each parameter, by its reference; fetched when it is asked for."""
+    """The state of each parameter, by its reference; each lookup asks its owner."""
 
     def __init__(
         self,
@@ -300,7 +301,7 @@ def _without_params(group: dict[str, Any]) -> Options:
 
 
 def _checked(answers: dict[WorkerId, Any]) -> dict[WorkerId, Any]:
-    """The answers, if none is an error; else the first one is raised."""
+    """The answers; raises the first one that is an exception."""
     for answer in answers.values():
         if isinstance(answer, Exception):
             raise answer

@@ -1,8 +1,8 @@
-"""Whose lock it is to step which parameters: from prepare until commit or abort.
+"""ParameterLocks: which step may change which parameters, from prepare until commit or abort.
 
-A lock is taken for all parameters of a step at once, or not at all, so two steps on one worker
-never wait for each other; over several workers see Note [Locks on many workers], optimizer.py. A
-lock whose worker is lost or whose time is over is taken back.
+A step locks all of its parameters at once or none, so two steps on one worker never wait for each
+other. Over several workers see Note [Locks on many workers], optimizer.py. A lock is taken away
+when its worker is lost or its deadline has passed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class StepId(NamedTuple):
 
 @dataclass(slots=True)
 class StepLock:
-    """One step's hold on parameters here."""
+    """The lock of one step on parameters of this worker."""
 
     step: StepId
     parameters: frozenset[int]
     deadline: float
     undo: Callable[[], None] | None = None
-    """how to drop what was prepared; None until it is"""
+    """drops the prepared step; None until it is prepared"""
     ending: bool = False
 
     def is_late(self, now: float) -> bool:
-        """Whether somebody else may end it."""
+        """Whether another step may end it: its deadline has passed, and it can be undone."""
         return self.deadline < now and self.undo is not None and not self.ending
 
 
 @final
 class ParameterLocks:
-    """The locks of one worker."""
+    """The locks that steps hold on the parameters of one worker."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -62,7 +62,7 @@ class ParameterLocks:
     def acquire(
         self, step: StepId, parameters: frozenset[int], deadline: float, *, wait: bool
     ) -> StepLock | None:
-        """A lock over these; None if another step has one of them and we are not to wait."""
+        """Lock these parameters; None if another step has one of them, unless we `wait`."""
         lock = StepLock(step, parameters, deadline)
         while True:
             with self._lock:
@@ -93,13 +93,13 @@ class ParameterLocks:
             self._waiting -= 1
 
     def ready(self, lock: StepLock, undo: Callable[[], None]) -> bool:
-        """The step is prepared; False if it was given up meanwhile, and is to be undone."""
+        """Note that the step is prepared; False if it was given up, so the caller must undo it."""
         with self._lock:
             lock.undo = undo
             return not lock.ending
 
     def claim(self, step: StepId) -> StepLock | None:
-        """The lock, for whoever is to end it: that is for the first who asks."""
+        """The lock, for the first caller; None for all others. The first one ends the step."""
         with self._lock:
             lock = self._held.get(step)
             if lock is None or lock.ending:
@@ -108,21 +108,24 @@ class ParameterLocks:
             return lock
 
     def release(self, lock: StepLock) -> None:
-        """What was prepared has been kept or dropped: the next one may step."""
+        """Unlock, once the step is committed or dropped."""
         with self._lock:
             self._held.pop(lock.step, None)
             if self._waiting:
                 self._changed.notify_all()
 
     def give_up(self, step: StepId) -> None:
-        """Drop what a step has prepared, unless somebody else is about to end it."""
+        """Drop a prepared step, unless another thread is ending it.
+
+        A step that is still being prepared is only marked; `ready` then returns False.
+        """
         lock = self.claim(step)
         if lock is not None and lock.undo is not None:
             lock.undo()
             self.release(lock)
 
     def worker_lost(self, worker: WorkerId) -> None:
-        """Nobody will end the steps that it has asked for."""
+        """Drop the steps that a lost worker had asked for."""
         with self._lock:
             lost = [step for step in self._held if step.worker == worker]
         for step in lost:

@@ -1,8 +1,8 @@
-"""One owner's part of an optimizer: its parameters, and a torch optimizer that steps them.
+"""Shard: one owner's part of an optimizer: its parameters, and a torch optimizer that steps them.
 
-A step has two halves. `prepare` computes the stepped values and the new state aside, and may fail.
-`commit` puts them in place and cannot; `abort` drops them. So whoever steps many shards does so
-when all of them can. How it is computed is in step.py.
+A step has two halves. `prepare` computes the new values and the new state without changing the
+parameters (step.py), and may fail. `commit` puts them in place and cannot fail; `abort` drops them.
+So the steps of many shards are committed only when all of them are prepared.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gradwire.rpc.rref import RRef
 Options = dict[str, Any]
 State = dict[int, Any]
 GroupSpec = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
-"""What a group is made of: its number, those of its parameters, these, and its options."""
+"""A group to make: its number, the numbers of its parameters, their references, its options."""
 
 
 def check_class(cls: object) -> None:
-    """Whether it is an optimizer of torch's kind at all."""
+    """Check that it is a subclass of torch.optim.Optimizer."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise UsageError(
             f"{cls!r:.200} is no optimizer class", hint="pass a class such as torch.optim.Adam"
@@ -39,7 +39,7 @@ def check_class(cls: object) -> None:
 
 
 class Group(NamedTuple):
-    """One owner's part of a parameter group: its number, its parameters, and their numbers."""
+    """One owner's part of a parameter group: its number, its parameters and their numbers."""
 
     number: int
     indices: tuple[int, ...]
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 @expose
 @final
 class Shard:
-    """See the top of this file. Lives on the owner of its parameters."""
+    """The parameters of one owner, and the torch optimizer that steps them."""
 
     def __init__(
         self,
@@ -58,21 +58,21 @@ class Shard:
         args: tuple[object, ...],
         kwargs: Options,
     ) -> None:
-        check_class(cls)  # here too: who asks may be any peer
+        check_class(cls)  # again, as any peer may ask
         self._here = optimizer_host()
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, Prepared] = {}
         self._names: frozenset[int] = frozenset()
         self._pairs: Pairs = []
-        made = [self._made(*group) for group in groups]
+        made = [self._make_group(*group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
         self._stepper = Stepper(self._optimizer, self._stand_ins)
         self._here.versions.register(self._stand_ins)
 
     # -- groups
 
-    def _made(
+    def _make_group(
         self,
         number: int,
         indices: tuple[int, ...],
@@ -88,7 +88,7 @@ class Shard:
             )
         stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
         self._stand_ins |= zip(parameters, stand_ins, strict=True)
-        self._count()
+        self._cache_pairs()
         self._groups.append(Group(number, indices, parameters))
         return {**options, "params": stand_ins}
 
@@ -99,10 +99,10 @@ class Shard:
         refs: list[RRef[torch.Tensor]],
         options: Options,
     ) -> dict[int, Options]:
-        """One more group; the options of all."""
+        """Add a group; returns the options of all groups."""
         try:
             with self._all_locked():
-                self._optimizer.add_param_group(self._made(number, indices, refs, options))
+                self._optimizer.add_param_group(self._make_group(number, indices, refs, options))
         except BaseException:
             self.drop_group(number)
             raise
@@ -111,25 +111,25 @@ class Shard:
         return self.options()
 
     def drop_group(self, number: int) -> None:
-        """Take back a group that could not be added elsewhere."""
+        """Remove a group that could not be added elsewhere."""
         dropped = [group for group in self._groups if group.number == number]
         self._groups = [group for group in self._groups if group.number != number]
         del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
         for parameter in (p for group in dropped for p in group.parameters):
             self._optimizer.state.pop(self._stand_ins.pop(parameter), None)
-        self._count()
+        self._cache_pairs()
 
-    def _count(self) -> None:
-        """What each step would else find out anew."""
+    def _cache_pairs(self) -> None:
+        """Compute once what every step needs."""
         self._names = frozenset(map(id, self._stand_ins))
         self._pairs = list(self._stand_ins.items())
 
     def defaults(self) -> Options:
-        """What a group has unless it says otherwise."""
+        """The default options of a group."""
         return dict(self._optimizer.defaults)
 
     def options(self) -> dict[int, Options]:
-        """All of each group but its parameters, by the group's number."""
+        """The options of each group, by its number."""
         groups = self._optimizer.param_groups
         return {
             mine.number: {key: group[key] for key in group if key != "params"}
@@ -137,7 +137,7 @@ class Shard:
         }
 
     def set_options(self, options: dict[int, Options]) -> None:
-        """From the next step on; for options that do not travel with it."""
+        """Set options that are not plain data, and so are not part of a Prepare message."""
         with self._all_locked():
             self._set(options)
 
@@ -156,7 +156,7 @@ class Shard:
         options: PlainOptions | None,
         deadline: float,
     ) -> None:
-        """Both halves at once, where no other worker takes part."""
+        """Prepare and commit at once, if no other worker takes part."""
         lock = self._here.locks.acquire(step, self._names, deadline, wait=True)
         assert lock is not None
         try:
@@ -174,7 +174,7 @@ class Shard:
         *,
         wait: bool,
     ) -> bool:
-        """Compute the step aside. False if another one has a parameter and we are not to wait."""
+        """Compute the step. False if another step has locked a parameter, unless we `wait`."""
         locks = self._here.locks
         lock = locks.acquire(step, self._names, deadline, wait=wait)
         if lock is None:
@@ -208,7 +208,7 @@ class Shard:
         return prepared
 
     def commit(self, step: tuple[int, int]) -> bool:
-        """Put in place what was prepared. False if it was given up before."""
+        """Put the prepared step in place. False if it was given up before."""
         name = StepId(*step)
         lock = self._here.locks.claim(name)
         if lock is None:
@@ -226,7 +226,7 @@ class Shard:
             stand_in.data = parameter.data
 
     def abort(self, step: tuple[int, int]) -> None:
-        """Drop what was prepared, if anything was."""
+        """Drop the prepared step, if there is one."""
         self._here.locks.give_up(StepId(*step))
 
     def _undo(self, step: StepId) -> None:
@@ -236,7 +236,7 @@ class Shard:
     # -- what it knows
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """As torch's, for the parameters here."""
+        """Like torch's zero_grad, for the parameters here."""
         for parameter in self._stand_ins:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
@@ -254,9 +254,9 @@ class Shard:
         scale(self._here.gradients(context, self._stand_ins), coefficient)
 
     def state(self, indices: list[int] | None = None) -> State:
-        """The state of its parameters, or of some, by number; those without any are left out.
+        """A copy of the state of all or some parameters, by number; those without are left out.
 
-        A copy: that of no step which may still be dropped, and none that the next one writes to.
+        Made under the locks, so it has no changes of a step that may still be dropped.
         """
         state = self._optimizer.state
         wanted = {i: s for i, s in self._numbered() if indices is None or i in indices}
@@ -264,11 +264,11 @@ class Shard:
             return {i: copy.deepcopy(state[s]) for i, s in wanted.items() if s in state}
 
     def known(self) -> list[int]:
-        """The numbers of those that have a state."""
+        """The numbers of the parameters that have a state."""
         return [i for i, s in self._numbered() if s in self._optimizer.state]
 
     def load(self, state: State, options: dict[int, Options]) -> None:
-        """Go on from this state; torch casts it to the parameters' types."""
+        """Load this state; torch casts it to the parameters' dtypes."""
         numbered = self._numbered()
         place = {i: n for n, (i, _) in enumerate(numbered)}
         groups = [
@@ -288,7 +288,7 @@ class Shard:
 
     @contextmanager
     def _all_locked(self) -> Iterator[None]:
-        """No step is under way on these parameters inside the block."""
+        """A block with all parameters locked, so that no step changes them."""
         here = self._here
         step, deadline = here.next_step(), here.worker.deadline(DEFAULT)
         lock = here.locks.acquire(step, self._names, deadline, wait=True)
@@ -300,7 +300,7 @@ class Shard:
 
 
 def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
-    """The parameter behind a reference, on its owner."""
+    """The parameter that a reference stands for, on its owner."""
     value = ref.local_value()
     if not isinstance(value, torch.Tensor):
         raise UsageError(
@@ -315,12 +315,12 @@ def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
 def norms_of(
     gradients: Iterable[torch.Tensor | None], norm_type: float
 ) -> list[torch.Tensor | None]:
-    """The norm of each gradient there is."""
+    """The norm of each gradient; None for those that are None."""
     return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in gradients]
 
 
 def scale(gradients: Iterable[torch.Tensor | None], coefficient: torch.Tensor) -> None:
-    """In place."""
+    """Scale gradients in place."""
     for gradient in gradients:
         if gradient is not None:
             gradient.mul_(coefficient.to(gradient.device))

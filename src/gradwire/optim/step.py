@@ -1,8 +1,18 @@
-"""A step computed aside, by a torch optimizer on stand-ins of the parameters.
+"""Stepper: computes a step of a torch optimizer without changing the parameters.
 
-A stand-in shares its parameter's storage between steps, and has its own while one is under way. The
-optimizer never sees the parameter: neither its `.grad` nor its values change before they are put in
-place. What a step has changed of the optimizer's state can be taken back.
+The optimizer works on stand-ins. A stand-in shares its parameter's storage between steps, and has
+its own during one. So neither `.grad` nor the values of a parameter change before the commit, and
+the changes to the optimizer's state can be undone.
+
+`Batching` steps many small parameters with one call for each operation. Torch's optimizers can do
+that (`foreach`), but by default only on accelerators. On the CPU it is the same operators in the
+same order, called from C++: half the time, and the same bits. That holds for the classes, types and
+options below (tests/optim/test_batching.py compares them), but not for all: half precision rounds
+differently, and Nesterov's momentum writes into the gradients. Large parameters gain nothing, and
+need memory for intermediate results.
+
+`PlainSgd` is SGD without momentum. It keeps no state and is one operator, so it is computed out of
+place from the parameters, with the same bits and no copy.
 """
 
 from __future__ import annotations
@@ -25,7 +35,7 @@ from gradwire.optim.torch_private import (
 )
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""Parameters, and what stands for each."""
+"""Parameters and their stand-ins."""
 
 
 _EXACT = frozenset(
@@ -41,7 +51,7 @@ _EXACT = frozenset(
 )
 _TYPES = frozenset({torch.float32, torch.float64})
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-"""A class of its own may compute what it likes, and not know lists."""
+"""Subclasses may override operators, and not support lists of tensors."""
 _FEWEST = 6
 _MOST_BYTES = 1 << 20
 _SAID_OTHERWISE = ("foreach", "fused", "nesterov", "differentiable", "capturable")
@@ -51,7 +61,7 @@ _OTHERWISE = ("momentum", "nesterov", "differentiable", "fused", "foreach")
 
 
 class Prepared(NamedTuple):
-    """A step: what it has changed, and the state from before."""
+    """A computed step: the parameters that it changes, and the optimizer's state before it."""
 
     pairs: Pairs
     state: dict[torch.Tensor, Any]
@@ -59,7 +69,7 @@ class Prepared(NamedTuple):
 
 @final
 class Stepper:
-    """For the stand-ins of one optimizer."""
+    """Steps the stand-ins of one optimizer, and can undo it."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, stand_ins: Mapping[torch.Tensor, torch.Tensor]
@@ -70,12 +80,12 @@ class Stepper:
         self._cloned = cloned if are_of_torch(stand_ins) else cloned_one_by_one
 
     def begin(self, pairs: Pairs) -> Prepared:
-        """A step of these; what is needed to take it back."""
+        """Begin a step of these parameters; returns what is needed to undo it."""
         state = self._optimizer.state
         return Prepared(pairs, copied_state(state, pairs) if state else {})
 
     def step(self, pairs: Pairs, gradients: list[torch.Tensor], *, is_plain: bool) -> None:
-        """Step the stand-ins. The options of an optimizer that are not plain may be anything."""
+        """Step the stand-ins. Without `is_plain` options, such as tensors, torch itself does it."""
         parameters = [parameter for parameter, _ in pairs]
         stepped = self._plain_sgd.maybe_stepped(parameters, gradients) if is_plain else None
         for (_, stand_in), value in zip(pairs, stepped or self._cloned(parameters), strict=True):
@@ -94,7 +104,7 @@ class Stepper:
                 self._batching.end()
 
     def put_back(self, prepared: Prepared) -> None:
-        """As if the step had never been."""
+        """Undo a step."""
         state = self._optimizer.state
         for parameter, stand_in in prepared.pairs:
             stand_in.data = parameter.data
@@ -104,9 +114,9 @@ class Stepper:
 
 
 def copied_state(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.Tensor, Any]:
-    """A copy of the state of these stand-ins. Mostly that of each is a dict of tensors and numbers.
+    """A copy of the state of these stand-ins, which is mostly a dict of tensors and numbers each.
 
-    hot: copy.deepcopy takes twenty times as long, and a clone of each twice
+    hot: copy.deepcopy takes twenty times as long, and one clone per tensor twice as long
     """
     kept: dict[torch.Tensor, Any] = {}
     tensors: list[torch.Tensor] = []
@@ -131,7 +141,7 @@ def copied_state(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.
 
 
 def plain_mode() -> AbstractContextManager[object]:
-    """Neither the caller's grad mode nor its inference mode reaches the parameters."""
+    """A block without grad mode or inference mode, whatever the caller has set."""
     return _plain_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
@@ -143,7 +153,7 @@ def _plain_mode() -> Iterator[None]:
 
 @final
 class Batching:
-    """For the stand-ins of one optimizer."""
+    """Makes an optimizer step all of its stand-ins at once, if that gives the same bits."""
 
     __slots__ = ("_dtype", "_optimizer")
 
@@ -152,7 +162,7 @@ class Batching:
         self._dtype = _maybe_dtype(stand_ins) if type(optimizer) in _EXACT else None
 
     def begin(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Step those that have these gradients at once, until `end`; False if that is not to be."""
+        """Turn `foreach` on until `end`; False if these gradients or the options forbid it."""
         dtype, groups = self._dtype, self._optimizer.param_groups
         if dtype is None:
             return False
@@ -169,30 +179,30 @@ class Batching:
         return True
 
     def end(self) -> None:
-        """What is said to the optimizer is what its user has said."""
+        """Restore the option that the user has."""
         for group in self._optimizer.param_groups:
             group["foreach"] = None
 
 
 def _maybe_dtype(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
-    """The one type of all, if they are many, small, and of a kind that may be stepped at once."""
+    """The dtype of all, if they are many, small, and may be stepped at once."""
     if len(tensors) < _FEWEST or not are_small(tensors):
         return None
     return maybe_plain_type(tensors)
 
 
 def are_small(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one more of each is no matter."""
+    """Whether there is memory for one more copy of each."""
     return sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES
 
 
 def are_of_torch(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether none has a class of its own."""
+    """Whether none is of a subclass."""
     return all(type(tensor) in _KINDS for tensor in tensors)
 
 
 def maybe_plain_type(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
-    """The one type of all, if what is computed of them in lists is known to be the same."""
+    """The dtype of all, if operators on lists are known to give the same bits for them."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1 or not dtypes <= _TYPES or not are_of_torch(tensors):
         return None
@@ -201,7 +211,7 @@ def maybe_plain_type(tensors: Collection[torch.Tensor]) -> torch.dtype | None:
 
 
 def are_plain(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """Whether all are tensors of this type like any other. hot: a loop over many"""
+    """Whether all are plain strided tensors of this dtype. hot: a loop over many"""
     plain, strided = torch.Tensor, torch.strided
     for gradient in gradients:
         if (
@@ -215,7 +225,7 @@ def are_plain(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
 
 @final
 class PlainSgd:
-    """For the parameters that one optimizer steps."""
+    """Computes the steps of an optimizer that is SGD without momentum."""
 
     __slots__ = ("_are_small", "_dtype", "_optimizer")
 
@@ -228,7 +238,7 @@ class PlainSgd:
     def maybe_stepped(
         self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> Sequence[torch.Tensor] | None:
-        """What a step makes of some of the parameters; None if torch is to take it."""
+        """The new values of some of the parameters; None if torch itself has to step."""
         optimizer, dtype = self._optimizer, self._dtype
         if dtype is None or not parameters or "step" in vars(optimizer):
             return None

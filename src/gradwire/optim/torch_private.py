@@ -1,4 +1,4 @@
-"""The names of torch that are not public and that this layer stands on. Each is used only here."""
+"""The private names of torch that optimizers use; no other file of optim/ uses one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _all = cast(Any, _of_torch)
 
 
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks, or a profiler, are to see its steps."""
+    """Whether hooks or a profiler observe its steps."""
     own = cast(Any, optimizer)
     return bool(
         own._optimizer_step_pre_hooks
@@ -30,12 +30,12 @@ def is_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
-    """A `step` that does what torch puts around each, where somebody is there to see it.
+    """Decorate a `step` with torch's wrapper for hooks, to be run only if there are any.
 
-    Torch marks what it has wrapped, and wraps it once. A class below, with a step of its own that
-    calls this one, has that one wrapped.
+    Torch marks a wrapped step, and wraps it once. In a subclass with its own step that calls this
+    one, torch wraps the subclass's step, so this one must not run the hooks again.
 
-    hot: the wrapper takes as long as a message
+    hot: torch's wrapper takes as long as a message
     """
     wrapped = torch.optim.Optimizer.profile_hook_step(step)
 
@@ -51,7 +51,7 @@ def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without what torch puts around it if there is nobody to see that.
+    """`optimizer.step()`, without torch's wrapper if there are no hooks.
 
     hot: as `seen_by_hooks`
     """
@@ -63,25 +63,25 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def kept_by_graphs(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those whose very tensor a graph holds, or an operator that runs now.
+    """Those that a graph holds itself, or an operator that is running.
 
-    Besides its Python object one holds it who does no harm: the node that adds to its gradient.
+    Two references are harmless: the Python object's, and that of the node that adds the gradient.
     """
     return [leaf for leaf in leaves if leaf._use_count() > 2]  # type: ignore[attr-defined]
 
 
 def holders_of(storage: torch.UntypedStorage) -> int:
-    """How many tensors have this storage; and one for its own Python object."""
+    """How many tensors use this storage, plus one for its own Python object."""
     return cast(int, cast(Any, torch._C)._storage_Use_Count(storage._cdata))
 
 
 def is_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
-    """Whether a tensor has this storage."""
+    """Whether a tensor uses this storage."""
     return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
 
 def same_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over another storage, as this one is over its own; of a class of its own, a copy."""
+    """A view of `storage` with the layout of `tensor`; for a subclass of Tensor, a clone of it."""
     if type(tensor) is not torch.Tensor:
         return tensor.clone()
     offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -93,7 +93,7 @@ def same_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tens
 
 
 def cloned(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A clone of each, made by one call where this torch has one for it."""
+    """A clone of each, by one call if this torch has one for it."""
     return _clone(tensors) if tensors else ()
 
 
@@ -110,7 +110,7 @@ def listed_negative(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A clone of each, as its class has it."""
+    """A clone of each, by the `clone` of its class."""
     return [tensor.clone() for tensor in tensors]
 
 

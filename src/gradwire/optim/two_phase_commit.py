@@ -1,4 +1,7 @@
-"""All owners step, or none: see the top of optimizer.py."""
+"""Two-phase commit: all owners of an optimizer's parameters step, or none (see optimizer.py).
+
+TwoPhaseCommit coordinates a step on the maker of the optimizer; StepServer takes part on an owner.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,16 @@ Answers = dict[WorkerId, Any]
 StepMessage = Prepare | Commit | Abort
 _ABORT_SECONDS = 5.0
 _TOLD_SECONDS = 1.0
-"""For a shard to say that it has dropped a step that failed; it does so anyway."""
+"""How long to wait for a shard to confirm that it dropped a failed step."""
 _GRACE_SECONDS = 0.01
-"""The same, if the step failed at its deadline: enough for those who answer at once."""
+"""The same, if the step failed at its deadline: enough for a shard that answers at once."""
 _LATE = " after all workers were prepared"
 _ALONE_SHARE = 0.9
-"""Of the time: whoever waits for its lock in vain must say so before we have to guess."""
+"""Of the time left: a shard that waits for its lock in vain must report it before we time out."""
 
 
 class _StepRequest(msgspec.Struct, frozen=True):
-    """One step, as all of its workers are asked for it."""
+    """What all owners are told of one step."""
 
     step: StepId
     context: ContextId | None
@@ -48,7 +51,7 @@ class _StepRequest(msgspec.Struct, frozen=True):
 
 @final
 class TwoPhaseCommit:
-    """The shards of one optimizer, asked together."""
+    """Coordinates the steps of all shards of one optimizer."""
 
     def __init__(self, here: OptimizerHost, shards: dict[WorkerId, RRef[Shard]]) -> None:
         self._here, self._shards = here, shards
@@ -61,7 +64,7 @@ class TwoPhaseCommit:
         owners: Iterable[WorkerId] | None = None,
         seconds: float | None = None,
     ) -> Answers:
-        """What each owner's shard returns, all asked at once; errors are answers too."""
+        """Call a method of each owner's shard, all at once; an exception is an answer too."""
         asked: Answers = {}
         with torch.no_grad():
             for owner in self._shards if owners is None else owners:
@@ -75,7 +78,7 @@ class TwoPhaseCommit:
     def step(
         self, context: ContextId | None, options: dict[int, Options], timeout: Timeout
     ) -> None:
-        """Take one step everywhere, or raise StepFailed."""
+        """Step all shards, or raise StepFailed."""
         deadline, step = self._here.worker.step_deadline(timeout), self._here.next_step()
         plain = maybe_plain(options)
         if plain is None:
@@ -88,7 +91,7 @@ class TwoPhaseCommit:
             self._step_together(asked)
 
     def _step_alone(self, asked: _StepRequest) -> None:
-        """There is nobody to agree with: one message, one answer."""
+        """Step the only shard: one message, one answer."""
         (owner,) = self._shards
         answer = self._send(owner, self._prepare(asked, owner, alone=True), asked.deadline)
         outcome = self._outcome(owner, answer)
@@ -129,14 +132,14 @@ class TwoPhaseCommit:
     # -- messages
 
     def _tell(self, messages: Mapping[WorkerId, StepMessage], deadline: float) -> Answers:
-        """What each shard answers, all told at once; errors are answers too."""
+        """Send all messages at once and return the answers; an exception is an answer too."""
         sent = {owner: self._send(owner, m, deadline) for owner, m in messages.items()}
         return {owner: self._outcome(owner, answer) for owner, answer in sent.items()}
 
     def _send(
         self, owner: WorkerId, message: StepMessage, deadline: float
     ) -> Promise[Outcome] | Exception:
-        """A promise of the answer, or what has kept the message from leaving."""
+        """A promise of the answer, or the exception that kept the message from being sent."""
         what = f"{type(message).__name__} of {message.step}"
         try:
             check_life(self._here.worker.directory, self._shards[owner].handle)
@@ -161,7 +164,7 @@ class TwoPhaseCommit:
             return BadMessage(f"a step was answered by {type(outcome.message).__name__}")
         return outcome.message.done
 
-    # -- what has come of it
+    # -- results
 
     def _check_prepared(self, step: StepId, answers: Answers, deadline: float) -> None:
         failed = {owner: answers[owner] for owner in self._shards if _is_error(answers.get(owner))}
@@ -174,7 +177,7 @@ class TwoPhaseCommit:
         raise error.about(self._names(list(failed)), phase="step") from first
 
     def _abort(self, step: StepId, answers: Answers, deadline: float) -> None:
-        """Have it dropped where it is prepared, before it is tried again."""
+        """Drop the step where it is prepared, before it is tried again."""
         limit = min(deadline, self._here.worker.agent.clock.now() + _ABORT_SECONDS)
         told = [owner for owner in self._shards if owner in answers]
         self._tell({owner: self._aborted(step, owner) for owner in told}, limit)
@@ -183,10 +186,10 @@ class TwoPhaseCommit:
         return Abort(self._shards[owner].handle.ref, step, _ABORT_SECONDS)
 
     def _drop(self, step: StepId, answers: Answers, deadline: float) -> None:
-        """The same for a step that has failed, without waiting beyond its deadline.
+        """Drop a step that has failed, without waiting beyond its deadline.
 
-        A shard that does not hear of it in time drops the step when its time is over there. One
-        that is silent may not read: to send to it may block, so another thread does.
+        A shard that does not get the message in time drops the step at its own deadline. A silent
+        worker may have stopped reading, so that sending to it blocks: another thread sends to it.
         """
         agent = self._here.worker.agent
         now = agent.clock.now()
@@ -238,7 +241,7 @@ class TwoPhaseCommit:
 
 
 def _is_silence(answer: object) -> bool:
-    """Whether a worker that was told has not answered."""
+    """Whether a worker has not answered a message that was sent to it."""
     return isinstance(answer, PeerLost | CallTimeout) and not isinstance(answer, RemoteError)
 
 
@@ -247,18 +250,18 @@ def _is_error(answer: object) -> bool:
 
 
 def _outcome(answer: Any) -> Any:  # noqa: ANN401
-    """What a future came to; an error that was the answer already stays."""
+    """The result of a future, or its exception; an exception in its place stays as it is."""
     if isinstance(answer, Exception):
         return answer
     try:
         return answer.wait()
-    except Exception as error:  # what a worker raised; under compat, of torch's types
+    except Exception as error:  # a worker's; with compat, of torch's types
         return error
 
 
 @final
 class StepServer:
-    """Of one worker, for all shards on it."""
+    """Handles the messages of steps for all shards of one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -291,14 +294,14 @@ class StepServer:
         self._worker.agent.answer(source, Agreed(True), deadline=deadline)
 
     def _deadline(self, seconds: float) -> float:
-        """Not later than that of a step of our own: others may wait for the same parameters."""
+        """At most the step timeout of this worker, because others wait for the same parameters."""
         return min(self._worker.agent.clock.now() + seconds, self._worker.step_deadline())
 
     def _shard(self, message: Prepare | Commit | Abort, source: Source, deadline: float) -> Shard:
-        """The shard of a step: whoever asks must hold it, and asks for a step of its own."""
+        """The shard of a step; the peer must hold a reference to it, and have made the step."""
         ref, step, asker = message.shard, message.step, source.worker
         if step.worker != asker:
-            raise BadMessage(f"w{asker} speaks for {step}, which is another worker's")
+            raise BadMessage(f"w{asker} sent a message for {step}, which is another worker's")
         shard = self._worker.refs.value_for(asker, ref, deadline)
         if not isinstance(shard, Shard):
             raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")

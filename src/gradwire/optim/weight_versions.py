@@ -1,32 +1,31 @@
-"""Parameters whose old values outlive a step, for the graphs that still need them.
+"""WeightVersions: keeps the old values of parameters for the graphs that still need them.
 
-A graph keeps what its backward needs. Of a leaf torch keeps the very tensor, and compares versions
-when the backward comes, so that one trainer's step in place fails every other trainer's backward.
-Here a step writes nothing: it gives the parameter new storage. Around all code in a context stand
-hooks that make a graph keep the storage it has used rather than the parameter:
+A graph saves the tensors that its backward needs. Of a leaf torch saves the tensor itself, and
+compares versions in backward, so one trainer's step in place makes the backward of every other
+trainer fail. Here a step writes nothing: it gives the parameter a new storage. Saved-tensor hooks
+around all code in a context make a graph save the storage it has used rather than the parameter:
 
-    a parameter, or a view of one   its storage of that moment, and which generation that was
+    a parameter, or a view of one   its current storage, and the generation of that storage
     anything else                   itself, and its version
 
-Hooks switch torch's own check off, so ours is made when a graph asks for a tensor back: whoever
-writes into what a backward needs is told, as ever. A graph that was made without the hooks, outside
-of any context, still keeps the parameter itself: if there is one, a step moves the parameter's
-version, and that graph fails rather than be wrong.
+The hooks turn torch's own version check off, so `_unpack` repeats it: writing in place to a tensor
+that a backward needs is an error, as ever. A graph made without the hooks, outside of any context,
+still saves the parameter itself: if there is one, a step increments the parameter's version, so
+that the backward of that graph fails rather than be wrong.
 
-Note [Between keeping and computing]: an operator keeps its inputs first and reads them afterwards,
-without the interpreter's lock. A step in between would have it keep the old weights and use the new
-ones. So a thread that has kept a parameter is noted, with the instruction it is at; a step waits
-until it has gone on. It waits for an operator, never for user code. Nor may the version move while
-an operator's inputs are being kept: torch would take it for a write of the hook's. It moves only
-for a parameter that something besides operators holds.
+Note [Between saving and computing]: an operator saves its inputs first and reads them afterwards,
+without the GIL. A step in between would make it save the old weights and use the new ones. So the
+hook notes the thread that saved a parameter and the instruction that it is at, and a step waits
+until the thread has moved on. It waits for an operator, never for user code. Nor may the version
+change while an operator's inputs are being saved: torch would take it for a write by the hook. It
+changes only for a parameter that something else than an operator holds.
 
-Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_dict()` older than a
-step still has the old storage, and shares a version counter with the parameter, which has a new
-storage by now. So a later version says nothing about the old storage: either may have been written.
-If anything but graphs holds the old storage when a step leaves it, the graphs get a copy of their
-own, and later writes do not reach them. After the step, the old storage can be reached through one
-of those holders only. One that holds it for a moment, such as an operator in another thread, costs
-a copy and does no harm.
+Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_dict()` from before
+a step still uses the old storage, but shares a version counter with the parameter, which has a new
+storage. So a later version says nothing about the old storage: either may have been written. If
+anything but graphs holds the old storage when a step replaces it, the graphs get a copy of their
+own, which later writes do not reach. After the step only these holders can reach the old storage. A
+holder of a moment, such as an operator in another thread, costs a copy and does no harm.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from gradwire.optim.torch_private import holders_of, is_over, kept_by_graphs, sa
 
 _POLL_SECONDS = 0.0002
 _OPERATOR_SECONDS = 5.0
-"""An operator that takes longer has read its inputs long ago."""
+"""After this time an operator has certainly read its inputs."""
 _POLLS_OF_GRAPHS = 5000
-"""What holds a parameter each time we look is no operator but a graph."""
+"""A parameter that is held at each of so many polls is held by a graph, not by an operator."""
 
 
 @final
 class _Generation:
-    """One storage of a parameter. `last`: the version at which it was left; None while in use."""
+    """One storage of a parameter. `last` is its version when a step replaced it, None before."""
 
     __slots__ = ("_kept", "copies", "last")
 
@@ -60,24 +59,25 @@ class _Generation:
         self.last: int | None = None
         self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
         self.copies: dict[int, torch.Tensor] = {}
-        """once it is left: what graphs get in the place of what they keep, by identity"""
+        """set when it is replaced: what graphs get for the tensors that they saved, by id"""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """A graph keeps this one. hot: for each parameter that an operator saves"""
+        """Note that a graph saved this tensor. hot: for each parameter that an operator saves"""
         number, kept = id(tensor), self._kept
         kept[number] = weakref.ref(tensor, lambda _: kept.pop(number, None))
 
     def kept(self) -> list[torch.Tensor]:
-        """Those that graphs keep still."""
+        """The tensors that graphs still hold."""
         alive = [reference() for reference in list(self._kept.values())]
         return [tensor for tensor in alive if tensor is not None]
 
 
 @final
 class _Entry:
-    """A parameter that is stepped here. `before` keeps the storage that the last step has left:
+    """A parameter that is stepped here.
 
-    an operator that saves nothing may still read it. A generation that no graph keeps is None.
+    `before` keeps the storage that the last step replaced, because an operator that saves nothing
+    may still read it. `generation` is None until a graph saves the parameter.
     """
 
     __slots__ = ("before", "generation", "is_strided", "parameter", "stand_ins")
@@ -87,23 +87,23 @@ class _Entry:
         self.generation: _Generation | None = None
         self.before: object = None
         self.stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
-        """of all optimizers that step it: they may share its storage, and never write there"""
+        """of all optimizers that step it; they may share its storage, but never write to it"""
 
     def shares_with(self, stand_in: torch.Tensor) -> None:
-        """From this step on."""
+        """Note a stand-in that shares its storage from this step on."""
         number, known = id(stand_in), self.stand_ins
         if number not in known:
             known[number] = weakref.ref(stand_in, lambda _: known.pop(number, None))
 
 
 _Saved = tuple[torch.Tensor, int, _Generation | None]
-"""What a graph keeps in the place of a tensor: its storage, its version, its generation."""
+"""What a graph saves for a tensor: a tensor on its storage, its version, its generation."""
 
 
 class _Spot(NamedTuple):
-    """Where a thread was when it kept parameters. Held until it leaves the hooks, at most.
+    """Where a thread was when it saved parameters. Kept until it leaves the hooks, at most.
 
-    Not asked of `sys._current_frames`: two threads that do so can block each other for good.
+    Not read from `sys._current_frames`: two threads that call it can deadlock.
     """
 
     frame: FrameType
@@ -112,13 +112,13 @@ class _Spot(NamedTuple):
 
     @property
     def is_left(self) -> bool:
-        """Whether the thread has gone on."""
+        """Whether the thread has moved on."""
         return self.frame.f_lasti != self.instruction
 
 
 @final
 class _HookedBlock:
-    """A block under the hooks. hot: around all that is served in a context"""
+    """A block with the hooks. hot: around every request served in a context"""
 
     __slots__ = ("_hooks", "_thread", "_versions")
 
@@ -142,7 +142,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @final
 class WeightVersions:
-    """The parameters of one worker that optimizers step."""
+    """The storages of the parameters of one worker that optimizers step."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -153,7 +153,7 @@ class WeightVersions:
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
-        """From now on graphs keep these by their storage."""
+        """Let graphs save these parameters by their storage from now on."""
         with self._lock:
             for parameter in parameters:
                 entry = self._entries.get(id(parameter))
@@ -171,16 +171,16 @@ class WeightVersions:
         return weakref.ref(parameter, gone)
 
     def hooks(self) -> AbstractContextManager[None]:
-        """The hooks, around code that makes graphs."""
+        """A block with the hooks, for code that makes graphs."""
         return _HookedBlock(self, self._hooks) if self._entries else _NOTHING
 
     def entered(self, thread: int) -> None:
-        """A thread comes under the hooks."""
+        """Note that a thread has entered the hooks."""
         with self._lock:
             self._under_hooks[thread] = self._under_hooks.get(thread, 0) + 1
 
     def left(self, thread: int) -> None:
-        """It leaves them, once for each time it came."""
+        """Note that a thread has left the hooks, once for each `entered`."""
         with self._lock:
             self._spots.pop(thread, None)
             left = self._under_hooks.pop(thread) - 1
@@ -190,9 +190,10 @@ class WeightVersions:
     def replace(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give each parameter the storage of its stand-in; those pairs that still have two.
+        """Give each parameter the storage of its stand-in; returns the pairs that do not share one.
 
-        One that shares its storage with something else is written in place, as others look there.
+        A parameter that shares its storage with other tensors is written in place, for these to
+        see the new values.
         """
         apart = []
         with self._lock:
@@ -200,7 +201,7 @@ class WeightVersions:
             for parameter, stand_in in pairs:
                 entry = self._entries[id(parameter)]
                 own: Any = parameter.untyped_storage() if entry.is_strided else parameter.data
-                if entry.is_strided and _is_looked_at(own, parameter):
+                if entry.is_strided and _is_shared(own, parameter):
                     parameter.copy_(stand_in)
                     apart.append((parameter, stand_in))
                     continue
@@ -217,25 +218,28 @@ class WeightVersions:
         return not self._under_hooks.keys() - {threading.get_ident()}
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        """Called for every tensor a graph keeps; hot."""
+        """What to save for a tensor. hot: every tensor that a graph saves"""
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
             with self._lock:
                 entry = self._maybe_entry(base)
                 if entry is not None:
-                    if base is tensor:  # a view has the storage it will read already
+                    if base is tensor:  # a view already has the storage that it will read
                         self._note(sys._getframe(1), id(tensor))
                     if entry.generation is None:
                         entry.generation = _Generation()
                     stored = tensor.detach()
                     entry.generation.keep(stored)
                     return stored, tensor._version, entry.generation
-        # The output of a node would hold that node, which holds us.
+        # An output saved as it is would hold its node, which holds the saved tensor: a cycle.
         kept = tensor if tensor.is_leaf else tensor.detach()
         return kept, tensor._version, None
 
     def _maybe_entry(self, leaf: torch.Tensor) -> _Entry | None:
-        """The parameter that a leaf is, or stands for: what a graph gets back is not the same."""
+        """The entry of a leaf, which may be a parameter or another tensor for the same parameter.
+
+        A tensor that a graph unpacks, and then saves again, is not the parameter itself.
+        """
         entry = self._entries.get(id(leaf))
         if entry is not None and entry.parameter() is leaf:
             return entry
@@ -254,10 +258,10 @@ class WeightVersions:
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
-        """See Note [Between keeping and computing]. Those that graphs without hooks may keep."""
+        """See Note [Between saving and computing]. Returns those held without the hooks."""
         kept = parameters
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
-            self._forget_those_who_went_on()
+            self._forget_finished_spots()
             is_read = bool(self._spots) and self._are_read(parameters)
             kept = kept_by_graphs(kept)
             look_again = kept and polled < _POLLS_OF_GRAPHS and not self._is_alone()
@@ -270,7 +274,7 @@ class WeightVersions:
         names = {*map(id, parameters)}
         return any(spot.parameters & names for spot in self._spots.values())
 
-    def _forget_those_who_went_on(self) -> None:
+    def _forget_finished_spots(self) -> None:
         for thread, spot in list(self._spots.items()):
             if spot.is_left:
                 del self._spots[thread]
@@ -278,7 +282,7 @@ class WeightVersions:
 
 def _unpack(saved: _Saved) -> torch.Tensor:
     tensor, version, generation = saved
-    now = tensor._version  # first: a step on another thread says `last` before it moves this
+    now = tensor._version  # first: a step in another thread sets `last` before it increments this
     last = None if generation is None else generation.last
     now = now if last is None else last
     if now != version:
@@ -289,21 +293,21 @@ def _unpack(saved: _Saved) -> torch.Tensor:
         )
     if generation is None or last is None:
         return tensor
-    # What was left has no version in common with the parameter any more.
+    # A replaced storage no longer shares the parameter's version: .data has one of its own.
     copy = generation.copies.get(id(tensor))
     return (tensor if copy is None else copy).data
 
 
 def _leave(entry: _Entry, own: Any, parameter: torch.Tensor) -> None:  # noqa: ANN401
-    """The parameter has another storage. See Note [Storage that a step has left]."""
+    """End the generation of the old storage. See Note [Storage that a step has left]."""
     generation, entry.generation = entry.generation, None
     assert generation is not None
     if kept := generation.kept():
         try:
             generation.copies = _copies(entry, own, kept)
-        except RuntimeError:  # no memory: versions are still compared, and any write is an error
+        except RuntimeError:  # out of memory: versions are still compared, so any write is an error
             return
-    # Read after the copies were made: a write that came in between fails the graphs.
+    # Read after copying, so that a write in between makes the graphs fail.
     generation.last = parameter._version
 
 
@@ -312,7 +316,7 @@ def _copies(
     own: Any,  # noqa: ANN401
     kept: Sequence[torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """The same tensors over memory of their own, by identity, where others may write to theirs."""
+    """Copies of the saved tensors whose storage something else may write to, by id."""
     if not entry.is_strided:
         return {id(tensor): tensor.clone() for tensor in kept}
     stand_ins = [reference() for reference in list(entry.stand_ins.values())]
@@ -324,7 +328,7 @@ def _copies(
     copies = {}
     for tensor in kept:
         if is_over(own, tensor) and not is_held:
-            continue  # a view from before an earlier step is on a storage that was left already
+            continue  # unlike a view from before an earlier step, whose storage was replaced
         storage = tensor.untyped_storage()
         if storage not in copied:
             copied[storage] = storage.clone()  # type: ignore[no-untyped-call]
@@ -332,6 +336,6 @@ def _copies(
     return copies
 
 
-def _is_looked_at(storage: torch.UntypedStorage, parameter: torch.Tensor) -> bool:
-    """Whether others than the parameter find their values in its storage."""
+def _is_shared(storage: torch.UntypedStorage, parameter: torch.Tensor) -> bool:
+    """Whether the storage is larger than the parameter, or shared with other processes."""
     return storage.nbytes() != parameter.nbytes or storage.is_shared()
