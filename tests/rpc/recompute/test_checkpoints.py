@@ -439,7 +439,7 @@ def test_a_value_that_is_there_before_what_it_drew_is_told():
 
         def answered(source, message, *args, **kwargs):
             if isinstance(message, Made):
-                result_left.wait(0.3)  # it is late, or at last is waited for
+                result_left.wait(0.3)  # it is late, or is waited for in the end
             if isinstance(message, Result):
                 result_left.set()
             return answer(source, message, *args, **kwargs)

@@ -373,7 +373,7 @@ def test_a_fork_that_is_held_on_is_not_dropped_when_it_is_counted():
     assert c.fork_unwanted(asked, Verdict.COUNTED) == []
 
 
-def test_a_reference_that_arrives_after_its_owner_was_lost_is_broken_and_frees_its_maker():
+def test_a_reference_that_arrives_after_its_owner_was_lost_is_unreachable_and_frees_its_maker():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
     handle = created(a, b)
     c.peer_lost(B)
@@ -402,7 +402,7 @@ def test_children_with_a_lost_worker_are_waited_for_no_longer():
     assert a.peer_lost(C) == [SendDrop(handle.ref, fork_of(handle), B)]
 
 
-def test_a_broken_reference_forgets_its_children():
+def test_an_unreachable_reference_forgets_its_children():
     a, b = RefTable(A), RefTable(B)
     handle = created(a, b)
     child = a.pack(handle, C)
@@ -648,7 +648,7 @@ def test_a_fork_of_an_awaited_value_is_counted_even_when_its_creator_is_lost():
     assert b.owned.fork_arrived(handle.ref, fork_of(again), C) is Verdict.COUNTED
 
 
-def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
+def test_a_reference_returned_by_a_lost_worker_is_unreachable():
     a, b = RefTable(A), RefTable(B)
     handle = a.create(B)
     b.peer_lost(A)
@@ -658,7 +658,7 @@ def test_a_reference_that_comes_home_from_a_lost_worker_is_broken():
     assert b.handle_ended(home) == [ForgetValue(handle.ref)]
 
 
-def test_a_repeated_fork_does_not_revive_a_value_that_came_home_broken():
+def test_a_repeated_fork_does_not_revive_a_value_that_was_returned_unreachable():
     a, b, c = RefTable(A), RefTable(B), RefTable(C)
     handle = created(a, b)
     theirs, _ = passed(a, handle, c, C)
@@ -751,7 +751,7 @@ class Cluster:
         self.handles: list[tuple[int, RefHandle]] = []
         self.creating: list[tuple[int, ForkId]] = []
         self.calls: dict[ForkId, int] = {}
-        self.broken: set[tuple[int, ForkId | RefId]] = set()
+        self.unreachable: set[tuple[int, ForkId | RefId]] = set()
 
     # What users do.
 
@@ -773,7 +773,7 @@ class Cluster:
             assert handle.fork is not None
             assert not self.tables[worker].is_confirmed(handle.fork)
         except PeerLost:
-            assert (worker, handle.fork or handle.ref) in self.broken
+            assert (worker, handle.fork or handle.ref) in self.unreachable
         else:
             passage = Message("passage", worker, to, handle.ref, fork, handle.owner)
             self.unsent.append((handle, passage))
@@ -887,7 +887,7 @@ class Cluster:
                     self.send(Message("accept", worker, to, fork=fork))
                 case Unreachable(ref, fork, lost):
                     assert lost in self.dead, f"{action} though nobody died"
-                    self.broken.add((worker, fork or ref))
+                    self.unreachable.add((worker, fork or ref))
                 case ForgetValue(ref):
                     self.check_nobody_needs(ref)
                 case Confirmed(_, fork):
@@ -932,8 +932,8 @@ class Cluster:
             )
 
     def is_excused(self, worker: int, handle: RefHandle) -> bool:
-        """Broken, or bound to break: its maker died before the owner had counted it."""
-        if (worker, handle.fork or handle.ref) in self.broken:
+        """Unreachable, or soon so: its maker died before the owner had counted it."""
+        if (worker, handle.fork or handle.ref) in self.unreachable:
             return True
         if handle.fork is None or self.tables[worker].is_confirmed(handle.fork):
             return False
@@ -976,7 +976,7 @@ class Cluster:
             for _, fork, holder in self.tables[worker].owned.leaks()
         )
         for worker, handle in self.handles:
-            if handle.fork is not None and (worker, handle.fork) not in self.broken:
+            if handle.fork is not None and (worker, handle.fork) not in self.unreachable:
                 assert self.tables[worker].is_confirmed(handle.fork)
                 assert counted.pop((handle.fork, worker)) == 1
         assert not counted, "counted, but nobody holds it"

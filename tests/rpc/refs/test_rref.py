@@ -222,7 +222,7 @@ def test_an_rref_outside_of_any_worker_is_refused():
         gw.RRef(1)
 
 
-def test_what_the_making_function_raised_is_raised_by_whoever_uses_the_reference(workers):
+def test_what_the_making_function_raised_is_raised_where_the_reference_is_used(workers):
     def program(rref):
         for _ in range(2):
             with pytest.raises(FileExistsError, match="FileExistsError on w1: made of nothing"):

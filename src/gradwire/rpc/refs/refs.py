@@ -190,6 +190,8 @@ class Refs:
 
     def _made(self, promise: Promise[Content], ref: RefId, deadline: float) -> object:
         agent = self._agent
+        # Under a checkpoint every wait is numbered, even one for a value that is there: otherwise
+        # the recomputation, which may find it there, would count fewer waits than the forward.
         if promise.settled and current_checkpoint_run() is None:
             content = promise.wait()
         else:
@@ -265,6 +267,8 @@ class Refs:
     def _wait_while(
         self, uncounted: Callable[[ForkId], bool], handle: RefHandle, deadline: float
     ) -> None:
+        # `uncounted` is called without the lock: it reads one dict entry, and a counted fork stays
+        # counted. A creation that times out just now turns to asking: `pack` checks that again.
         fork = handle.fork
         if fork is None or not uncounted(fork):
             return

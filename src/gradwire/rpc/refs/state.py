@@ -189,25 +189,17 @@ class RefTable:
 
     def creation_answered(self, fork: ForkId) -> list[Action]:
         """The owner answered the creating call: it has counted the fork, or never will."""
-        held = self._held.get(fork)
-        if held is None or held.stage is not _Stage.CREATING:
-            return []
-        return self._counted(held)
+        return self._counted(held) if (held := self._creating(fork)) else []
 
     def creation_timed_out(self, fork: ForkId) -> list[Action]:
         """The caller no longer waits for the answer."""
         # See Note [A creation that timed out is asked about].
-        held = self._held.get(fork)
-        if held is None or held.stage is not _Stage.CREATING:
-            return []
-        return self._ask(held)
+        return self._ask(held) if (held := self._creating(fork)) else []
 
     def creation_lost(self, fork: ForkId) -> list[Action]:
         """The creating call was lost with the connection to the owner."""
-        held = self._held.get(fork)
-        if held is None or held.stage is not _Stage.CREATING:
-            return []
-        return self._mark_unreachable(held, held.owner)
+        held = self._creating(fork)
+        return self._mark_unreachable(held, held.owner) if held else []
 
     def creation_undone(self, fork: ForkId) -> None:
         """The creating call was certainly not sent."""
@@ -305,8 +297,7 @@ class RefTable:
 
     def pending(self) -> bool:
         """Whether a graceful shutdown has to wait for messages about references."""
-        waiting = any(held.stage in _WAITING for held in self._held.values())
-        return waiting or bool(self._children or self._accepts or self._drops)
+        return self.unsettled() or bool(self._accepts or self._drops)
 
     def unacknowledged(self) -> list[Action]:
         """All that was sent and not answered: to be sent again."""
@@ -354,6 +345,10 @@ class RefTable:
         return self._next - 1
 
     # The forks that are held here.
+
+    def _creating(self, fork: ForkId) -> _HeldFork | None:
+        held = self._held.get(fork)
+        return held if held is not None and held.stage is _Stage.CREATING else None
 
     def _passable_fork(self, ref: RefId, fork: ForkId) -> _HeldFork:
         held = self._held.get(fork)
