@@ -267,7 +267,7 @@ def test_a_crowd_that_says_nothing_makes_room_for_who_comes_next(world, options)
 
 
 def _greeters(name: str) -> int:
-    return sum(thread.name == f"gradwire {name} greet" for thread in threading.enumerate())
+    return sum(thread.name == f"gradwire {name} handshake" for thread in threading.enumerate())
 
 
 def _allow_handles(count: int) -> None:

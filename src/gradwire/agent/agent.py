@@ -19,7 +19,7 @@ from gradwire.agent.held_locks import Sections, check_outside
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.refusals import Noting, Refusals
+from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests import errors as request_errors
 from gradwire.agent.requests.clock import Clock
@@ -70,7 +70,7 @@ class Agent:
         name_of: NameOf,
         refusals: Refusals,
     ) -> None:
-        self.noting = Noting(directory, refusals)
+        self.noting = RefusalLog(directory, refusals)
         self.directory, self.clock = directory, clock
         self.events, self.limits = events, limits
         self.kinds = Kinds([Failure, Done], limits.elements)
