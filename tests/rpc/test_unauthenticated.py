@@ -225,7 +225,7 @@ def test_who_takes_too_long_is_cut_off(world, part):
 def test_who_only_looks_whether_we_are_alive_is_not_counted(world):
     world.knock().close()
 
-    assert eventually(lambda: not doorstep(world.b)._there)
+    assert eventually(lambda: not doorstep(world.b)._unfinished)
     world.refused()
 
 
