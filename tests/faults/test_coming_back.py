@@ -79,8 +79,8 @@ def test_one_that_waits_for_the_others_to_leave_goes_on_while_they_can_be_reache
     assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
-        departure = workers[0].worker._leaver._departure
-        assert eventually(lambda: departure.has_reached(1, 1))
+        progress = workers[0].worker._leaver._progress
+        assert eventually(lambda: progress.has_reached(1, 1))
         _cut(workers)
 
         assert eventually(lambda: workers[1].worker.agent.is_connected(0))
@@ -94,14 +94,14 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
     with ThreadPoolExecutor(2) as pool, cluster(3, expose=[HERE]) as workers:
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         leaving = [pool.submit(workers[1].worker.shutdown, graceful=True)]
-        departure = workers[1].worker._leaver._departure
-        assert eventually(lambda: workers[0].worker._leaver._departure.has_reached(1, 1))
+        progress = workers[1].worker._leaver._progress
+        assert eventually(lambda: workers[0].worker._leaver._progress.has_reached(1, 1))
         workers[1].run(faults.redirect, "w0", "memory://nowhere")
-        assert eventually(lambda: departure.missing(1) == [2]), "nobody listens there"
+        assert eventually(lambda: progress.missing(1) == [2]), "nobody listens there"
 
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         leaving.append(pool.submit(workers[2].worker.shutdown, graceful=True))
-        assert eventually(lambda: departure.missing(1) == [0])
+        assert eventually(lambda: progress.missing(1) == [0])
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         assert workers[0].worker.shutdown(graceful=True) == []
         assert [one.result(30) for one in leaving] == [[], []]
@@ -110,7 +110,7 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
 def test_one_that_is_closed_by_another_thread_waits_for_nobody(workers):
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
-        assert eventually(lambda: workers[0].worker._leaver._departure.has_reached(1, 1))
+        assert eventually(lambda: workers[0].worker._leaver._progress.has_reached(1, 1))
         workers[1].worker.close()
 
         assert leaving.result(30) == []

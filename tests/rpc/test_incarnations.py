@@ -240,7 +240,7 @@ def _leaving(member):
 
 def test_one_that_comes_back_while_others_leave_is_told_how_far_they_are(workers):
     leaving = [_leaving(workers[2])]
-    assert eventually(lambda: workers[2].worker._leaver._said)
+    assert eventually(lambda: workers[2].worker._leaver._phase)
 
     leaving += [_leaving(workers.restart(1)), _leaving(workers[0])]
 

@@ -225,7 +225,7 @@ def test_who_takes_too_long_is_cut_off(world, part):
 def test_who_only_looks_whether_we_are_alive_is_not_counted(world):
     world.knock().close()
 
-    assert eventually(lambda: not doorstep(world.b)._there)
+    assert eventually(lambda: not doorstep(world.b)._unfinished)
     world.refused()
 
 
@@ -267,7 +267,7 @@ def test_a_crowd_that_says_nothing_makes_room_for_who_comes_next(world, options)
 
 
 def _greeters(name: str) -> int:
-    return sum(thread.name == f"gradwire {name} greet" for thread in threading.enumerate())
+    return sum(thread.name == f"gradwire {name} handshake" for thread in threading.enumerate())
 
 
 def _allow_handles(count: int) -> None:

@@ -17,7 +17,7 @@ from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.refusals import Noting, Refusals
+from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests import errors as request_errors
 from gradwire.agent.requests.promise import Promise
@@ -76,7 +76,7 @@ class Agent:
         refusals: Refusals,
     ) -> None:
         check_gil()
-        self.noting = Noting(directory, refusals)
+        self.noting = RefusalLog(directory, refusals)
         self.directory, self.clock = directory, clock
         self.events, self.limits = events, limits
         self.kinds = Kinds([Failure, Done], limits.elements)

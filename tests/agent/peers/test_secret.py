@@ -172,7 +172,7 @@ def test_it_shows_itself_nowhere():
     secret = Secret(TEXT.encode())
 
     assert repr(secret) == str(secret) == "<Secret>"
-    with pytest.raises(TypeError, match="a secret does not travel"):
+    with pytest.raises(TypeError, match="a secret cannot be pickled"):
         copy.copy(secret)  # as pickle does
 
 

@@ -1,4 +1,4 @@
-"""What stands at a meeting place is believed only if a member has written it there."""
+"""Values in the rendezvous store are accepted only if a member has signed them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from gradwire.agent.membership.rendezvous import meet, put_roster, roster_in
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import fresh_secret
-from gradwire.agent.peers.signed_store import SignedStore, opened, signed
+from gradwire.agent.peers.signed_store import SignedStore, signed, verified
 from gradwire.agent.peers.state import Roster
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import NotTrusted
@@ -58,7 +58,7 @@ def test_what_a_stranger_wrote_is_refused_and_counted(forged):
     place.inner.set("name", forged)
 
     for _ in range(2):
-        with pytest.raises(NotTrusted, match="what stands under 'name' at the meeting place") as no:
+        with pytest.raises(NotTrusted, match="the value of 'name' in the rendezvous store") as no:
             place.get("name")
     assert "the same secret" in no.value.hint
     assert refusals.seen() == {"rendezvous": 2}
@@ -79,24 +79,24 @@ def test_a_signature_is_for_one_name_round_and_value(those, others):
     name, value, round = those
     text = signed(KEY, name, value, round).encode()
 
-    assert opened(KEY, name, text, round) == value
+    assert verified(KEY, name, text, round) == value
     other_name, other_value, other_round = others
     if (other_name, other_round) != (name, round):
-        assert opened(KEY, other_name, text, other_round) is None
+        assert verified(KEY, other_name, text, other_round) is None
     if other_value != value:
         spoiled = text[:64] + other_value.encode()
-        assert opened(KEY, name, spoiled, round) is None
+        assert verified(KEY, name, spoiled, round) is None
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_nothing(text):
-    assert opened(KEY, "name", text) is None
+    assert verified(KEY, "name", text) is None
 
 
 def test_a_worker_with_another_secret_is_named_as_such(place):
     join(place)
 
-    with pytest.raises(NotTrusted, match="'gradwire/round 1' at the meeting place was not written"):
+    with pytest.raises(NotTrusted, match="'gradwire/round 1' in the rendezvous store was not"):
         join(stranger_at(place), rank=1, size=2)
 
 

@@ -1,7 +1,7 @@
-"""Where peers arrive, and what becomes of those that do not show who they are.
+"""Accepts connections, and runs the handshake of each.
 
-Each gets a thread of its own for as long as that takes. There is room for a bounded number, and
-each has a few seconds: whoever is already let in does not notice a crowd out there.
+Each handshake has a thread of its own, and a few seconds. Their number is bounded, so that many
+unauthenticated connections do not disturb the peers that are already connected.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gradwire.options import Options
 from gradwire.transport.base import Channel, Listener
 
 _FAIR_SECONDS = 1.0
-"""What each has at least, however many wait behind it."""
+"""The least that each handshake gets, however many connections wait behind it."""
 _log = logging.getLogger("gradwire")
 
 Spawn = Callable[[str, Callable[[], None]], None]
-Welcome = Callable[[Channel, float], None]
+Handshake = Callable[[Channel, float], None]
 
 
 @final
 class Acceptor:
-    """The listener of one worker, and who stands before it."""
+    """The listener of one worker, and the handshakes of the connections it accepted."""
 
     def __init__(
         self, me: str, listener: Listener, options: Options, clock: Clock, refusals: Refusals
@@ -42,35 +42,35 @@ class Acceptor:
         self._pending_handshakes: PendingHandshakes[Channel] = PendingHandshakes(
             options.limits.pending_handshakes, fair
         )
-        self._there: set[Channel] = set()
-        """also those that have shown who they are, but were not introduced yet"""
+        self._unfinished: set[Channel] = set()
+        """channels that are not in use yet, those with a proof but without a Hello included"""
         self._changed = threading.Condition()
         self._closed = False
 
-    def open(self, spawn: Spawn, welcome: Welcome) -> None:
-        """Begin to accept. `welcome(channel, deadline)` lets one in, or raises why it does not.
+    def open(self, spawn: Spawn, handshake: Handshake) -> None:
+        """Begin to accept. `handshake(channel, deadline)` puts a channel to use, or raises why not.
 
-        That deadline is on the clock of channels.
+        That deadline is in the time of `time.monotonic`, which channels use.
         """
-        self._spawn, self._welcome = spawn, welcome
+        self._spawn, self._complete = spawn, handshake
         self._spawn("accept", self._accept)
 
     def close(self, reason: str) -> None:
-        """Accept no more, and send away who stands there; idempotent."""
+        """Accept no more, and close the channels whose handshake is unfinished; idempotent."""
         with self._changed:
             self._closed = True
-            there = list(self._there)
+            unfinished = list(self._unfinished)
             self._changed.notify_all()
         self._listener.close()
-        for channel in there:
+        for channel in unfinished:
             channel.close(reason)
 
     def proven(self, channel: Channel) -> None:
-        """It has shown who it is, and does not stand in anybody's way; PeerLost if that is late."""
+        """A peer has given its proof, so its place is free; PeerLost if it was closed before."""
         with self._changed:
             if not self._pending_handshakes.has(channel):
-                raise PeerLost("it was sent away meanwhile")
-            self._pending_handshakes.gone(channel)
+                raise PeerLost("it was closed meanwhile to make room for others")
+            self._pending_handshakes.remove(channel)
             self._changed.notify_all()
 
     def _accept(self) -> None:
@@ -79,51 +79,51 @@ class Acceptor:
                 channel = self._listener.accept()
             except PeerLost:
                 return
-            if not self._take(channel):
+            if not self._admit(channel):
                 channel.close("this worker has left")
                 return
             try:
-                self._spawn("greet", partial(self._greet, channel))
-            except RuntimeError as error:  # no thread to be had: later ones may have more luck
+                self._spawn("handshake", partial(self._handshake, channel))
+            except RuntimeError as error:  # the system has no thread left; it may have one later
                 self._refuse("no thread", channel, str(error))
-                self._gone(channel)
+                self._remove(channel)
 
-    def _take(self, channel: Channel) -> bool:
-        """Wait until there is room for it; False if this worker leaves meanwhile."""
+    def _admit(self, channel: Channel) -> bool:
+        """Wait until there is room for one more handshake; False if this worker leaves."""
         while True:
             with self._changed:
                 now = self._clock.now()
                 late = self._pending_handshakes.maybe_overdue(now)
                 if late is not None:
-                    self._pending_handshakes.gone(late)
+                    self._pending_handshakes.remove(late)
                 if self._closed or self._pending_handshakes.has_room:
-                    self._pending_handshakes.came(channel, now)
-                    self._there.add(channel)
+                    self._pending_handshakes.add(channel, now)
+                    self._unfinished.add(channel)
                     break
                 self._clock.sleep(self._changed, self._pending_handshakes.next_due())
         if late is not None:
-            self._refuse("crowd", late, "it said nothing, and others waited")
+            self._refuse("crowd", late, "it sent nothing, and other connections waited")
         return not self._closed
 
-    def _gone(self, channel: Channel) -> None:
+    def _remove(self, channel: Channel) -> None:
         with self._changed:
-            self._pending_handshakes.gone(channel)
-            self._there.discard(channel)
+            self._pending_handshakes.remove(channel)
+            self._unfinished.discard(channel)
             self._changed.notify_all()
 
-    def _greet(self, channel: Channel) -> None:
+    def _handshake(self, channel: Channel) -> None:
         try:
-            self._welcome(channel, time.monotonic() + self._seconds)
+            self._complete(channel, time.monotonic() + self._seconds)
         except Refusal as refusal:
             self._refuse(refusal.reason.name.lower(), channel, refusal.message)
         except DeadlinePassed:
-            self._refuse("slow", channel, f"it did not show who it is within {self._seconds:g} s")
+            self._refuse("slow", channel, f"its handshake took over {self._seconds:g} s")
         except BadMessage as error:
             self._refuse("introduction", channel, error.message)
-        except GradwireError:  # it left, or we do: whoever only looks whether we are alive does so
+        except GradwireError:  # it closed, as a liveness probe does, or we leave
             channel.close("the handshake failed")
         finally:
-            self._gone(channel)
+            self._remove(channel)
 
     def _refuse(self, kind: str, channel: Channel, why: str) -> None:
         channel.close(f"the handshake failed: {why}")
@@ -132,6 +132,6 @@ class Acceptor:
 
 
 def _place(remote: str) -> str:
-    """Whence it came, without the port or process that is another one each time."""
+    """The remote host, without the port or process, which differs each time."""
     place = remote.partition(" (")[0]
     return place.rpartition(":")[0] if place.startswith("tcp:") else place

@@ -1,7 +1,7 @@
-"""A handshake over a channel: who says what when is decided by handshake_state.py.
+"""The handshake over a channel, and the Hello that follows: the driver of handshake_state.py.
 
-Only `hear` and `say` are used here: the frame decoder sees nothing of a connection, and nothing is
-decoded, before both sides have given their proof.
+The handshake uses `hear` and `say` only: no frame of a connection is decoded before both sides have
+given their proof. Then each side sends a Hello, which says what the peer should know about it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PURPOSE = "handshake"
 
 
 def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadline: float) -> None:
-    """As the one who dialled: show who we are, and see that it is `peer` who listens."""
+    """As the dialler: prove who we are, and check that `peer` listens."""
     dialling = Dialling(
         secret.key(_PURPOSE),
         job,
@@ -46,9 +46,9 @@ def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadli
 
 
 def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float) -> str:
-    """As the one who was dialled: the name of who is there, once that is proven.
+    """As the listener: check the dialler's proof; returns its name.
 
-    One that is refused is told why, as far as that helps nobody else.
+    A refused dialler is told the reason, unless it does not even speak this protocol.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     listening = Listening(secret.key(_PURPOSE), job, me, nonce=nonce, binding=channel.binding)
@@ -57,7 +57,7 @@ def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float
         channel.say(listening.challenge(opening, channel.peer_names), deadline)
         channel.say(listening.proof(_heard(channel, deadline)), deadline)
     except Refusal as refusal:
-        if refusal.reason is not Reason.STRANGER:  # who does not speak our language
+        if refusal.reason is not Reason.STRANGER:  # it would not understand
             with suppress(GradwireError):
                 channel.say(refused(refusal.reason), deadline)
         raise
@@ -70,7 +70,7 @@ def _heard(channel: Channel, deadline: float) -> bytes:
 
 
 def hello(directory: Directory, peer: WorkerId | None = None, losses: int = 0) -> Hello:
-    """What this worker says, to a peer if it knows who that is, which it lost so often before."""
+    """This worker's Hello to a peer, which it has lost so often before."""
     me = directory.myself
     since = 0 if peer is None else directory.since_for(peer)
     return Hello(me.id, me.life, me.address, me.note, since, losses)
@@ -79,7 +79,7 @@ def hello(directory: Directory, peer: WorkerId | None = None, losses: int = 0) -
 def check_hello(
     theirs: Hello, name: str, directory: Directory, *, dialled: WorkerId | None
 ) -> Member:
-    """Who is there, or BadMessage if it is nobody we may speak with."""
+    """The member that sent this Hello. BadMessage if it is not the worker that was dialled."""
     if dialled is not None and theirs.worker != dialled:
         raise BadMessage(f"{name} says that it is not number {dialled}, but {theirs.worker}")
     if dialled is not None and theirs.life != directory.life(dialled):

@@ -1,25 +1,25 @@
-"""Who is there: four short messages, before anything else of a connection is read.
+"""The handshake: four short messages that authenticate both ends, before anything else is read.
 
     dialler   opening     who dials whom in which job, and a nonce
     listener  challenge   a nonce of its own
     dialler   proof       HMAC-SHA256 of all of this, in the role of the dialler
     listener  proof       the same, in its own role
 
-In the place of any of its messages the listener may say that it refuses, and why.
+Instead of any of its messages the listener may send a refusal with its reason.
 
 Rules of this file:
   1. Pure: bytes in, bytes out, a `Refusal` for what is wrong. Nonces are arguments.
   2. Nothing is negotiated: one version, one digest. Both are under the proof.
   3. The listener says nothing that depends on the secret before the dialler has given its proof. So
-     whoever can merely connect gets nothing to guess at.
-  4. What is refused is not repeated: words of a stranger do not get into a message or a log.
+     an outsider that can merely connect gets nothing to test guesses with.
+  4. What is refused is not repeated: bytes of an outsider never get into an error or a log.
 
 The proof binds the version, the job, both names, both nonces and the channel, under a label for the
 role. So it is worth nothing on another connection (replay), in the other direction (reflection, the
-other role), between two other names, or in a channel that ends at somebody in between.
+other role), between two other names, or in a channel that ends at a man in the middle.
 
-With one secret for all, whoever knows it can claim any name: strangers are kept out, members are
-not kept apart. A certificate does that: then the claimed name must be one that it holds.
+With one secret for all, a member can claim the name of another: outsiders are kept out, members
+are not kept apart. Certificates do that: then the claimed name must be one that they hold.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SAME_SECRET: Final = (
 
 
 class Reason(IntEnum):
-    """Why somebody is refused; what a listener says of it is this number."""
+    """Why a peer is refused; the listener sends this number."""
 
     STRANGER = 0
     VERSION = 1
@@ -68,7 +68,7 @@ class Reason(IntEnum):
 
 
 class Refusal(NotTrusted):
-    """This peer is not spoken with."""
+    """A peer is refused by the handshake."""
 
     def __init__(self, reason: Reason, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -92,13 +92,13 @@ def body_length(head: bytes) -> int:
 
 
 def refused(reason: Reason) -> bytes:
-    """What a listener says before it hangs up."""
+    """The listener's refusal, sent before it closes."""
     return _message(_REFUSED, bytes([reason]))
 
 
 @final
 class Dialling:
-    """One handshake, seen by the one who dialled."""
+    """The dialler's side of one handshake."""
 
     def __init__(
         self, key: bytes, job: str, me: str, peer: str, *, nonce: bytes, binding: bytes = b""
@@ -108,7 +108,7 @@ class Dialling:
         self._said = _fields(job.encode(), me.encode(), peer.encode(), nonce)
 
     def opening(self, peer_names: tuple[str, ...] | None = None) -> bytes:
-        """The first message; not even that to one whose certificate is another's."""
+        """The first message; Refusal if the certificate has another name than the peer."""
         if peer_names is not None and self._peer not in peer_names:
             raise Refusal(
                 Reason.CERTIFICATE,
@@ -126,7 +126,7 @@ class Dialling:
         return _message(_PROOF, _mac(self._key, _DIALLER, self._transcript))
 
     def check(self, proof: bytes) -> None:
-        """Whether the listener knows the secret as well, or Refusal."""
+        """Refusal unless the listener's proof shows that it knows the secret."""
         theirs = self._body(proof, _PROOF)
         if not hmac.compare_digest(theirs, _mac(self._key, _LISTENER, self._transcript)):
             raise Refusal(
@@ -165,7 +165,7 @@ class Dialling:
 
 @final
 class Listening:
-    """One handshake, seen by the one who was dialled."""
+    """The listener's side of one handshake."""
 
     def __init__(
         self, key: bytes, job: str, me: str, *, nonce: bytes, binding: bytes = b""
@@ -244,35 +244,40 @@ def _mac(key: bytes, role: bytes, transcript: bytes) -> bytes:
 
 @final
 class PendingHandshakes(Generic[T]):
-    """In the order in which they came."""
+    """Connections whose peer is not authenticated yet, oldest first; time is an argument.
+
+    Their number is limited. When the limit is reached, the next connection waits until a handshake
+    ends or the oldest has had its fair time, and is then removed. So many silent connections delay
+    a worker by little, and many workers that connect at once are let in one by one.
+    """
 
     def __init__(self, most: int, fair_seconds: float) -> None:
         self._most, self._fair_seconds = most, fair_seconds
         self._since: dict[T, float] = {}
 
-    def has(self, who: T) -> bool:
-        """Whether it stands there."""
-        return who in self._since
+    def has(self, channel: T) -> bool:
+        """Whether its handshake is pending."""
+        return channel in self._since
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may come."""
+        """Whether one more may be added."""
         return len(self._since) < self._most
 
-    def came(self, who: T, now: float) -> None:
-        """One more."""
-        self._since[who] = now
+    def add(self, channel: T, now: float) -> None:
+        """A handshake begins."""
+        self._since[channel] = now
 
-    def gone(self, who: T) -> None:
-        """It has shown who it is, or was refused; also if that is known already."""
-        self._since.pop(who, None)
+    def remove(self, channel: T) -> None:
+        """A handshake has ended; idempotent."""
+        self._since.pop(channel, None)
 
     def next_due(self) -> float:
-        """When the oldest has had its time."""
+        """When the oldest has had its fair time."""
         return min(self._since.values(), default=math.inf) + self._fair_seconds
 
     def maybe_overdue(self, now: float) -> T | None:
-        """Who has to go, if anybody has and its place is needed."""
+        """The oldest, if it has had its fair time and its place is needed."""
         if self.has_room or now < self.next_due():
             return None
         return next(iter(self._since))

@@ -1,5 +1,5 @@
-"""Who takes part: names, addresses, the secret of the job, and what peers were refused.
+"""The peers of a worker: names, addresses, the secret of the job, and refused requests.
 
-state.py decides who is a member; directory.py is what everybody asks.
+state.py decides who is a member; directory.py is what the other modules use.
 Read directory.py first.
 """

@@ -1,4 +1,4 @@
-"""Who takes part, and where each is reached: the driver of state.py."""
+"""The workers of a job, with names and addresses: the driver of state.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 
 
 def check_name(name: str) -> None:
-    """Refuse names that could not be spoken in an address or a trace."""
+    """UsageError for a name that has other characters than addresses and traces allow."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and "
@@ -40,7 +40,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, order=True):
 
 @final
 class Directory:
-    """The workers of one job."""
+    """The workers of one job, as one of them knows them."""
 
     def __init__(
         self,
@@ -50,71 +50,71 @@ class Directory:
         is_open: bool = False,
     ) -> None:
         self.lock = threading.RLock()
-        """that of the worker: most of what it keeps books of is changed with this lock"""
+        """the lock of the worker: most of its tables are changed with this lock held"""
         self._members = Members(me, map(_member, members), is_open=is_open)
         self._infos: dict[Member, WorkerInfo] = {}
         self._since: dict[WorkerId, tuple[int, int]] = {}
         self.contexts_opened: Callable[[], int] = lambda: 0
-        """how far this worker has counted its contexts; see Note [Contexts and lives]"""
+        """how many contexts this worker has opened; see Note [Contexts and lives]"""
         self.is_open = is_open
-        """whether workers come and go"""
+        """whether workers join and leave at any time"""
         self.myself = self._members.me
         self.me = _info(self.myself)
 
     def all(self) -> list[WorkerInfo]:
-        """Everyone, this worker included, by number."""
+        """All workers, this one included, by number."""
         return [_info(member) for member in self._members.all()]
 
     def others(self) -> list[WorkerInfo]:
-        """Everyone else."""
+        """All other workers."""
         return [info for info in self.all() if info != self.me]
 
     def has(self, worker: WorkerId) -> bool:
-        """Whether this number takes part now."""
+        """Whether a worker with this number is present now."""
         return self._members.numbered(worker) is not None
 
     def address(self, worker: WorkerId) -> str:
-        """Where its listener is; PeerLost if it has left."""
+        """The address of its listener; PeerLost if it has left."""
         member = self._members.numbered(worker)
         if member is None:
             raise PeerLost(f"{self.name(worker)} has left, or never joined")
         return member.address
 
     def name(self, worker: WorkerId) -> str:
-        """What people call it, also if it has left."""
+        """Its name, even after it has left."""
         member = self._members.remembered(worker)
         return f"worker {worker}" if member is None else member.name
 
     def life(self, worker: WorkerId) -> int:
-        """In which life it is, or was when it left."""
+        """Its present life (incarnation), or the last one if it has left."""
         member = self._members.remembered(worker)
         return 0 if member is None else member.life
 
     def note(self, worker: WorkerId) -> str:
-        """What it lets the others know besides its name and address."""
+        """The text that it published beside its name and address."""
         member = self._members.remembered(worker)
         return "" if member is None else member.note
 
     def since_for(self, worker: WorkerId) -> int:
-        """What a peer is told when it is greeted. See Note [Contexts and lives]."""
+        """The value of Hello.since for a peer. See Note [Contexts and lives]."""
         return self.contexts_opened() if self._members.had_earlier(worker) else 0
 
     def greeted(self, worker: WorkerId, life: int, since: int) -> None:
-        """What a peer has told us; the first time counts."""
+        """Keep the `since` of a peer's Hello; the first one of each life counts."""
         with self.lock:
             known = self._since.get(worker)
             if known is None or known[0] < life:
                 self._since[worker] = life, since
 
     def maybe_too_old(self, context: ContextId) -> str | None:
-        """Why this life may take no part in a context that was opened elsewhere; None if it may.
+        """Why this life must not take part in a context of another worker; None if it may.
 
         Note [Contexts and lives]: edges are numbered by worker and context. Two lives of one worker
-        in one context would give the same number twice, and a gradient could go the wrong way. So a
-        life takes part only in contexts that are younger than itself. Only their opener knows
-        which those are: it says so when it is first greeted. Who may have had an earlier life takes
-        no part in contexts of openers it has not met. And what an earlier life of its opener has
-        left of a context is dropped everywhere, however late it is heard of.
+        in one context would use the same number twice, and a gradient could reach the wrong edge.
+        So a life takes part only in contexts that are younger than itself. Only their opener knows
+        which those are: its first Hello says it. A worker that may have had an earlier life takes
+        no part in contexts of openers it has not met. And a context whose opener is in a later life
+        by now is dropped everywhere, however late a message names it.
         """
         opener, me = opener_of(context), self.myself
         if opener == me.id:
@@ -128,19 +128,19 @@ class Directory:
         return None
 
     def admit(self, said: Member) -> list[WorkerId]:
-        """A peer says who it is: the numbers whose earlier life is over, or BadMessage."""
+        """Add a peer that says who it is; returns the numbers whose earlier life it ends."""
         with self.lock:
             return [member.id for member in self._members.admit(said)]
 
     def move(self, worker: WorkerId, address: str) -> str:
-        """Dial it there from now on; where it was until now."""
+        """Dial a worker at this address from now on; returns the address until now."""
         before = self.address(worker)
         with self.lock:
             self._members.moved(worker, address)
         return before
 
     def left(self, worker: WorkerId, life: int) -> bool:
-        """A worker takes part no longer; False if that is old news."""
+        """Remove a worker that has left; False if this life was removed before."""
         with self.lock:
             return self._members.left(worker, life) is not None
 

@@ -1,4 +1,4 @@
-"""What a worker has refused: how often, and whether that is worth a line in the log."""
+"""Requests and peers that a worker has refused: counted, and logged the first time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ((NotExposed, "not exposed"), (OverLimit, "over limit"), (BadMessage, "
 
 
 def maybe_kind(error: BaseException) -> str | None:
-    """The kind of refusal that an error is; None if it is none of ours."""
+    """The kind of refusal that an error is; None if this worker did not refuse anything."""
     if isinstance(error, RemoteError):
         return None
     return next((kind for type_, kind in _KINDS if isinstance(error, type_)), None)
@@ -25,7 +25,7 @@ def maybe_kind(error: BaseException) -> str | None:
 
 @final
 class Refusals:
-    """Counted by kind. Peers are remembered up to a number; whoever comes later is only counted."""
+    """Counts by kind. The first refusals of a limited number of peers are to be logged."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -51,24 +51,24 @@ class Refusals:
 
 
 @final
-class Noting:
-    """Of one worker."""
+class RefusalLog:
+    """Counts and logs what one worker refuses its peers."""
 
     def __init__(self, directory: Directory, refusals: Refusals) -> None:
         self._directory, self._refusals = directory, refusals
 
     def note(self, peer: WorkerId, error: BaseException) -> bool:
-        """What a peer asked for ended so: count it, if that was a refusal of ours."""
+        """Count the error that a peer's request ended with, if it is a refusal; whether it is."""
         kind = maybe_kind(error)
         if kind is None:
             return False
         name = self._directory.name(peer)
         if self._refusals.count(kind, name):
             me = self._directory.me.name
-            # As text: whoever keeps the record must not keep the frames, and what is in them.
+            # As text: a kept log record must not keep the traceback's frames alive.
             _log.warning("%s refused %s: %s; the next are only counted", me, name, str(error))
         return True
 
     def came_late(self, peer: WorkerId) -> None:
-        """What a peer sent is for something that is over: it is counted, and changes nothing."""
+        """Count a message that came too late to have an effect."""
         self._refusals.count("late", self._directory.name(peer))

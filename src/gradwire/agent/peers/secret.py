@@ -1,13 +1,12 @@
-"""The secret of a job: who knows it is a member, and nobody else is spoken with.
+"""The secret of a job, which authenticates its members to each other.
 
 It comes from a file that only its owner can read, from an inherited file descriptor, or from the
-environment; there is no default, and what is wrong with it is an error. It is never written to a
-log, an error, a repr or a command line, and does not travel: only what is derived from it does.
+environment. There is no default. It never appears in a log, an error, a repr or a command line, and
+is never sent: only keys derived from it are used.
 
-The environment is not cleaned after reading: a process may be a worker again, and those that it
-starts need the secret as well. The environment of a process can be read by its user and by root,
-as can the memory where the secret would stay. A file is better still: it is not handed on to every
-program that is started.
+The environment variable is not removed after reading: a process may become a worker again, and its
+children need the secret as well. The environment can be read by the same user and by root, as can
+the memory. A file is better still: it is not inherited by every program that is started.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LEAST_BYTES = 32
 _MOST_BYTES = 4096
 _PRIVATE = 0o600
 _READ_SECONDS = 5.0
-_FROM_PIPE: Door[tuple[int, bytes]] = Door("what was read from a pipe, which gives it once")
+_FROM_PIPE: Door[tuple[int, bytes]] = Door("what was read from a pipe, which can be read only once")
 
 _MAKE_ONE = (
     "python -c 'import secrets; print(secrets.token_hex(32))' > FILE; chmod 600 FILE; then "
@@ -55,20 +54,20 @@ class Secret:
         return "<Secret>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a secret does not travel")
+        raise TypeError("a secret cannot be pickled")
 
     def key(self, purpose: str) -> bytes:
-        """A key for one purpose, which tells nothing of those for others."""
+        """A key for one purpose, which reveals nothing about the keys for others."""
         return hmac.digest(self._data, f"key of gradwire: {purpose}".encode(), "sha256")
 
 
 def fresh_secret() -> Secret:
-    """One that nobody else has."""
+    """A new random secret."""
     return Secret(secrets.token_bytes(LEAST_BYTES))
 
 
 def write_secret(path: Path) -> str:
-    """Put a fresh one into a new file that only we can read; the path, for `Options.secret`."""
+    """Write a new secret to a new file of mode 600; returns the path, for `Options.secret`."""
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _PRIVATE)
     with os.fdopen(file, "w", encoding="ascii") as opened:
         opened.write(secrets.token_hex(LEAST_BYTES))
@@ -76,7 +75,7 @@ def write_secret(path: Path) -> str:
 
 
 def find_secret(options: Options) -> Secret:
-    """The one that the options name, or else the environment."""
+    """The secret that the options name, or else the environment."""
     if options.secret is not None:
         return _in_file(options.secret)
     match secret_from_environment():
@@ -126,7 +125,7 @@ def _in_descriptor(number: int) -> Secret:
     origin = f"{SECRET_VARIABLES.descriptor}={number}"
     try:
         data = os.pread(number, _MOST_BYTES + 1, 0)
-    except OSError:  # a pipe, or nothing
+    except OSError:  # a pipe, or not open
         known, data = _FROM_PIPE.maybe_default() or (None, b"")
         if known != number:
             data = _read_all(number, origin)
@@ -135,7 +134,7 @@ def _in_descriptor(number: int) -> Secret:
 
 
 def _read_all(number: int, origin: str) -> bytes:
-    """What it gives until its end: for a pipe, until whoever passed it on closes the other one."""
+    """Read to the end: for a pipe, until the writing end is closed."""
     data = b""
     try:
         while len(data) <= _MOST_BYTES and _is_ready(number, origin):
@@ -155,14 +154,14 @@ def _is_ready(number: int, origin: str) -> bool:
     ready, _, _ = select.select([number], [], [], _READ_SECONDS)
     if not ready:
         raise UsageError(
-            f"the secret in {origin} did not come to its end within {_READ_SECONDS:g} s",
+            f"the secret in {origin} did not end within {_READ_SECONDS:g} s",
             hint="close the writing end of the pipe when the secret is written",
         )
     return True
 
 
 def _stripped(data: bytes, origin: str) -> Secret:
-    """A line's end at the end is an editor's, and no part of it."""
+    """The secret without the newline that editors add at the end."""
     if len(data) > _MOST_BYTES:
         raise UsageError(f"the secret in {origin} is longer than {_MOST_BYTES} bytes")
     return Secret(data.rstrip(b"\r\n"), origin)

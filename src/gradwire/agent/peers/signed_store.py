@@ -1,12 +1,12 @@
-"""A store whose values are believed only if they were written with the job's secret.
+"""A store whose values are accepted only if they were signed with the job's secret.
 
-torch's TCPStore listens on all interfaces and asks nobody who it is; a file may be anybody's. So
-each value carries an HMAC-SHA256 under a key of the secret, bound to the name it stands under and,
-where the writer knows it, to the round of joining. What fails is refused before it is parsed.
+torch's TCPStore listens on all interfaces and authenticates nobody; a file may be writable by
+others. So each value carries an HMAC-SHA256 under a key derived from the secret, bound to its name
+and, where the writer knows it, to the round of joining. A bad signature is refused before parsing.
 
-What a signature cannot do: whoever can write to the store can still delete a value, put an older
-one back, or move a counter, which has none. Then workers do not find each other, and say so when
-their time is over; nobody is believed who should not be, for each connection is proven anew.
+What a signature cannot prevent: a process that can write to the store can delete a value, restore
+an older one, or change a counter, which is not signed. Then joining fails by its timeout. No
+impostor gets in, as the handshake authenticates each connection again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def signed(key: bytes, name: str, value: str, round: str = "") -> str:
     return _mac(key, name, value, round) + value
 
 
-def opened(key: bytes, name: str, text: bytes, round: str = "") -> str | None:
+def verified(key: bytes, name: str, text: bytes, round: str = "") -> str | None:
     """The value, if it was signed with this key for this name and round."""
     try:
         value = text[_HEX_BYTES:].decode()
@@ -49,7 +49,7 @@ def _mac(key: bytes, name: str, value: str, round: str) -> str:
 
 @final
 class SignedStore:
-    """Of torch's stores what joining needs."""
+    """The operations of torch's stores that joining needs, with signed values."""
 
     def __init__(self, store: Store, secret: Secret, refusals: Refusals) -> None:
         self.inner = store
@@ -61,15 +61,15 @@ class SignedStore:
         self.inner.set(name, signed(self._key, name, value, round))
 
     def get(self, name: str, round: str = "") -> str:
-        """What stands there, NotTrusted if it was not written with the secret."""
+        """The value; NotTrusted if it was not signed with the secret."""
         return self._value(name, self.inner.get(name), round)
 
     def maybe_get(self, name: str, round: str = "") -> str | None:
-        """The same, None if nothing stands there."""
+        """The value, None if there is none."""
         return self.get(name, round) if self.inner.check([name]) else None
 
     def replace(self, name: str, old: str | None, new: str) -> bool:
-        """Write it in the place of the old value; False if that is not there any more."""
+        """Replace the old value; False if the store holds another one by now."""
         if new == old:
             return True
         before = "" if old is None else signed(self._key, name, old)
@@ -77,22 +77,22 @@ class SignedStore:
         return bool(self.inner.compare_set(name, before, after).decode() == after)
 
     def add(self, name: str, amount: int) -> int:
-        """Move a counter, which is not signed: it must be believed only in its own right."""
+        """Add to a counter. Counters are not signed: no trust may rest on their value."""
         return int(self.inner.add(name, amount))
 
     def has(self, names: list[str]) -> bool:
-        """Whether something stands under all of them, whatever it is."""
+        """Whether all of these names have a value, signed or not."""
         return bool(self.inner.check(names))
 
     def _value(self, name: str, text: bytes, round: str) -> str:
-        value = opened(self._key, name, text, round)
+        value = verified(self._key, name, text, round)
         if value is None:
             self._refusals.count("rendezvous", name)
             raise NotTrusted(
-                f"what stands under {name!r} at the meeting place was not written with this "
+                f"the value of {name!r} in the rendezvous store was not signed with this "
                 "worker's secret",
                 hint="give every worker of the job the same secret, Options(secret=…) or "
-                "GRADWIRE_SECRET_FILE, and other jobs another meeting place; else somebody "
-                "interferes",
+                "GRADWIRE_SECRET_FILE, and other jobs another store; else an attacker may have "
+                "written it",
             )
         return value
