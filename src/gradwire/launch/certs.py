@@ -44,7 +44,7 @@ _LONGEST_COMMON_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Where everything of one job lies."""
+    """The folder with the certificates and keys of one job."""
 
     path: Path
 
@@ -67,7 +67,7 @@ class Folder:
         return self.path / "workers" / f"{worker}.key"
 
     def tls(self, worker: str) -> Tls:
-        """What `Options.tls` of this worker is, where the folder is at hand."""
+        """The value of `Options.tls` for this worker."""
         return Tls(
             certificate=str(self.certificate(worker)),
             key=str(self.key(worker)),
@@ -77,14 +77,14 @@ class Folder:
 
 @final
 class Authority:
-    """Whom all workers of a job believe."""
+    """The certificate authority that all workers of a job trust."""
 
     def __init__(self, certificate: Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self.certificate, self._key = certificate, key
 
     @classmethod
     def new(cls) -> Authority:
-        """One that nobody knows yet."""
+        """Create an authority with a new key."""
         key = _new_key()
         name = _named(f"authority {secrets.token_hex(4)} of a gradwire job")
         usage = _usage(key_cert_sign=True, crl_sign=True)
@@ -95,7 +95,7 @@ class Authority:
 
     @classmethod
     def read(cls, certificate: Path, key: Path) -> Authority:
-        """One that was made before."""
+        """Read an authority from its files."""
         try:
             shown = x509.load_pem_x509_certificate(certificate.read_bytes())
             secret = serialization.load_pem_private_key(key.read_bytes(), password=None)
@@ -111,14 +111,14 @@ class Authority:
         return cls(shown, secret)
 
     def write(self, folder: Folder) -> None:
-        """Both files, in a folder that has none yet."""
+        """Write certificate and key into a folder that has none yet."""
         _write_key(folder.authority_key, self._key)
         _write(folder.authority, _pem_of(self.certificate), 0o644)
 
     def sign(
         self, names: Sequence[str], public: ec.EllipticCurvePublicKey, lasts: timedelta
     ) -> Certificate:
-        """A certificate for whoever has that key, to be the worker of these names."""
+        """Sign a certificate that lets the owner of the key be a worker of these names."""
         for name in names:
             check_name(name)
         usage = _usage(digital_signature=True)
@@ -145,7 +145,7 @@ class Authority:
         renew: bool = False,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Write key and certificate of one worker; `names` if it may go by others too."""
+        """Write a new key and certificate of one worker; `names` replaces its name in them."""
         check_name(worker)
         place = folder.certificate(worker)
         _check_free(place, renew=renew)
@@ -163,7 +163,7 @@ def make(
     renew: bool = False,
     authority_key: Path | None = None,
 ) -> None:
-    """The certificates of these workers; the authority too, if the folder has none."""
+    """Make the certificates of these workers, and the authority if the folder has none."""
     if not days > 0:
         raise UsageError(f"a certificate for {days} days would never be valid")
     for worker in workers:
@@ -208,7 +208,7 @@ def _keyed(
     public: ec.EllipticCurvePublicKey,
     signer: ec.EllipticCurvePublicKey,
 ) -> CertificateBuilder:
-    """Which key it is for, and which signed it."""
+    """Add the identifiers of the certified key and of the signing key."""
     own = x509.SubjectKeyIdentifier.from_public_key(public)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer)
     return builder.add_extension(own, False).add_extension(issuer, False)
@@ -251,7 +251,7 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, *, replace: bool = F
 
 
 def _write(path: Path, data: bytes, mode: int, *, replace: bool = False) -> None:
-    """With its mode from the first byte on; a file that is there is left alone, or replaced."""
+    """Write a file atomically with its mode; an existing one is kept unless `replace`."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
