@@ -1,7 +1,7 @@
-"""The names of torch that are not public and that this layer stands on.
+"""The private names of torch that the autograd layer uses.
 
-Each is used only here. What they tell a node of the run it is in was tried on torch 2.11 to 2.13;
-a torch that lacks one is refused at import, by name, rather than found out in a backward.
+They are used only here, and were tried on torch 2.11 to 2.13. A torch that lacks one is refused at
+import, by name, before a backward can fail because of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _NEEDED = (
     "torch._C._will_engine_execute_node",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._functions.AccumulateGrad",
+    "torch._C._functions.AccumulateGrad._set_sequence_nr",
+    "torch._C._FunctionBase._set_sequence_nr",
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.unwrap_if_dead",
@@ -32,6 +34,7 @@ _NEEDED = (
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch.autograd.graph.Node._sequence_nr",
+    "torch.autograd.Function._backward_cls",
     "torch.autograd.forward_ad._current_level",
     "torch.autograd._profiler_enabled",
     "torch.autograd.profiler._is_profiler_enabled",
@@ -47,7 +50,7 @@ def _find(path: str) -> object:
 
 
 def missing_names() -> list[str]:
-    """Those of the private names that this torch does not have."""
+    """The private names that this torch does not have."""
     lacking = []
     for path in _NEEDED:
         try:
@@ -88,7 +91,7 @@ _execution_engine = cast(Any, Variable)._execution_engine
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch's may see what this thread does.
+    """Whether a profiler of torch may see what this thread does.
 
     One that watches all threads says so to the process, an older one to its own thread only.
 
@@ -98,7 +101,7 @@ def is_profiled() -> bool:
 
 
 def set_threaded(enabled: bool) -> bool:
-    """Whether engine runs of this thread use threads of their own from now on; as it was before.
+    """Set whether engine runs of this thread use the device threads; returns what it was before.
 
     `torch.autograd.set_multithreading_enabled` without its block.
     """
@@ -132,7 +135,7 @@ def run_engine(
     hot: these take longer than a small run
     """
     if is_inside_transform():
-        torch.autograd.backward(roots)  # says that it cannot be used there
+        torch.autograd.backward(roots)  # raises that it cannot be used there
     _execution_engine.run_backward(
         roots,
         gradients,
@@ -145,15 +148,16 @@ def run_engine(
 
 
 def is_transformed() -> bool:
-    """Whether the code around is inside vmap, grad or another of torch.func."""
+    """Whether this code runs inside vmap, grad or another transform of torch.func."""
     return is_inside_transform()
 
 
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
-    """From now on, let this start each engine run that Python code asks for.
+    """From now on call `run` for each engine run that Python code starts.
 
-    It is given what starts the run, the roots, and the other arguments. All of torch's Python code
-    looks for the engine in the same place each time. `run_engine` does not pass through it.
+    Its arguments are a function that starts the run, the roots, and the other arguments. This works
+    because all of torch's Python code looks up the engine object anew for each run. `run_engine`
+    does not go through it.
     """
     start = cast(Any, Variable)._execution_engine.run_backward
 
@@ -167,7 +171,7 @@ def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
 def root_nodes(roots: object) -> list[Node]:
     """The nodes that an engine run from these tensors, or edges of a graph, begins with."""
     if not isinstance(roots, tuple):
-        return []  # the engine says so
+        return []  # the engine raises
     with _no_torch_function():
         nodes = [
             root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
@@ -198,13 +202,13 @@ def lift(node: Node, depth: int) -> bool:
 
 
 def replica_parameters(sink: Node) -> list[torch.Tensor]:
-    """The parameters whose gradients DDP's reducer may write, also if the graph has them not."""
+    """The parameters whose gradients DDP's reducer may write, in the graph or not."""
     replica = cast(Any, sink).ddp_weakref()
     return [] if replica is None else [p for p in replica.parameters() if p.requires_grad]
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these carries a derivative of forward-mode differentiation."""
+    """Whether one of these carries a forward-mode tangent."""
     if forward_ad._current_level < 0:
         return False
     dual = cast(Any, forward_ad)
@@ -212,7 +216,7 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The place of the first that a transform of torch.func has made, if one has."""
+    """The place of the first tensor that a transform of torch.func has wrapped, if any."""
     wrapped = map(_is_wrapped, tensors)
     return next((n for n, is_wrapped in enumerate(wrapped) if is_wrapped), None)
 
@@ -221,10 +225,10 @@ def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
     """A view of a leaf; while it lives, so does the leaf's accumulator.
 
     Note [Accumulators and the interpreter's lock]: torch makes a leaf's accumulator when it is
-    first needed, under a lock of the leaf's; and while it has that, it takes the interpreter's, to
-    count one more owner of the leaf (torch 2.11 to 2.13). An operator has let go of the interpreter
-    by then, a Function has not: so a Function and an operator that use one leaf in two threads may
-    wait for each other for ever. Two operators do not, and who finds an accumulator makes none.
+    first needed, under a lock of the leaf. While it holds that lock it takes the GIL, to count one
+    more owner of the leaf (torch 2.11 to 2.13). An operator has released the GIL by then, but a
+    Function has not: so a Function and an operator that use one leaf in two threads may dead-lock.
+    Two operators do not, so an operator makes the accumulator here, before the Function runs.
     """
     return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
 
@@ -235,9 +239,9 @@ def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
 
 
 def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, without what it does for Functions of any kind.
+    """`function.apply` without its checks, for a Function whose inputs after the first are tensors.
 
-    Its inputs are tensors, but for the first. hot: twice for each crossing
+    hot: twice for each crossing
     """
     at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -250,7 +254,7 @@ def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def call_directly(function: type[torch.autograd.Function]) -> None:
-    """Let the engine call a Function's `backward`, which torch looks for anew each time.
+    """Let the engine call a Function's `backward` directly; torch looks it up for each node.
 
     hot: two calls less for each node
     """
@@ -264,18 +268,18 @@ def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
 
 
 CHECKPOINT = backward_class(CheckpointFunction)
-"""Nodes whose backward runs one of its own, over a graph that is not there yet."""
+"""Nodes whose backward runs a backward of its own, over a graph that it makes then."""
 DDP_SINK = backward_class(_DDPSink)
-"""What DDP puts behind the outputs of a module that may not use all of its parameters."""
+"""The node that DDP adds behind a module that may not use all of its parameters."""
 
 
 def is_recording() -> bool:
-    """Whether the code around makes nodes; mostly it does."""
+    """Whether operators of this thread make nodes now."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def recording() -> AbstractContextManager[None]:
-    """Inside the block nodes are made, whatever mode the code around it is in."""
+    """A block in which operators make nodes, whatever the mode around it."""
     return _AS_IT_IS if is_recording() else _made_to_record()
 
 
@@ -289,9 +293,9 @@ def _made_to_record() -> Iterator[None]:
 
 
 def lets_checkpoints_run() -> bool:
-    """Whether torch lets a reentrant checkpoint run inside of what this thread runs.
+    """Whether torch lets a reentrant checkpoint run in the current run of this thread.
 
-    It does not inside of grad() and backward(inputs=…), nor in a backward inside of these: the
-    checkpoint would add to leaves that were not asked for.
+    Not inside grad() and backward(inputs=…), nor in a backward inside these: the checkpoint would
+    add to leaves that are not inputs.
     """
     return torch.autograd.Variable._execution_engine.is_checkpoint_valid()

@@ -1,9 +1,9 @@
 """Anomaly mode, for what one worker runs on behalf of another that has it on.
 
-It travels with calls, so that the callee's nodes remember the lines that made them, and with the
-Start of a pass, so that the worker that runs an operator finds what is wrong with it there. Torch
-has one switch for all threads of a process. So it is on here while at least one such request is
-served, and what others run meanwhile is watched too, as it is among the threads of one process.
+Calls carry the mode, so that the callee's nodes remember the lines that made them, and so does the
+Start of a pass, so that an error is found on the worker whose operator causes it. Torch has one
+switch for all threads of a process. So it is on while at least one such request is served, and
+other requests that run meanwhile are checked too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from gradwire.torch_private import Node
 
 OFF, ON, CHECKS_NAN = 0, 1, 2
-"""As it travels: off; on; on, and a gradient that is not a number is an error."""
+"""The mode in messages: off; on; on, and a NaN in a gradient is an error."""
 _CROSSINGS: Final = "torch::distributed::autograd::"
 _UNKNOWN: Final = "  (no information: anomaly mode was off in the forward)\n"
 
 
 def current_mode() -> int:
-    """That of this process. hot: asked by every call"""
+    """The mode of this process. hot: asked by every call"""
     if not torch.is_anomaly_enabled():
         return OFF
     return CHECKS_NAN if torch.is_anomaly_check_nan_enabled() else ON
@@ -33,7 +33,7 @@ def current_mode() -> int:
 
 @final
 class _Switch:
-    """Torch's switch, shared by requests that overlap."""
+    """Torch's switch, shared by overlapping requests."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -41,7 +41,7 @@ class _Switch:
         self._before = (False, True)
 
     def turn_on(self, mode: int) -> None:
-        """One more request wants it so."""
+        """One more request needs this mode."""
         with self._lock:
             if not self._open:
                 self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
@@ -49,7 +49,7 @@ class _Switch:
             torch.set_anomaly_enabled(True, self._checks_nan())
 
     def turn_off(self, mode: int) -> None:
-        """That one is over. What the program itself has switched off meanwhile stays so."""
+        """That request is over. If the program itself has turned it off meanwhile, it stays off."""
         with self._lock:
             self._open.remove(mode)
             if self._open:
@@ -66,7 +66,7 @@ _switch = _Switch()
 
 @contextmanager
 def under(mode: int) -> Iterator[None]:
-    """Inside the block it is on, at least so far."""
+    """A block in which at least this mode is on."""
     if mode <= OFF:
         yield
         return
@@ -81,8 +81,7 @@ def under(mode: int) -> Iterator[None]:
 def detecting(mode: int, roots: Iterable[Node], worker: str) -> Iterator[None]:
     """The same, around an engine run from these nodes on this thread.
 
-    Torch warns of the line in the forward on this worker. What is raised says it too, as whoever
-    is interested is elsewhere.
+    Torch warns of the forward line on this worker only. A note on the error tells the caller.
     """
     running: list[Node] = []
     handles = [
@@ -116,7 +115,7 @@ def _reachable_from(roots: Iterable[Node]) -> set[Node]:
 
 
 def _said_of(node: Node, worker: str) -> str:
-    """As torch's own warning, and where it was."""
+    """The text of torch's own warning, with the worker."""
     made: dict[str, list[str]] = cast(Any, node).metadata
     lines = "".join(made.get("traceback_", [_UNKNOWN]))
     return (

@@ -10,9 +10,10 @@ Rules of this file:
      with its run.
 
 A *run* is one execution of torch's engine over this worker's sends of the pass; it waits
-at each send until that edge is settled. The *root* is the worker where the pass began.
+at each Send until that edge is settled. The *coordinator* is the worker where the pass began; the
+other workers are its participants.
 
-The sets without an underscore are there to be read: asking costs more than the answer.
+The sets without an underscore are read directly by `ActivePass`: a method call costs more.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gradwire.ids import EdgeId, PassId, WorkerId
 
 @final
 class PassState:
-    """What one worker knows of one pass. At its root, `asked` are the workers it tells to run."""
+    """What one worker knows of one pass. At the coordinator, `asked` are the participants."""
 
     __slots__ = (
         "_recvs_left",
@@ -44,18 +45,18 @@ class PassState:
         self.id = pass_id
         self.asked = frozenset(asked)
         self.waiting_for = set(self.asked)
-        """those whose runs are not over"""
+        """the participants whose runs are not over"""
         self.changed: set[WorkerId] = set()
-        """those that want to hear of a good end"""
+        """the participants that have changed leaves, and must hear of a good end"""
         self.settled: set[EdgeId] = set()
-        """those whose Sends may go on"""
+        """the edges whose gradients have arrived"""
         self.to_collect: set[EdgeId] = set()
-        """those that no Send has asked for; none may remain after a run"""
+        """the settled edges whose Send has not run; none may remain after a run"""
         self._sends = self._recvs_left = 0
         self.failed = False
 
     def edge_settled(self, edge: EdgeId) -> None:
-        """Its gradients are here."""
+        """The gradients of an edge have arrived."""
         if edge in self.settled:
             raise BadMessage(f"{edge} was settled twice in {self.id}")
         self.settled.add(edge)
@@ -68,16 +69,16 @@ class PassState:
         self.to_collect.remove(edge)
 
     def run_counted(self, sends: int, recvs: int) -> None:
-        """The run here is through when these many Sends and Recvs are, but for its leaves."""
+        """The run here is over, but for leaves, after this many Sends and Recvs."""
         self._sends, self._recvs_left = sends, recvs
 
     def recv_through(self) -> bool:
-        """A Recv has run. Whether that was the last thing of a run that was counted."""
+        """A Recv has run. Whether it was the last node, but for leaves, of a counted run."""
         self._recvs_left -= 1
         return self._recvs_left == 0 and len(self.settled) - len(self.to_collect) == self._sends
 
     def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
-        """A worker's run is over."""
+        """A participant's run is over."""
         if worker not in self.waiting_for:
             raise BadMessage(f"worker {worker} ended {self.id} without having been asked to run")
         self.waiting_for.discard(worker)
@@ -85,18 +86,18 @@ class PassState:
             self.changed.add(worker)
 
     def unfinished(self) -> list[WorkerId]:
-        """Whom the root still waits for."""
+        """The participants for which the coordinator still waits."""
         return sorted(self.waiting_for)
 
     def concerns(self, worker: WorkerId) -> bool:
         """Whether the pass cannot end well without this worker, whatever is settled.
 
-        One that is done and has changed leaves asks how the pass has ended when it loses the root.
-        While the pass runs the answer is that it has not ended well.
+        That includes participants that are done and have changed leaves. When they lose the
+        coordinator they ask how the pass ended, and while it runs the answer is: not well.
         """
         return worker in self.waiting_for or worker in self.changed or worker == self.id.worker
 
     def pass_failed(self) -> bool:
-        """An error ends the pass; True for the first one, which is the one to tell."""
+        """An error ends the pass; True for the first one, which is kept."""
         first, self.failed = not self.failed, True
         return first
