@@ -56,7 +56,7 @@ def place(request, tmp_path, monkeypatch):
 @pytest.fixture
 def here():
     yield
-    if gradwire.rpc.api.home_door.maybe_default() is not None:
+    if gradwire.current.current_worker.maybe_default() is not None:
         gradwire.shutdown()
     forget_meeting_place()
 

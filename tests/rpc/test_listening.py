@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.errors import UsageError
 from gradwire.options import Options, Tls, tls_from_environment
-from gradwire.rpc.listening import listen, transports_for
+from gradwire.rpc.join import listen, transports_for
 from tests.certificates import job
 
 VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")

@@ -8,7 +8,7 @@ import torch.distributed.rpc as stock
 import gradwire
 from gradwire import Options, Timeouts, UsageError
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.torch_options import options_for
+from gradwire.rpc.api import options_for
 
 
 @pytest.mark.parametrize(

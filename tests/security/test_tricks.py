@@ -110,7 +110,7 @@ NAMES = {
     "what unpacks for children": "gradwire.launch.pickled_arguments:unpacked",
     "expose itself": "gradwire:expose",
     "the registry": "gradwire.rpc.expose.registry:Registry",
-    "a helper of rref": "gradwire.rpc.rref:home_door",
+    "a helper of rref": "gradwire.rpc.rref:current_worker",
     "torch.load": "torch:load",
     "torch.save": "torch:save",
     "torch.serialization": "torch.serialization:load",

@@ -20,7 +20,7 @@ from torch import nn
 
 import gradwire
 from gradwire import PeerLost
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from tests.leftovers import eventually, leftovers
 
 WIDTH, BATCH = 32, 16
@@ -227,7 +227,7 @@ class _Member:
 
 def left_here() -> list[str]:
     """What this worker remembers of contexts, passes and references, but for the call that asks."""
-    here = [_Member(home_door.find())]
+    here = [_Member(current_worker.find())]
 
     def left() -> list[str]:
         return [line for line in leftovers(here) if " jobs" not in line and "flight" not in line]

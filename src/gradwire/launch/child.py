@@ -16,6 +16,7 @@ from typing import cast
 import msgspec
 
 from gradwire.agent.remote_errors import describe
+from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed
 from gradwire.launch.parent_watch import end_with_parent
 from gradwire.launch.pickled_arguments import packed, unpacked
@@ -24,7 +25,6 @@ from gradwire.launch.processes import ignore_interrupts
 from gradwire.launch.supervise_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.expose.registry import exception_name
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 _log = logging.getLogger("gradwire")
@@ -85,7 +85,7 @@ def _work(line: Connection, orders: Orders) -> None:
     if not orders.returned.exists():  # or an earlier life has died on its way out
         _write_returned(orders, fn(*args))
     line.send_bytes(RETURNED.encode())
-    if home_door.maybe_default() is not None:  # unless the function itself has left
+    if current_worker.maybe_default() is not None:  # unless the function itself has left
         _leave_after_the_function()
 
 
@@ -106,7 +106,7 @@ def _serve_all_lives(orders: Orders) -> None:
 
     One that itself comes back when all others have left is told so by nobody: it finds the value.
     """
-    worker = cast(Worker, home_door.find())
+    worker = cast(Worker, current_worker.find())
     while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
         if orders.returned.exists():
             return

@@ -43,7 +43,7 @@ from gradwire.launch.supervise_state import (
     Watch,
 )
 from gradwire.options import Options, Timeouts
-from gradwire.rpc.arguments import positional
+from gradwire.rpc.api import positional
 from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
 

@@ -11,11 +11,11 @@ from typing import cast, final
 
 import torch
 
+from gradwire.current import current_worker
 from gradwire.errors import ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, first_of
 from gradwire.optim.parameter_locks import StepId, Turns
 from gradwire.optim.weight_versions import Storages
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 
@@ -57,4 +57,4 @@ class Stepped:
 
 def stepped_here() -> Stepped:
     """That of the worker whose code this is."""
-    return cast(Worker, home_door.find()).part(Stepped)
+    return cast(Worker, current_worker.find()).part(Stepped)

@@ -6,11 +6,11 @@ from typing import cast, final
 
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
+from gradwire.current import current_worker
 from gradwire.errors import BadMessage, UsageError
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare
 from gradwire.optim.shard import Made, Options, Shard
 from gradwire.rpc.expose.registry import expose
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 
@@ -66,5 +66,5 @@ class StepServing:
 @expose
 def make_shard(cls: type, groups: list[Made], args: tuple[object, ...], kwargs: Options) -> Shard:
     """A shard here, and whoever serves the steps that it is asked for."""
-    cast(Worker, home_door.find()).part(StepServing)
+    cast(Worker, current_worker.find()).part(StepServing)
     return Shard(cls, groups, args, kwargs)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
+from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, UsageError
-from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
-from gradwire.rpc.arguments import keywords, positional
+from gradwire.options import DEFAULT, Options, Timeout, Timeouts, place_from_environment
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
 from gradwire.rpc.join import join, move_out, settle_here
 from gradwire.rpc.retry import again_until, is_idempotent
-from gradwire.rpc.rref import RRef, home_door
-from gradwire.rpc.torch_options import checked_rank, options_for
+from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Exposed, Worker
 
 P = ParamSpec("P")
@@ -26,6 +26,10 @@ T = TypeVar("T")
 To = str | int | WorkerInfo
 
 _log = logging.getLogger("gradwire")
+_TEXT = (str, bytes, bytearray, memoryview)
+_BACKENDS = ("TENSORPIPE", None)
+_FOR_EVER = 86400.0
+"""What a timeout of 0 becomes, as under compat; in torch it means no deadline."""
 
 
 def init_rpc(
@@ -49,7 +53,7 @@ def init_rpc(
     `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that move
     over: init_method, rpc_timeout and num_worker_threads are taken from them.
     """
-    if home_door.maybe_default() is not None:
+    if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
     place = place_from_environment()
@@ -128,7 +132,7 @@ def rpc_sync(
     `Timeouts(call=…)`, and never longer than the call that it is made in; with None or infinity, as
     long as the other worker lives.
     """
-    worker: Worker = home_door.find()  # type: ignore[assignment]
+    worker: Worker = current_worker.find()
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     deadline = worker.deadline(timeout)
@@ -150,7 +154,7 @@ def rpc_async(
     timeout: Timeout = DEFAULT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
-    worker: Worker = home_door.find()  # type: ignore[assignment]
+    worker: Worker = current_worker.find()
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     return worker.calls.call_async(number, target, worker.deadline(timeout))
@@ -205,14 +209,108 @@ def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
 
 
 def _here() -> Worker:
-    return cast(Worker, home_door.find())
+    return cast(Worker, current_worker.find())
 
 
 def _default_worker() -> Worker:
-    worker = home_door.maybe_default()
+    worker = current_worker.maybe_default()
     if worker is None:
         raise UsageError(
             "RPC has not been initialized. Call init_rpc first.",
             hint="shutdown() ends what init_rpc() began in this process",
         )
     return cast(Worker, worker)
+
+
+def positional(args: object, what: str = "args") -> tuple[object, ...]:
+    """The positional arguments, of a tuple or a list.
+
+    hot: asked for each call.
+    """
+    if type(args) is tuple:
+        return args
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise _not_arguments(args, what)
+
+
+def of_sequence(args: object) -> tuple[object, ...]:
+    """The same for programs of torch's, where any sequence will do, and None for no arguments."""
+    if args is None:
+        return ()
+    if isinstance(args, Sequence) and not isinstance(args, _TEXT):
+        return tuple(args)
+    raise _not_arguments(args, "args")
+
+
+def keywords(kwargs: object, what: str = "kwargs") -> dict[str, object]:
+    """The keyword arguments, of a dict or another mapping; None for no such arguments."""
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise ArgumentTypeError(
+            f"{what} is a {type(kwargs).__name__}, not a dict", hint=f"{what}={{'name': value}}"
+        )
+    return dict(kwargs)
+
+
+def _not_arguments(args: object, what: str) -> ArgumentTypeError:
+    kind = type(args).__name__
+    if isinstance(args, Mapping):
+        hint = f"{what}=(value,) passes it as one argument, kwargs=value as named ones"
+    elif hasattr(args, "__iter__") and not isinstance(args, _TEXT):
+        hint = f"{what}=(value,) passes it as one argument, {what}=tuple(value) its elements"
+    else:
+        hint = f"{what}=(value,), with the comma, passes it as one argument"
+    return ArgumentTypeError(f"{what} is a {kind}, not a tuple or a list of arguments", hint=hint)
+
+
+def options_for(backend: object, given: Any, options: Options | None) -> Options:  # noqa: ANN401
+    """The options of a worker that was given torch's, or ours, or none."""
+    name = getattr(backend, "name", backend)
+    if name not in _BACKENDS:
+        raise UsageError(
+            f"init_rpc has no backend {name!r:.80}: there is one, and nothing to choose",
+            hint="leave backend= out; how workers reach each other is Options(listen=…, tls=…)",
+        )
+    if given is None:
+        return options or Options()
+    if options is not None:
+        raise UsageError(
+            "init_rpc was given options= and rpc_backend_options=, which say the same things",
+            hint="pass options=gradwire.Options(…) alone",
+        )
+    return _translated(given)
+
+
+def checked_rank(rank: object) -> int | None:
+    """The rank that was given; torch's default, -1, is none."""
+    if rank is None or rank == -1:
+        return None
+    if not isinstance(rank, Integral):
+        raise UsageError(
+            f"init_rpc was given rank={rank!r:.80}, which is not a number",
+            hint="it is init_rpc(name, rank, world_size, options); torch's second argument, the "
+            "backend, may be given as backend=…",
+        )
+    return int(rank)
+
+
+def _translated(given: Any) -> Options:  # noqa: ANN401
+    if not hasattr(given, "rpc_timeout") or not hasattr(given, "init_method"):
+        raise UsageError(
+            f"rpc_backend_options= takes the options of torch.distributed.rpc, not a "
+            f"{type(given).__name__}",
+            hint="pass options=gradwire.Options(…)",
+        )
+    if getattr(given, "device_maps", None):
+        raise UsageError(
+            "rpc_backend_options= has device maps, which native calls do not use",
+            hint="a tensor arrives on the device of the same name: move it there before the call, "
+            "or use RemoteModule('w1/cuda:0', …); programs under gradwire.compat keep their maps",
+        )
+    return Options(
+        init_method=given.init_method,
+        threads=max(1, getattr(given, "num_worker_threads", Options().threads)),
+        timeouts=Timeouts(call=float(given.rpc_timeout) or _FOR_EVER),
+    )

@@ -7,6 +7,8 @@ each joins whoever is there, and leaves alone.
 from __future__ import annotations
 
 import atexit
+import logging
+import socket
 from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,20 +21,28 @@ from gradwire.agent.peers.secret import Secret, find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.clock import MonotonicClock
-from gradwire.autograd import api as autograd_api
-from gradwire.current import Door
+from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import Options
+from gradwire.options import Options, rendezvous_host, tls_from_environment
 from gradwire.rpc.behavior import NATIVE, Behavior
-from gradwire.rpc.listening import listen, transports_for
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener
+from gradwire.transport.base import Listener, Transport
+from gradwire.transport.shared_memory import SHARED_AT_MOST
+from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.unix import UnixTransport
 
 _UNDO_SECONDS = 2.0
-_last_place: Door[Store] = Door("the store where this process met others last")
+_HINTS = {
+    "tcp": "this worker has a certificate and speaks TLS: start the other one with tls=… too",
+    "tls": "this worker has no certificate: start it with Options(tls=Tls(…)) or GRADWIRE_TLS_CERT",
+}
+_LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
+_log = logging.getLogger("gradwire")
+_last_place: ProcessValue[Store] = ProcessValue()
+"""The store where this process met others last."""
 
 
 def join(
@@ -87,15 +97,15 @@ def meeting_place(options: Options, rank: int | None, world_size: int | None) ->
     that the process which hosted it keeps it until it has opened the next, or joins one that
     another hosts. That one waits for the port until then.
     """
-    is_again = _last_place.maybe_default() is not None
+    is_again = _last_place.value is not None
     if rank != 0:
-        _last_place.set_default(None)  # whoever hosts the next may want its port
+        _last_place.value = None  # whoever hosts the next may want its port
     return open_store(options, rank, world_size, is_again=is_again)
 
 
 def forget_meeting_place() -> None:
     """Close the store that is still open here: nobody will meet there again."""
-    _last_place.set_default(None)
+    _last_place.value = None
 
 
 class _Joining:
@@ -193,16 +203,107 @@ class _Joining:
 
 def settle_here(worker: Worker) -> None:
     """Code of this process that belongs to no other worker belongs to this one."""
-    if home_door.maybe_default() is not None:
+    if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     atexit.register(worker.close, 0.1)  # a program that ends without shutdown() leaves no socket
-    home_door.set_default(worker)
-    _last_place.set_default(worker.store)  # see Note [The last meeting place]
-    autograd_api.door.set_default(worker.engine)
+    current_worker.set_default(worker)
+    _last_place.value = worker.store  # see Note [The last meeting place]
 
 
 def move_out(worker: Worker) -> None:
     """The process is free to be another worker."""
-    home_door.set_default(None)
-    autograd_api.door.set_default(None)
+    current_worker.set_default(None)
     atexit.unregister(worker.close)
+
+
+def transports_for(options: Options, name: str, refusals: Refusals | None = None) -> Transports:
+    """All by which the worker of that name can reach another process.
+
+    Plain TCP goes beyond this machine only if asked for. One that has a certificate never speaks
+    it: who it looks up in the rendezvous could be anywhere.
+    """
+    tls = options.tls or tls_from_environment()
+    stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
+    shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
+    counted = refusals or Refusals()
+
+    def refused(kind: str, remote: str) -> None:
+        if counted.count(kind, remote):
+            _log.warning("refused %s: %s", remote, kind)
+
+    known: dict[str, Transport] = {
+        "unix": UnixTransport(
+            stall=stall,
+            limits=limits,
+            shared_bytes=shared_bytes,
+            checksum=checksum,
+            refused=refused,
+        )
+    }
+    if tls is None:
+        near = not options.insecure
+        known["tcp"] = TcpTransport(
+            stall=stall, limits=limits, checksum=checksum, this_host_only=near
+        )
+    else:
+        known["tls"] = over_tls = TlsTransport(
+            tls,
+            stall=stall,
+            limits=limits,
+            patience=options.timeouts.handshake,
+            pending_handshakes=limits.pending_handshakes,
+            refused=refused,
+        )
+        _check_own_name(over_tls, name)
+    return Transports(known, _HINTS)
+
+
+def listen(transports: Transports, options: Options) -> Listener:
+    """Open the listener that `options.listen` asks for.
+
+    Workers that meet on this machine speak over a unix socket. If they meet elsewhere, peers reach
+    us at the address from which this machine would speak to the meeting place.
+    """
+    if options.insecure:
+        _log.warning(
+            "insecure=True: workers may speak beyond this machine without TLS, and whoever can see "
+            "the traffic can read and change it"
+        )
+    if options.listen == "unix":
+        return transports.listen("unix://")
+    if options.listen != "auto":
+        return transports.listen(_secured(transports, options.listen))
+    host = rendezvous_host(options.init_method)
+    if host in _LOOPBACK:
+        return transports.listen("unix://")
+    return transports.listen(_secured(transports, f"tcp://{_address_towards(host)}:0"))
+
+
+def _secured(transports: Transports, address: str) -> str:
+    """The same place over TLS, where this worker has a certificate."""
+    scheme, _, place = address.partition("://")
+    is_secured = scheme == "tcp" and "tls" in transports.schemes
+    return f"tls://{place}" if is_secured else address
+
+
+def _check_own_name(transport: TlsTransport, name: str) -> None:
+    if name not in transport.names:
+        raise UsageError(
+            f"{name} has a certificate for {', '.join(transport.names)}",
+            hint=f"`gradwire certs --workers {name}` makes one for it",
+        )
+
+
+def _address_towards(host: str) -> str:
+    """Our own address on the route to a host; asking costs no packet."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise UsageError(
+            f"there is no way from here to {host}, where the workers meet: {error}",
+            hint="correct init_method or MASTER_ADDR, or say where to listen: Options(listen=…)",
+        ) from error
+    return f"[{found}]" if family == socket.AF_INET6 else found

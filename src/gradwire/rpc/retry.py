@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, final
 
 from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.current import current_worker
 from gradwire.errors import (
     DeadlinePassed,
     GradwireError,
@@ -22,7 +23,6 @@ from gradwire.errors import (
     UnknownWorker,
     UsageError,
 )
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 P = ParamSpec("P")
@@ -186,4 +186,4 @@ def again_until(worker: Worker, to: WorkerInfo, deadline: float, call: Callable[
 
 
 def _here() -> Worker:
-    return cast(Worker, home_door.find())
+    return cast(Worker, current_worker.find())

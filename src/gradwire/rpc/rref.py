@@ -12,7 +12,7 @@ import torch
 
 from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.autograd.api import backward
-from gradwire.current import Door
+from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.options import DEFAULT, Timeout
@@ -40,9 +40,6 @@ class Home(Protocol):
         """The moment a backward pass that begins now is given up."""
 
 
-home_door: Door[Home] = Door("gradwire home")
-
-
 class RRef(Generic[T]):
     """A reference to a value on its owner; `RRef(value)` makes one to a value of this worker.
 
@@ -52,7 +49,7 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_home", "hold")
 
     def __init__(self, value: T) -> None:
-        home = home_door.find()
+        home: Home = current_worker.find()
         self._bind(home, home.refs.keep_here(Value(value)))
 
     @classmethod
@@ -162,7 +159,7 @@ class RRef(Generic[T]):
 
 def reference_to(value: T) -> RRef[T]:
     """A reference to a value of this worker, of the kind that its references are."""
-    refs = home_door.find().refs
+    refs = current_worker.find().refs
     return cast(RRef[T], refs.make(refs.keep_here(Value(value))))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,14 +30,15 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.requests.clock import Clock, MonotonicClock
+from gradwire.agent.requests.deadlines import nested
 from gradwire.agent.serving.inbound_request import Source
-from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
-from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
+from gradwire.current import current_worker, get_current, pop_deadline, push_deadline
+from gradwire.errors import CallTimeout, Cancelled, DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
-from gradwire.options import DEFAULT, Options, Timeout
+from gradwire.options import DEFAULT, FOREVER, Options, Timeout
 from gradwire.rpc.all_gather import Gatherings
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls
@@ -45,13 +47,11 @@ from gradwire.rpc.codec.body import Bodies
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
-from gradwire.rpc.parts import Parts
 from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
 from gradwire.rpc.recompute.random_streams import PROCESS, Stream
 from gradwire.rpc.refs.borrow import LentRef
 from gradwire.rpc.refs.refs import Refs
-from gradwire.rpc.rref import RRef, home_door
-from gradwire.rpc.scope import deadline_from, is_due, was_due
+from gradwire.rpc.rref import RRef
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
@@ -90,8 +90,7 @@ class Worker:
         refusals: Refusals | None = None,
         own: Own | None = None,
     ) -> None:
-        home_door.move_in()
-        autograd_api.door.move_in()
+        current_worker.clear_forked()
         self._process = os.getpid()
         self.store = store  # held, as we may be the one who hosts it
         self.directory, self.name = directory, directory.me.name
@@ -100,7 +99,8 @@ class Worker:
         self.own = own
         """the generator that this worker has to itself; that of the process if there is none"""
         self.stream = PROCESS if own is None else Stream(own.generator)
-        self._parts: Parts[Worker] = Parts()
+        self._parts: dict[object, object] = {}
+        self._parts_lock = threading.RLock()  # making a part may ask for another
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
@@ -177,13 +177,16 @@ class Worker:
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
 
     def part(self, kind: Callable[[Worker], T]) -> T:
-        """What a layer above keeps for each worker: made when it is first asked for."""
-        return self._parts.of(self, kind)
+        """What a layer above keeps for each worker: made once, when it is first asked for."""
+        with self._parts_lock:
+            if kind not in self._parts:
+                self._parts[kind] = kind(self)
+            return cast(T, self._parts[kind])
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""
-        with home_door.opened(self), autograd_api.door.opened(self.engine):
+        with current_worker.use(self):
             if self.own is None:
                 yield
                 return
@@ -316,7 +319,7 @@ class Scope:
     hot: around each call served, so not one `with` inside the other
     """
 
-    __slots__ = ("_context", "_deadline", "_engine", "_home", "_outer")
+    __slots__ = ("_context", "_outer", "_token")
 
     def __init__(
         self,
@@ -325,9 +328,7 @@ class Scope:
         deadline: float = math.inf,
         inbound: Source | None = None,
     ) -> None:
-        self._home = home_door.enter(worker)
-        self._engine = autograd_api.door.enter(worker.engine)
-        self._deadline = is_due(deadline, inbound)
+        self._token = push_deadline(deadline, inbound, worker)
         self._outer = leave_outer()
         self._context = context
         if context is not None:
@@ -338,9 +339,7 @@ class Scope:
         if self._context is not None:
             leave(self._context)
         back_to_outer(self._outer)
-        was_due(self._deadline)
-        autograd_api.door.leave(self._engine)
-        home_door.leave(self._home)
+        pop_deadline(self._token)
 
     def __enter__(self) -> None:
         pass
@@ -370,12 +369,34 @@ class _DrawingScope:
         self.leave()
 
 
+def deadline_from(timeout: Timeout, default: float, now: float) -> float:
+    """The moment a wait ends: what was asked for, but not after what encloses it.
+
+    CallTimeout if that is over, Cancelled if nobody waits any more for what this code is run for.
+    """
+    if timeout is DEFAULT:
+        seconds = default
+    else:
+        seconds = FOREVER if timeout is None else min(timeout, FOREVER)
+        if not seconds > 0:
+            raise UsageError(
+                f"timeout={timeout!r} is not a positive number of seconds",
+                hint="timeout=None waits as long as the other worker lives",
+            )
+    _, due, inbound, _ = get_current()
+    if inbound is not None and inbound.cancelled:
+        raise Cancelled(f"the call that this one is made in was called off: {inbound.cancelled}")
+    if due <= now:
+        raise CallTimeout("the call that this one is made in is past its own deadline")
+    return now + seconds if due == math.inf else nested(due, now, seconds)
+
+
 _RREF_TAG = 64
 _LENT_TAG = 65
 
 
 def _stream_here() -> Stream | None:
-    home = home_door.maybe_find()
+    home = current_worker.maybe_find()
     return None if home is None else cast(Worker, home).stream
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import cast
 
 from gradwire.agent.peers.secret import write_secret
+from gradwire.current import current_worker
 from gradwire.errors import GradwireError
 from gradwire.launch.child import AS_LONG_AS_IT_TAKES
 from gradwire.launch.plan import Orders, orders_for, secret_in
 from gradwire.launch.process_pool import Host, Hosts
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed
 
 __all__ = ["Host", "Hosts", "process_cluster"]
@@ -63,7 +63,7 @@ def process_cluster(
         try:
             yield others
         finally:
-            if home_door.maybe_default() is not None:  # unless the block itself has left
+            if current_worker.maybe_default() is not None:  # unless the block itself has left
                 shutdown()
 
 

@@ -17,16 +17,15 @@ from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.devices import DeviceFacts, agree_on_devices
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
-from gradwire.current import Door
+from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import GradwireError, UsageError
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.join import join, move_out, settle_here
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 _CLOSE_SECONDS = 1.0
 _SHORTEST_SECONDS = 1e-6
-_agents: Door[RpcAgent] = Door("compat agent")
+_agent: ProcessValue[RpcAgent] = ProcessValue()
 
 
 def late_api() -> ModuleType:
@@ -192,17 +191,17 @@ def _greet(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
 
 def _worker_here() -> Worker | None:
     try:
-        return cast(Worker, home_door.find())
+        return cast(Worker, current_worker.find())
     except UsageError:
         return None
 
 
 def _is_current_rpc_agent_set() -> bool:
-    return _agents.maybe_default() is not None or _worker_here() is not None
+    return _agent.value is not None or _worker_here() is not None
 
 
 def _get_current_rpc_agent() -> RpcAgent:
-    worker, agent = _worker_here(), _agents.maybe_default()
+    worker, agent = _worker_here(), _agent.value
     if worker is not None:
         return TensorPipeAgent.over(worker)
     if agent is None:
@@ -213,12 +212,12 @@ def _get_current_rpc_agent() -> RpcAgent:
 def _set_and_start_rpc_agent(agent: RpcAgent) -> None:
     if isinstance(agent, TensorPipeAgent):
         settle_here(agent.worker)
-    _agents.set_default(agent)
+    _agent.value = agent
 
 
 def _reset_current_rpc_agent() -> None:
-    _agents.set_default(None)
-    worker = home_door.maybe_default()
+    _agent.value = None
+    worker = current_worker.maybe_default()
     if worker is not None:
         move_out(cast(Worker, worker))
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, cast, final
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast, final
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.deadlines import OUTERMOST, Cut, extent_of
 from gradwire.agent.requests.promise import Promise
@@ -24,22 +26,57 @@ from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.profiling import NOTHING
 from gradwire.autograd.scope import current_context
+from gradwire.current import current_inbound, get_current
 from gradwire.errors import BadMessage
-from gradwire.ids import ContextId, WorkerId
+from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.futures import INTERRUPTED, Environment, Future, Opened, PendingResult
-from gradwire.rpc.calls.target import Created, Sent, Target, spoken, spoken_on
 from gradwire.rpc.codec.body import Bodies, Packed, Unpacked, cut_tensors
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
 from gradwire.rpc.recompute.session import Asked, Session, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.rpc.scope import current_due, current_inbound
 from gradwire.torch_private import is_profiled
 from gradwire.wire.message import Message
 
-__all__ = ["Calls", "Created", "Target", "spoken"]
+
+class Target(msgspec.Struct, frozen=True):
+    """What to run and its arguments. See Note [How a call names its function], rpc/messages.py."""
+
+    name: str
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    what: str = ""
+    """how errors and warnings call it, where its own name says little"""
+
+
+@lru_cache(1 << 10)
+def spoken(name: str) -> str:
+    """The name of a function of ours in errors and warnings."""
+    return name.replace(":", ".").lstrip(".!")
+
+
+def spoken_on(directory: Directory, to: WorkerId, name: str) -> str:
+    """The name of a function, and of the worker that runs it."""
+    return f"{spoken(name)} on {directory.name(to)}"
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """A call on its way, and how much of the window it takes."""
+
+    call: CallId
+    promise: Promise[Outcome]
+    size: int
+    asked: Asked | None
+    """if it is made for a checkpoint"""
+
+
+class Created(NamedTuple):
+    """A reference to a value that is being made, and the answer to the call that makes it."""
+
+    hold: RefHandle
+    answer: Promise[Outcome]
 
 
 @final
@@ -239,7 +276,7 @@ class Calls:
         keep: Kept | None = None,
     ) -> Sent:
         """When its answer has come, it has to leave the window."""
-        _, inbound, session = current_due()
+        _, _, inbound, session = get_current()
         asked = None if session is None else cast(Session, session).calling((to, target.name))
         draws = None if asked is None else asked.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")

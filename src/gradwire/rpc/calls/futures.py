@@ -27,12 +27,12 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.scope import current_context, inside
+from gradwire.current import get_current
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.codec.body import Unpacked
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.session import Session
-from gradwire.rpc.scope import current_due
 
 INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Block until the value is here, and return it or raise what came instead."""
-        session = current_due()[2]
+        session = get_current()[3]
         if session is None:
             self._await()
         else:

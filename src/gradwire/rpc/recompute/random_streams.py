@@ -12,8 +12,8 @@ from typing import Any, final
 
 import torch
 
+from gradwire.current import current_deadline
 from gradwire.rpc.recompute.tape_state import State
-from gradwire.rpc.scope import current_deadline
 
 _PATIENCE = 10.0
 """Seconds to wait for a turn, at most; and at most half of the time that is left to this code. Who

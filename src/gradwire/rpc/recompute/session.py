@@ -31,6 +31,7 @@ from typing import NamedTuple, Self, cast, final
 
 import msgspec
 
+from gradwire import current
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
 from gradwire.agent.requests.promise import Promise
@@ -39,7 +40,6 @@ from gradwire.rpc.messages import Draws, Made, Result
 from gradwire.rpc.recompute.random_streams import Stream
 from gradwire.rpc.recompute.sealing import opened, sealed
 from gradwire.rpc.recompute.tape_state import UNKNOWN, Key, Place, State, Tape, nothing_new
-from gradwire.rpc.scope import current_run, enter_run, was_due
 
 
 class _Drawn(msgspec.Struct, frozen=True, array_like=True):
@@ -155,13 +155,13 @@ class Session:
         except BaseException:
             self._end_turn()
             raise
-        self._token = enter_run(self)
+        self._token = current.push_session(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over = True
         try:
-            was_due(self._token)
+            current.pop_deadline(self._token)
             now = self.stream.state()
             self._find_overlaps()
             if self.written is not None:
@@ -256,7 +256,7 @@ class Session:
         return found
 
 
-current_session = cast(Callable[[], Session | None], current_run)
+current_session = cast(Callable[[], Session | None], current.current_session)
 """that of the code that runs, if it runs for a checkpoint"""
 
 
