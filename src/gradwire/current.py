@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 Current = tuple[Any, float, Any, object]
 """The worker (None: the default of the process), the deadline, the inbound request (agent/serving)
-or None, and the session of an activation checkpoint (rpc/recompute) or None. A plain tuple: one is
+or None, and the run of an activation checkpoint (rpc/recompute) or None. A plain tuple: one is
 made for each call served.
 """
 
@@ -35,7 +35,7 @@ get_current: Callable[[], Current] = _current.get
 """All of it at once. hot: each call, so it is not a Python function."""
 
 pop_deadline: Callable[[Token[Current]], None] = _current.reset
-"""Undo `push_deadline`, `push_session`. hot: each call served."""
+"""Undo `push_deadline`, `push_checkpoint_run`. hot: each call served."""
 
 
 def push_deadline(deadline: float, inbound: object, worker: object = None) -> Token[Current]:
@@ -45,20 +45,20 @@ def push_deadline(deadline: float, inbound: object, worker: object = None) -> To
 
     hot: each call served
     """
-    outer_worker, outer, outer_inbound, session = _current.get()
+    outer_worker, outer, outer_inbound, run = _current.get()
     if outer < deadline:
         deadline = outer
     if worker is None:
         worker = outer_worker
     if inbound is None:
-        return _current.set((worker, deadline, outer_inbound, session))
+        return _current.set((worker, deadline, outer_inbound, run))
     return _current.set((worker, deadline, inbound, None))
 
 
-def push_session(session: object) -> Token[Current]:
-    """Set the checkpoint session that this code is a part of, until `pop_deadline`."""
+def push_checkpoint_run(run: object) -> Token[Current]:
+    """Set the checkpoint run that this code is a part of, until `pop_deadline`."""
     worker, deadline, inbound, _ = _current.get()
-    return _current.set((worker, deadline, inbound, session))
+    return _current.set((worker, deadline, inbound, run))
 
 
 def current_deadline() -> float:
@@ -71,8 +71,8 @@ def current_inbound() -> Any:  # noqa: ANN401  # this layer does not know the ty
     return _current.get()[2]
 
 
-def current_session() -> object:
-    """The checkpoint session that this code is a part of, or None.
+def current_checkpoint_run() -> object:
+    """The checkpoint run that this code is a part of, or None.
 
     hot: each call
     """

@@ -338,7 +338,7 @@ def test_a_call_made_after_the_deadline_of_its_own_call_does_not_leave():
             assert eventually(call.done)
         assert_nothing_left(workers)
 
-    text = "the call that this one is made in is past its own deadline"
+    text = "the deadline of the enclosing call has passed"
     assert WORKERS.pop("said") == text
     assert not any(line.startswith("w1>w0 call") for line in lines)
 

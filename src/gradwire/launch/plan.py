@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire.errors import UsageError
-from gradwire.ids import LAST_LIFE
+from gradwire.ids import LAST_INCARNATION
 from gradwire.options import Options
 
 _UNSET = Options().init_method
@@ -58,8 +58,8 @@ def secret_in(directory: Path) -> Path:
 
 def check(world_size: int, options: Options, timeout: float | None, restarts: int = 0) -> None:
     """Refuse what no run could follow."""
-    if type(restarts) is not int or not 0 <= restarts <= LAST_LIFE:
-        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_LIFE}")
+    if type(restarts) is not int or not 0 <= restarts <= LAST_INCARNATION:
+        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_INCARNATION}")
     if type(world_size) is not int or world_size < 1:
         raise UsageError(f"run() needs at least one worker, not world_size={world_size!r}")
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
@@ -67,8 +67,10 @@ def check(world_size: int, options: Options, timeout: float | None, restarts: in
             f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
             hint="without timeout= the function may take as long as it likes",
         )
-    if options.life:
-        raise UsageError("run() counts the lives of its workers itself", hint="leave life= out")
+    if options.incarnation:
+        raise UsageError(
+            "run() counts the lives of its workers itself", hint="leave incarnation= out"
+        )
     if options.init_method != _UNSET:
         raise UsageError(
             f"run() makes a meeting place of its own, and cannot use {options.init_method}",
@@ -104,11 +106,11 @@ def orders_again(orders: Orders) -> Orders:
 
     Its socket has another name: who still looks for the earlier life must not find this one.
     """
-    options, life = orders.options, orders.options.life + 1
+    options, life = orders.options, orders.options.incarnation + 1
     listen = options.listen
     if listen.startswith(f"unix://{orders.directory}"):
         listen = _socket(orders.directory, orders.rank, life)
-    return replace(orders, options=replace(options, life=life, listen=listen))
+    return replace(orders, options=replace(options, incarnation=life, listen=listen))
 
 
 def _listen(options: Options, directory: Path, rank: int) -> str:

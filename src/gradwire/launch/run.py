@@ -76,7 +76,7 @@ def run(
     `timeout` limits the whole of it, in seconds. However it ends, no process is left behind.
 
     With `restarts`, a worker whose process dies is started again under its name, each of them up to
-    so many times, and the others go on. It is a new life (`gradwire.life`): what the earlier one
+    so many times, and the others go on. It is a new `gradwire.incarnation`: what the earlier one
     kept is lost, calls and backwards that needed it raise PeerLost, references to it
     StaleIncarnation, and new calls work as soon as it is back; see `retrying`. If w0 itself dies,
     its next life calls `fn(*args)` again, and the other workers have kept their values.
@@ -157,7 +157,7 @@ class _Supervision:
     def _start_again(self, restart: Restart) -> None:
         orders = self._workers[restart.worker] = orders_again(self._workers[restart.worker])
         how, when = verdict_texts.ending(restart.status), verdict_texts.WHEN[restart.stage]
-        life = orders.options.life
+        life = orders.options.incarnation
         _log.warning("%s died (%s) %s; it is started again, life %d", orders.name, how, when, life)
         self._start(restart.worker)
 

@@ -29,7 +29,7 @@ class StepServing:
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
         deadline = self._deadline(message.seconds)
         step, context, options = message.step, message.context, message.options
-        with self._worker.serving(None, deadline):
+        with self._worker.serving_scope(None, deadline):
             shard = self._shard(message, source, deadline)
             if message.alone:
                 shard.step(step, context, options, deadline)

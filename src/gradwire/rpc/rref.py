@@ -103,7 +103,7 @@ class RRef(Generic[T]):
 
     def _value_here(self, deadline: float) -> T:
         value = self._home.refs.value_here(self.hold, deadline)
-        self._home.calls.stand_above(value)
+        self._home.calls.lift_above(value)
         return cast(T, value)
 
     def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:

@@ -727,7 +727,9 @@ def test_fetching_a_value_that_requires_grad_outside_of_a_context_warns(workers)
 def test_references_that_are_still_counted_at_shutdown_are_reported():
     with cluster(2, expose=[HERE]) as made:
         made[0].run(gw.rpc_sync, "w1", keep, args=(made[0].run(gw.RRef, 5),))
-        made[1].worker._leaver._say(OVER)  # its program is over, but it holds on to what it has
+        made[1].worker._graceful_shutdown._say(
+            OVER
+        )  # its program is over, but it holds on to what it has
         with pytest.warns(RefLeakWarning) as warned, pytest.raises(DeadlinePassed, match="out w1"):
             made[0].worker.shutdown(graceful=True, timeout=0.05)
         KEPT.clear()

@@ -20,7 +20,7 @@ from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import GradwireError, UsageError
 from gradwire.rpc.behavior import Behavior
-from gradwire.rpc.join import join, move_out, settle_here
+from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.worker import Worker
 
 _CLOSE_SECONDS = 1.0
@@ -106,15 +106,15 @@ class TensorPipeAgent(RpcAgent):
         self.worker, self._options = worker, opts
         self.rpc_timeout = opts.rpc_timeout
         self._gil_profiling = self._has_left = False
-        worker.face = self
+        worker.compat_agent = self
 
     @classmethod
     def over(cls, worker: Worker) -> TensorPipeAgent:
         """The agent of a worker that joined by other means."""
-        if worker.face is None:
+        if worker.compat_agent is None:
             agent = cls.__new__(cls)
             agent._take(worker, TensorPipeRpcBackendOptions())
-        return cast(TensorPipeAgent, worker.face)
+        return cast(TensorPipeAgent, worker.compat_agent)
 
     @property
     def store(self) -> Store | None:
@@ -211,7 +211,7 @@ def _get_current_rpc_agent() -> RpcAgent:
 
 def _set_and_start_rpc_agent(agent: RpcAgent) -> None:
     if isinstance(agent, TensorPipeAgent):
-        settle_here(agent.worker)
+        set_default_worker(agent.worker)
     _agent.value = agent
 
 
@@ -219,7 +219,7 @@ def _reset_current_rpc_agent() -> None:
     _agent.value = None
     worker = current_worker.maybe_default()
     if worker is not None:
-        move_out(cast(Worker, worker))
+        clear_default_worker(cast(Worker, worker))
 
 
 def get_rpc_timeout() -> float:

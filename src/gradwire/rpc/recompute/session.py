@@ -36,7 +36,7 @@ from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
 from gradwire.agent.requests.promise import Promise
 from gradwire.errors import GradwireError, RemoteError, UsageError
-from gradwire.rpc.messages import Draws, Made, Result
+from gradwire.rpc.messages import Draws, Result, ValueReady
 from gradwire.rpc.recompute.random_streams import Stream
 from gradwire.rpc.recompute.sealing import opened, sealed
 from gradwire.rpc.recompute.tape_state import UNKNOWN, Key, Place, State, Tape, nothing_new
@@ -114,7 +114,7 @@ def _heard(place: Place, outcome: Outcome) -> None:
         place.answered(note_of(outcome))
     elif isinstance(outcome, Exception):
         place.failed()
-    elif isinstance(outcome.message, Result | Made):
+    elif isinstance(outcome.message, Result | ValueReady):
         place.answered(outcome.message.draws)
     place.look = nothing_new  # what was there holds the answer
 
@@ -155,7 +155,7 @@ class Session:
         except BaseException:
             self._end_turn()
             raise
-        self._token = current.push_session(self)
+        self._token = current.push_checkpoint_run(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -256,7 +256,7 @@ class Session:
         return found
 
 
-current_session = cast(Callable[[], Session | None], current.current_session)
+current_session = cast(Callable[[], Session | None], current.current_checkpoint_run)
 """that of the code that runs, if it runs for a checkpoint"""
 
 

@@ -14,7 +14,7 @@ from gradwire.agent.messages import Done
 from gradwire.agent.serving.dispatch import Lane, Payload
 from gradwire.agent.serving.inbound_request import Source
 from gradwire.ids import WorkerId
-from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork
 from gradwire.rpc.refs import permissions
 from gradwire.rpc.refs.handles_state import Action
 from gradwire.rpc.refs.sender import CONTROL_SECONDS
@@ -39,7 +39,7 @@ class RefServing:
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
         agent.handle(Drop, self._serve_drop, Lane.SERVICE)
-        agent.handle(Expected, self._serve_expected, Lane.SERVICE)
+        agent.handle(QueryFork, self._serve_expected, Lane.SERVICE)
         agent.kinds.add(Counted)
 
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
@@ -53,7 +53,7 @@ class RefServing:
             )
         self._answer(source, Counted(verdict.value))
 
-    def _serve_expected(self, message: Expected, _: Payload, source: Source) -> None:
+    def _serve_expected(self, message: QueryFork, _: Payload, source: Source) -> None:
         with self._lock:
             verdict = self._table.may_come(message.fork, source.worker)
         self._answer(source, Counted(verdict.value))
