@@ -60,7 +60,7 @@ def test_sets_with_workers_that_are_gone_are_not_counted_for_ever():
     assert rounds.entered(["a", "guest999"]) == "a,guest999#1"
 
 
-def test_a_round_that_goes_on_keeps_its_number_whoever_is_gone():
+def test_a_round_that_goes_on_keeps_its_number_when_others_are_gone():
     rounds = Rounds()
     round = rounds.entered(["a", "b"])
     rounds.contributed(round, "a", 1, ["a", "b"])

@@ -33,7 +33,7 @@ OPTIONS = Options(listen="unix", timeouts=Timeouts(join=30, call=20))
 
 @pytest.fixture
 def world():
-    """join(name, rank) at one store; whoever has not left is closed at the end."""
+    """join(name, rank) at one store; workers that have not left are closed at the end."""
     store, workers = HashStore(), []
 
     def come(name, rank, world_size=None, options=OPTIONS):

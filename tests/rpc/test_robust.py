@@ -349,7 +349,7 @@ def test_a_forked_child_is_told_that_it_is_no_worker(workers):
     there, here = os.pipe()
     with workers[0].worker.scope():
         child = os.fork()
-        if child == 0:  # nothing of ours runs in it but the door
+        if child == 0:  # only the lookup of the current worker runs in it
             try:
                 os.write(here, _what_the_door_says().encode())
             finally:

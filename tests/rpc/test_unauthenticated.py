@@ -45,7 +45,7 @@ def soon() -> float:
 
 
 class World:
-    """Two workers of this process over real sockets, and whoever wants to join them."""
+    """Two workers of this process over real sockets, and peers that try to join them."""
 
     def __init__(self, scheme: str, options: Options) -> None:
         self.scheme, self.options, self._store = scheme, options, HashStore()

@@ -6,7 +6,7 @@ author knows whether it may run again.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, final
@@ -139,7 +139,6 @@ def _wait_until_back(
     worker: Worker, names: list[str], deadline: float, error: BaseException
 ) -> None:
     """Wait until each of these workers is connected again, restarted or not."""
-    pause = threading.Event()
     for name in names:
         while (missing := _maybe_missing(worker, name, deadline)) is not None:
             if worker.agent.clock.now() >= deadline:
@@ -147,7 +146,7 @@ def _wait_until_back(
                     f"{name} was lost and did not come back in time: {missing}",
                     hint="run(restarts=…) starts lost workers again; retrying(wait=…) waits longer",
                 ) from error
-            pause.wait(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def _maybe_missing(worker: Worker, name: str, deadline: float) -> GradwireError | None:

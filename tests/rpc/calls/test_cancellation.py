@@ -1,4 +1,4 @@
-"""A call that nobody waits for any more is told to whoever serves it, and ends early."""
+"""Cancelled calls: the callee is told, and the function ends early."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_what_a_lost_worker_asked_for_ends(workers, gate):
         call.wait()
 
 
-def test_what_is_kept_for_references_is_made_whoever_waits(workers, gate):
+def test_what_is_kept_for_references_is_made_though_nobody_waits(workers, gate):
     reference = workers[0].run(gw.remote, "w1", kept, args=(gate,))
     begun(gate)
     with workers[0].worker.scope(), pytest.raises(CallTimeout):
