@@ -90,7 +90,7 @@ def in_one_process():
 def main():
     training = Training()
     losses = [training.step(n) for n in range(STEPS)]
-    lives = gradwire.life("w1"), gradwire.life("w2")
+    lives = gradwire.incarnation("w1"), gradwire.incarnation("w2")
 
     print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}; lives of w1 and w2 before this one: {lives}")
     assert lives == (1, 1)

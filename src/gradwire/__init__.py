@@ -36,8 +36,8 @@ from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts, Tls
 from gradwire.rpc.api import (
     get_worker_info,
+    incarnation,
     init_rpc,
-    life,
     refusals,
     remote,
     rpc_async,
@@ -87,10 +87,10 @@ __all__ = [  # in the order one learns them
     # learn from it
     "DistributedOptimizer",
     "clip_grad_norm_",
-    # go on when a worker was lost
+    # continue after the loss of a worker
     "retrying",
     "idempotent",
-    "life",
+    "incarnation",
     # what can go wrong
     "GradwireError",
     "UsageError",
@@ -118,10 +118,7 @@ __all__ = [  # in the order one learns them
 
 
 def __getattr__(name: str) -> typing.Any:  # noqa: ANN401
-    """`gradwire.testing` and `gradwire.compat`, imported when first used: few programs need them.
-
-    An import puts a submodule into this module, so that this is asked once for each.
-    """
+    """Import `gradwire.testing` and `gradwire.compat` on first use: few programs need them."""
     if name in ("compat", "testing"):
         return importlib.import_module(f"gradwire.{name}")
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

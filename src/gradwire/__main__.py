@@ -1,4 +1,4 @@
-"""`gradwire certs`: what is done for a job before it starts; also `python -m gradwire certs`."""
+"""The command line: `gradwire certs` makes certificates; also `python -m gradwire certs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.errors import GradwireError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit status."""
+    """Run a command; the exit status."""
     options = _parser().parse_args(arguments)
     try:
         _certs(options)
@@ -26,23 +26,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradwire", description="one autograd graph, many workers"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    certs = commands.add_parser(
-        "certs", help="make the certificates by which workers know each other"
-    )
-    certs.add_argument("--out", type=Path, required=True, metavar="DIR", help="where files go")
+    certs = commands.add_parser("certs", help="make the certificates of workers")
+    certs.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
     certs.add_argument(
-        "--workers", required=True, metavar="NAME,…", help="one certificate for each"
+        "--workers", required=True, metavar="NAME,…", help="names, one certificate each"
     )
-    certs.add_argument("--days", type=float, default=30, help="how long they last (default: 30)")
-    certs.add_argument("--renew", action="store_true", help="replace those that are there")
+    certs.add_argument("--days", type=float, default=30, help="validity (default: 30)")
+    certs.add_argument("--renew", action="store_true", help="replace existing certificates")
     certs.add_argument(
-        "--authority-key", type=Path, metavar="FILE", help="if it was moved away from DIR"
+        "--authority-key",
+        type=Path,
+        metavar="FILE",
+        help="the authority's key, if it is not in DIR",
     )
     return parser
 
 
 def _certs(options: argparse.Namespace) -> None:
-    from gradwire.launch import certs  # needs a library that gradwire itself does not
+    from gradwire.launch import certs  # needs an optional library
 
     folder = certs.Folder(options.out)
     workers = [name.strip() for name in options.workers.split(",")]

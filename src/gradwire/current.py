@@ -1,49 +1,102 @@
-"""How public functions find the worker they belong to; the only state of the process.
+"""What the running code belongs to: its worker, its deadline and the request that it serves.
 
-Code that a worker runs finds it in a context variable set around it. Other code finds the process's
-default, which `init_rpc` sets; a process that hosts many workers has none.
+One context variable holds all of it. A worker sets it around each function that it runs. Code
+outside of any worker's scope finds the default of the process, which `init_rpc` sets; a process
+that hosts many workers has none. The autograd context is in autograd/scope.py.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from gradwire.errors import UsageError
 
 T = TypeVar("T")
 
+Current = tuple[Any, float, Any, object]
+"""The worker (None: the default of the process), the deadline, the inbound request (agent/serving)
+or None, and the run of an activation checkpoint (rpc/recompute) or None. A plain tuple: one is
+made for each call served.
+"""
+
 _LOADER = (
     "a DataLoader's workers are processes of their own: make the calls in the process that "
     "iterates over it, as with num_workers=0"
 )
+_current: ContextVar[Current] = ContextVar("gradwire", default=(None, math.inf, None, None))
+
+get_current: Callable[[], Current] = _current.get
+"""All of it at once. hot: each call, so it is not a Python function."""
+
+pop_deadline: Callable[[Token[Current]], None] = _current.reset
+"""Undo `push_deadline`, `push_checkpoint_run`. hot: each call served."""
+
+
+def push_deadline(deadline: float, inbound: object, worker: object = None) -> Token[Current]:
+    """Set the deadline of this code and the request that it serves, until `pop_deadline`.
+
+    An outer deadline that is earlier stays. Without a request or a worker, those around it stay.
+
+    hot: each call served
+    """
+    outer_worker, outer, outer_inbound, run = _current.get()
+    if outer < deadline:
+        deadline = outer
+    if worker is None:
+        worker = outer_worker
+    if inbound is None:
+        return _current.set((worker, deadline, outer_inbound, run))
+    return _current.set((worker, deadline, inbound, None))
+
+
+def push_checkpoint_run(run: object) -> Token[Current]:
+    """Set the checkpoint run that this code is a part of, until `pop_deadline`."""
+    worker, deadline, inbound, _ = _current.get()
+    return _current.set((worker, deadline, inbound, run))
+
+
+def current_deadline() -> float:
+    """The moment by which this code must be over."""
+    return _current.get()[1]
+
+
+def current_inbound() -> Any:  # noqa: ANN401  # this layer does not know the type
+    """The inbound request that this code serves, or None."""
+    return _current.get()[2]
+
+
+def current_checkpoint_run() -> object:
+    """The checkpoint run that this code is a part of, or None.
+
+    hot: each call
+    """
+    return _current.get()[3]
 
 
 @final
-class Door(Generic[T]):
-    """One per layer that has public functions."""
+class CurrentWorker:
+    """The worker that the calling code belongs to."""
 
-    def __init__(self, name: str) -> None:
-        self._here: ContextVar[T] = ContextVar(name)
-        self._default: T | None = None
+    def __init__(self) -> None:
+        self._default: Any = None
         self._is_forked = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
-        self.enter: Callable[[T], Token[T]] = self._here.set
-        """from now on this code belongs to that one, until `leave`; hot: each call served"""
-        self.leave: Callable[[Token[T]], None] = self._here.reset
-        """as it was before"""
 
-    def find(self) -> T:
-        """What the calling code belongs to.
+    def find(self) -> Any:  # noqa: ANN401
+        """The worker; UsageError if there is none.
 
         hot: each call
         """
-        found = self._here.get(self._default)
+        found = _current.get()[0]
+        if found is None:
+            found = self._default
         if found is None:
             raise UsageError(
                 "no worker is running here: RPC has not been initialized",
@@ -60,35 +113,50 @@ class Door(Generic[T]):
             )
         return found
 
-    def maybe_find(self) -> T | None:
-        """What the calling code belongs to, if there is any in this process."""
-        return None if self._is_forked else self._here.get(self._default)
+    def maybe_find(self) -> Any:  # noqa: ANN401
+        """The worker, or None if this process has none."""
+        if self._is_forked:
+            return None
+        found = _current.get()[0]
+        return self._default if found is None else found
 
-    def maybe_default(self) -> T | None:
-        """The default of the process, if it has one."""
+    def maybe_default(self) -> Any:  # noqa: ANN401
+        """The default of the process, or None."""
         return self._default
 
-    def set_default(self, value: T | None) -> None:
-        """What code outside of any worker's scope finds."""
-        self._default = value
-        self.move_in()
+    def set_default(self, worker: object) -> None:
+        """Set what code outside of any worker's scope finds."""
+        self._default = worker
+        self.clear_forked()
 
-    def move_in(self) -> None:
-        """What is found here is of this process, and not of the one that it was forked from."""
+    def clear_forked(self) -> None:
+        """A worker was made in this process, so what is found here is no longer its parent's."""
         self._is_forked = False
 
     def _forked(self) -> None:
         self._is_forked = True
 
     @contextmanager
-    def opened(self, value: T) -> Iterator[None]:
-        """The block belongs to this one."""
-        self.move_in()
-        token = self.enter(value)
+    def use(self, worker: object) -> Iterator[None]:
+        """Code in the block belongs to this worker."""
+        self.clear_forked()
+        _, *rest = _current.get()
+        token = _current.set((worker, *rest))
         try:
             yield
         finally:
-            self.leave(token)
+            _current.reset(token)
+
+
+current_worker = CurrentWorker()
+
+
+@final
+class ProcessValue(Generic[T]):
+    """A value that a process has once, whatever its workers; None until it is set."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None
 
 
 def _is_data_loader() -> bool:

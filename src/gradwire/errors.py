@@ -1,26 +1,28 @@
 """Every exception and warning gradwire raises.
 
-GradwireError              a RuntimeError, so that older programs still catch it
-├── UsageError             you called us wrongly
-│   ├── UnknownWorker      no worker of that name or id has joined
-│   ├── NotExposed         the callee's registry does not hold that function, method or class
-│   ├── ArgumentTypeError          an argument is not of the kind that is needed (also a TypeError)
-│   ├── NotSerializable       a value that the data-only codec does not carry
-│   └── ContextClosed      a graph outlived the context that recorded it
-├── PeerError              a peer did not do its part
-│   ├── PeerLost           its connection ended, or it went silent
-│   │   ├── NotTrusted     it did not prove that it belongs to the job
-│   │   └── StaleIncarnation    it was started again; what was asked for was lost with its earlier
-life │   └── BadMessage         it sent something no correct peer sends │       └── OverLimit
-it sent or holds more than `Limits` let it ├── DeadlinePassed         a wait was given up (also a
-TimeoutError) │   ├── CallTimeout        nobody answered a call before its deadline │   ├──
-BackwardTimeout    an edge or a worker of a backward pass did not finish in time │   └── JoinTimeout
-not every worker arrived ├── Cancelled              whoever made the call does not want its answer
-any more ├── StepFailed             an optimizer's step failed on some worker; says who has stepped
-└── RemoteError            your function raised on another worker; also of the original type
+GradwireError               a RuntimeError, so that programs written for torch still catch it
+├── UsageError              gradwire was called wrongly
+│   ├── UnknownWorker       no worker of that name or id has joined
+│   ├── NotExposed          the callee's registry does not hold that function, method or class
+│   ├── ArgumentTypeError   an argument has the wrong type (also a TypeError)
+│   ├── NotSerializable     the data-only codec cannot encode a value
+│   └── ContextClosed       a graph outlived the context that recorded it
+├── PeerError               a peer failed
+│   ├── PeerLost            its connection ended, or it went silent
+│   │   ├── NotTrusted      it did not prove that it belongs to the job
+│   │   └── StaleIncarnation    it was restarted, and what was asked for is lost
+│   └── BadMessage          it sent something that no correct peer sends
+│       └── OverLimit       it sent or holds more than `Limits` allow
+├── DeadlinePassed          a wait timed out (also a TimeoutError)
+│   ├── CallTimeout         a call was not answered before its deadline
+│   ├── BackwardTimeout     a backward pass did not finish in time
+│   └── JoinTimeout         not every worker arrived
+├── Cancelled               the caller does not want the answer any more
+├── StepFailed              an optimizer step failed on some worker
+└── RemoteError             your function raised on another worker; also of the original type
 
-GraphCutWarning            a tensor that requires grad crossed without its graph
-RefLeakWarning             references were still counted when their owner shut down
+GraphCutWarning             a tensor that requires grad was sent without its graph
+RefLeakWarning              references were still counted when their owner shut down
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from typing import Self
 
 
 class GradwireError(RuntimeError):
-    """The root of all of them. `hint` says what to do about it.
+    """The base class. `hint` says what to do about the error.
 
-    Where it is about another worker, `peer` is its name, `link` the address it was spoken with, and
-    `phase` what was under way: connect, call, forward, backward, step, commit or shutdown. They
-    are empty where they are not known.
+    If it is about another worker, `peer` is its name, `link` its address, and `phase` the operation
+    that failed: connect, call, forward, backward, step, commit or shutdown. They are empty if they
+    are not known.
     """
 
     peer = link = phase = ""
@@ -44,7 +46,7 @@ class GradwireError(RuntimeError):
         self.hint = hint
 
     def about(self, peer: str, *, link: str = "", phase: str = "") -> Self:
-        """Say whom it is about; what is known already stays."""
+        """Set those of `peer`, `link` and `phase` that are still empty."""
         self.peer, self.link = self.peer or peer, self.link or link
         self.phase = self.phase or phase
         return self
@@ -54,7 +56,7 @@ class GradwireError(RuntimeError):
 
 
 class UsageError(GradwireError):
-    """You called us wrongly; nothing was sent."""
+    """gradwire was called wrongly; nothing was sent."""
 
 
 class UnknownWorker(UsageError):
@@ -62,22 +64,22 @@ class UnknownWorker(UsageError):
 
 
 class NotExposed(UsageError):
-    """The registry of the worker asked does not hold that function, method or class."""
+    """The registry of the callee does not hold that function, method or class."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
-    """An argument is not of the kind that is needed."""
+    """An argument has the wrong type."""
 
 
 class NotSerializable(UsageError):
-    """A value that the data-only codec does not carry; `place` says where it sits."""
+    """The data-only codec cannot encode a value; `place` is the path to it in the arguments."""
 
     def __init__(self, message: str = "", *, place: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.place = place
 
     def inside(self, step: str) -> NotSerializable:
-        """The same error, seen from the container whose `step` leads to the value."""
+        """The same error with `step` prepended to the path."""
         return NotSerializable(self.message, place=step + self.place, hint=self.hint)
 
     def __str__(self) -> str:
@@ -90,7 +92,7 @@ class ContextClosed(UsageError):
 
 
 class PeerError(GradwireError):
-    """A peer did not do its part."""
+    """A peer failed."""
 
 
 class PeerLost(PeerError):
@@ -98,27 +100,27 @@ class PeerLost(PeerError):
 
 
 class NotTrusted(PeerLost):
-    """A peer, or what it left at the meeting place, did not prove that it belongs to the job."""
+    """A peer, or its entry in the rendezvous store, did not prove that it belongs to the job."""
 
 
 class StaleIncarnation(PeerLost):
-    """A worker was started again, and what was asked for belonged to its earlier life."""
+    """A worker was restarted, and what was asked for is lost with its earlier incarnation."""
 
 
 class BadMessage(PeerError):
-    """It sent something no correct peer sends."""
+    """A peer sent something that no correct peer sends."""
 
 
 class OverLimit(BadMessage):
-    """It sent or holds more than the limits of the worker that refused it; see `Limits`."""
+    """A peer sent or holds more than the `Limits` of the worker that refused it."""
 
 
 class DeadlinePassed(GradwireError, TimeoutError):
-    """A wait was given up; the message says on whom."""
+    """A wait timed out; the message names the peer."""
 
 
 class CallTimeout(DeadlinePassed):
-    """Nobody answered a call before its deadline."""
+    """A call was not answered before its deadline."""
 
 
 class BackwardTimeout(DeadlinePassed):
@@ -130,19 +132,19 @@ class JoinTimeout(DeadlinePassed):
 
 
 class Cancelled(GradwireError):
-    """Whoever made the call does not want its answer any more: it was interrupted, or lost.
+    """The caller does not want the answer any more: it cancelled the call, or was lost.
 
-    Waiting for a future that was cancelled raises it, and so does the next use of gradwire by a
-    function that still runs for such a call.
+    Waiting for a cancelled future raises it, and so does the next use of gradwire by a function
+    that still runs for such a call.
     """
 
 
 class StepFailed(GradwireError):
-    """A step of an optimizer failed on some worker; it is all or nothing where that can be.
+    """An optimizer step failed on some worker.
 
-    `stepped` names the workers whose parameters have changed, `unknown` those that did not say.
-    Both are empty unless a worker failed at the very end, after all had said that they can step, or
-    the only worker did not answer.
+    `stepped` names the workers whose parameters have changed, `unknown` those that did not answer.
+    Both are empty, so that no parameter has changed, unless a worker failed after all had agreed to
+    step, or the only worker did not answer.
     """
 
     def __init__(
@@ -160,10 +162,10 @@ class StepFailed(GradwireError):
 class RemoteError(GradwireError):
     """Your function raised on another worker.
 
-    The instance you catch is also one of the original type where that type is a builtin, one of
-    ours or an exposed one, so `except ValueError` works as it did locally. It has the original's
-    `args`, notes, `__cause__`, the members of a group, and the attributes that are plain data:
-    numbers, texts, bytes, and containers of these. `message` is its text.
+    The instance is also one of the original type if that is a builtin, a gradwire or an exposed
+    one, so that `except ValueError` works as it does locally. It has the original's `args`, notes,
+    `__cause__`, the members of a group, and the attributes that are plain data: numbers, strings,
+    bytes, and containers of these. `message` is its text.
     """
 
     worker: str
@@ -171,24 +173,22 @@ class RemoteError(GradwireError):
     remote_traceback: str
 
     def __init__(self, *args: object, hint: str | None = None) -> None:
-        # Those of the original: Python copies an exception by calling its type with its args.
+        # The args of the original: Python copies an exception by calling its type with its args.
         Exception.__init__(self, *args)
-        if not isinstance(self, BaseExceptionGroup):  # which has a message of its own
+        if not isinstance(self, BaseExceptionGroup):  # which has its own message
             self.message = str(args[0]) if args else ""
         self.hint = hint
 
     def __str__(self) -> str:
         kind = self.type_name.rpartition(":")[2]
-        story = f"{kind} on {self.worker}: {self.message}"
+        text = f"{kind} on {self.worker}: {self.message}"
         if self.remote_traceback:
-            story = (
-                f"{story}\n\n--- traceback on {self.worker} ---\n{self.remote_traceback.rstrip()}"
-            )
-        return story if self.hint is None else f"{story}\nhint: {self.hint}"
+            text = f"{text}\n\n--- traceback on {self.worker} ---\n{self.remote_traceback.rstrip()}"
+        return text if self.hint is None else f"{text}\nhint: {self.hint}"
 
 
 class GraphCutWarning(UserWarning):
-    """A tensor that requires grad crossed without its graph: it will get no gradient.
+    """A tensor that requires grad was sent without its graph: it will get no gradient.
 
     No context records the call, or the tensor was copied inside a module or another object.
     """

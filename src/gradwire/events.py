@@ -1,7 +1,6 @@
-"""What happened, as values with a one-line text form.
+"""Events: what a worker did, as values with a one-line text form.
 
-One stream per worker serves traces, golden tests and the story in an error. Nobody listening
-costs one attribute read.
+One stream per worker, for traces and golden tests. Without listeners it costs one attribute read.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ class Event:
 
 
 class Events:
-    """The stream of one worker."""
+    """The event stream of one worker."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._listeners: tuple[Callable[[Event], None], ...] = ()
         self.are_heard = False
-        """whether anyone listens; hot paths ask before they put an event together"""
+        """whether there are listeners; hot paths check it before they make an event"""
 
     def emit(self, what: str, id: object, peer: str | None = None) -> None:
-        """Tell every listener; ids are turned to text only when there is one."""
+        """Pass an event to every listener."""
         if self._listeners:
             event = Event(self._worker, what, str(id), peer)
             for listener in self._listeners:

@@ -1,8 +1,8 @@
-"""Names for the things that cross: types that print as they are spoken, in logs, errors and traces.
+"""Ids of workers, calls, edges, passes, references and contexts, with their printed forms.
 
-A worker is known by its number (its rank) on the wire and by its name to people. Every other id is
-a pair: who made it, and that worker's count. Contexts are plain ints, as in torch: the worker's
-number in the top 16 bits, its count in the lower 48.
+A worker is identified by its number (its rank) on the wire and by its name in texts. Every other id
+is a pair: the worker that made it, and a counter of that worker. Contexts are plain ints, as in
+torch: the worker's number in the top 16 bits, its counter in the lower 48.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ ContextId = int
 WorkerId = int
 
 LAST_WORKER = (1 << 15) - 1
-"""Numbers of workers fit into the top bits of a context's id, which is a positive 64-bit number."""
+"""The greatest number that fits into the top bits of a context's id, a positive 64-bit integer."""
 _CONTEXT_SHIFT = 48
-_LIFE_SHIFT = 32
-LAST_LIFE = (1 << _CONTEXT_SHIFT - _LIFE_SHIFT) - 1
-"""Lives fit into the upper part of a context's count."""
+_INCARNATION_SHIFT = 32
+LAST_INCARNATION = (1 << _CONTEXT_SHIFT - _INCARNATION_SHIFT) - 1
+"""The greatest incarnation that fits into the upper part of a context's counter."""
 
 
 class _Counted(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -26,21 +26,21 @@ class _Counted(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class CallId(_Counted, frozen=True, order=True, array_like=True):
-    """One request that wants an answer."""
+    """One request that expects an answer."""
 
     def __str__(self) -> str:
         return f"w{self.worker}#{self.n}"
 
 
 class EdgeId(_Counted, frozen=True, order=True, array_like=True):
-    """One crossing of the graph from a worker to another, numbered by the worker it left."""
+    """One edge of the graph from a worker to another, numbered by the sender."""
 
     def __str__(self) -> str:
         return f"e{self.worker}.{self.n}"
 
 
 class PassId(_Counted, frozen=True, order=True, array_like=True):
-    """One backward over a context, numbered by the worker that started it."""
+    """One backward pass over a context, numbered by the worker that started it."""
 
     def __str__(self) -> str:
         return f"p{self.worker}.{self.n}"
@@ -54,15 +54,15 @@ class RefId(_Counted, frozen=True, order=True, array_like=True):
 
 
 class ForkId(_Counted, frozen=True, order=True, array_like=True):
-    """One copy of a reference, in the hands of one worker."""
+    """One copy of a reference, held by one worker."""
 
     def __str__(self) -> str:
         return f"f{self.worker}.{self.n}"
 
 
-def first_of(life: int) -> int:
-    """Where a worker begins to count: above all that its number was used for in earlier lives."""
-    return life << _LIFE_SHIFT
+def first_of(incarnation: int) -> int:
+    """The first value of a worker's counters: above those of its earlier incarnations."""
+    return incarnation << _INCARNATION_SHIFT
 
 
 def context_id(worker: WorkerId, n: int) -> ContextId:
@@ -81,7 +81,7 @@ def opener_of(context: ContextId) -> WorkerId:
 
 
 def count_of(context: ContextId) -> int:
-    """Which of its opener's contexts it is."""
+    """The counter of a context's id."""
     return context & ((1 << _CONTEXT_SHIFT) - 1)
 
 

@@ -1,7 +1,7 @@
-"""What a user may set, with its defaults; the only reader of the environment.
+"""Options, Timeouts and Limits with their defaults, and all reads of the environment.
 
-Every wait in gradwire ends at one of the `Timeouts`. A timeout is a wish in seconds from now; at
-the door it becomes a deadline on the monotonic clock, and no layer below adds its own.
+Every wait ends at one of the `Timeouts`. Public functions turn a timeout in seconds into a deadline
+on the monotonic clock; no layer below adds its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
-from gradwire.ids import LAST_LIFE
+from gradwire.ids import LAST_INCARNATION
 
 FOREVER = 1e9
-"""Seconds that stand for no deadline: more than any program runs, and less than what the waits of
-Python and of the kernel overflow at. The loss of the peer ends such a wait, and nothing else.
+"""Seconds that mean no deadline: longer than any program runs, and short enough for the waits of
+Python and of the kernel not to overflow. Only the loss of the peer ends such a wait.
 """
 
 
 class _Default(float):
-    """What a timeout is that was not given; told by identity."""
+    """The type of DEFAULT, which is compared by identity."""
 
     def __repr__(self) -> str:
         return "DEFAULT"
@@ -30,40 +30,38 @@ class _Default(float):
 
 DEFAULT: float = _Default(math.nan)
 Timeout = float | None
-"""Seconds; None or infinite: as long as the peer lives; DEFAULT: as the `Timeouts` say."""
+"""Seconds; None or infinity: as long as the peer lives; DEFAULT: as in `Timeouts`."""
 
 _TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds each kind of wait may take."""
+    """How many seconds each kind of wait may take."""
 
     join: float = 120.0
     """until every worker has arrived"""
     connect: float = 10.0
     """until a peer's listener has answered the handshake"""
     handshake: float = 5.0
-    """until whoever connects has proven that it belongs to the job"""
+    """until a connecting peer has proven that it belongs to the job"""
     call: float = 60.0
-    """until a call is answered, unless the call says otherwise"""
+    """until a call is answered, unless the call has its own timeout"""
     backward: float = 300.0
-    """until a whole backward pass is over; one that another worker began gets no more time here"""
+    """until a whole backward pass is over; also limits the passes of other workers here"""
     step: float = 60.0
-    """until every owner of an optimizer's parameters has taken one step; a step that another worker
-    asks for gets no more time here
+    """until every owner of an optimizer's parameters has taken one step; also limits the steps of
+    other workers here
     """
     shutdown: float = 60.0
-    """until all have left, from when no program is known to run any more: each worker has called
-    shutdown() too, or is lost
-    """
+    """until all have left, once every worker has called shutdown() or is lost"""
     stall: float = 15.0
-    """without progress in the middle of a message, before its connection is given up"""
+    """without progress in the middle of a message, before its connection is closed"""
     suspect: float = 5.0
-    """without a sign of life from a connected peer, before the log and errors speak of it"""
+    """of silence from a connected peer, before the log and errors mention it"""
     dead: float = 15.0
-    """without a sign of life, before a peer is given up: more than any of its calls into C, which
-    hold the interpreter, may take
+    """of silence, before a peer counts as lost: longer than any of its calls into C that hold the
+    interpreter lock
     """
 
     def __post_init__(self) -> None:
@@ -75,9 +73,8 @@ class Timeouts:
                 )
         if self.dead < self.suspect:
             raise UsageError(
-                f"a peer would be dead after {self.dead:g} s, before it is suspect after "
-                f"{self.suspect:g} s",
-                hint="Timeouts(dead=…) is at least Timeouts(suspect=…)",
+                f"timeout dead={self.dead:g} is shorter than suspect={self.suspect:g}",
+                hint="Timeouts(dead=…) must be at least Timeouts(suspect=…)",
             )
 
 
@@ -92,29 +89,29 @@ class Limits:
     tensors: int = 1 << 16
     """tensors in one message"""
     dimensions: int = 64
-    """of one tensor; torch itself has no operators for more than 64"""
+    """of one tensor; torch has no operators for more than 64"""
     depth: int = 64
     """containers within containers"""
     elements: int = 1 << 20
-    """numbers, texts and containers in one message, wherever they are in it"""
+    """numbers, strings and containers in one message, at all depths"""
     in_flight: int = 1 << 28
-    """bytes of calls to one peer that have no answer yet; who would send more waits"""
+    """bytes of unanswered calls to one peer; a call that exceeds them waits"""
     unserved: int = 1 << 32
-    """bytes of messages of one peer that wait to be served; a peer that sends more is cut off"""
+    """bytes of one peer's messages waiting to be served; a peer that sends more is disconnected"""
     connections: int = 8
-    """that one peer has with this worker at a time"""
+    """of one peer with this worker at a time"""
     pending_handshakes: int = 256
-    """connections at once whose peer has not proven yet that it belongs to the job"""
+    """connections at a time whose peer has not yet proven that it belongs to the job"""
     contexts: int = 1 << 12
-    """that one peer has made known here and that are open still"""
+    """of one peer that are open here"""
     edges: int = 1 << 18
-    """of one peer, over all contexts that are open here, and the depth of a graph"""
+    """of one peer, in all contexts that are open here; also the depth of a graph"""
     passes: int = 1 << 16
-    """over one context, begun by others, that this worker has heard of"""
+    """of other workers over one context that are known here"""
     runs: int = 1 << 8
-    """of backward passes that one peer began, under way here: each has a thread while it waits"""
+    """of one peer's backward passes at a time; each has a thread while it waits"""
     references: int = 1 << 18
-    """to values of this worker, in the hands of one peer"""
+    """to values of this worker that one peer holds"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -124,13 +121,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How this worker proves its name to others, and whom it believes: three files in PEM format.
+    """The certificate, key and authority of a worker: three files in PEM format.
 
     `gradwire certs` makes them.
     """
 
     certificate: str
-    """of this worker, for the name it joins by"""
+    """of this worker, issued for the name that it joins with"""
     key: str
     """of the certificate; only its owner may read the file"""
     authority: str
@@ -146,62 +143,64 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How one worker meets the others and serves them."""
+    """How one worker joins the others and serves them."""
 
     init_method: str = "env://"
     """where workers find each other: env://, tcp://host:port or file:///path"""
-    life: int = 0
-    """how often this worker of a closed world was started again, under its name and rank, while the
-    others went on; `run(restarts=…)` counts it, other launchers have to
+    incarnation: int = 0
+    """how often this worker of a closed world was restarted, under its name and rank, while the
+    others kept running; `run(restarts=…)` sets it, other launchers must
     """
     is_open: bool = False
-    """workers come and go, whatever WORLD_SIZE says; so it is also where no world size is known"""
+    """workers come and go, and WORLD_SIZE is ignored; also the case if no world size is given"""
     listen: str = "auto"
-    """where peers reach this worker: unix, tcp://host:port, or auto: unix where workers meet on
-    this machine, else the address from which it speaks to the meeting place
+    """where this worker listens: unix, tcp://host:port, or auto: unix if the rendezvous is on this
+    machine, else the local address on the route to the rendezvous host
     """
     tls: Tls | None = None
-    """certificates for connections between machines, which are plain tcp without; by default those
-    that GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY and GRADWIRE_TLS_CA name, if they are set
+    """certificates for TLS between machines; by default those that GRADWIRE_TLS_CERT,
+    GRADWIRE_TLS_KEY and GRADWIRE_TLS_CA name, if they are set
     """
     shared_memory: bool = True
-    """between workers of this machine, large tensors go through memory that both can write to"""
+    """send large tensors between workers of this machine through memory that both can write to"""
     secret: str | None = None
-    """a file with the secret of the job, at least 32 bytes that only its owner can read (0600); by
-    default the environment names it: GRADWIRE_SECRET_FILE, a descriptor in GRADWIRE_SECRET_FD, or
-    the secret itself in GRADWIRE_SECRET
+    """a file with the secret of the job, at least 32 bytes, readable by its owner only (0600); by
+    default from the environment: a file in GRADWIRE_SECRET_FILE, a descriptor in
+    GRADWIRE_SECRET_FD, or the secret itself in GRADWIRE_SECRET
     """
     insecure: bool = False
-    """speak beyond this machine without TLS: who can see the traffic can read and change it"""
+    """allow traffic to other machines without TLS, where others can read and change it"""
     checksum: bool = False
-    """the tensors that this worker sends have a checksum; messages themselves always have one"""
+    """add a checksum to the tensors that this worker sends; messages always have one"""
     pickle: bool = False
-    """what is not data travels as pickles, between workers that all have this set: whoever may send
-    one may run anything here
+    """pickle what is not plain data, between workers that all set this; a peer that sends pickles
+    can run any code here
     """
     threads: int = 64
-    """user functions that may run at once; those waiting for a nested call do not count"""
+    """user functions that may run at a time; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise UsageError(f"threads={self.threads} would run no call", hint="at least 1")
-        if not 0 <= self.life <= LAST_LIFE:
-            raise UsageError(f"life={self.life} is not between 0 and {LAST_LIFE}")
+        if not 0 <= self.incarnation <= LAST_INCARNATION:
+            raise UsageError(
+                f"incarnation={self.incarnation} is not between 0 and {LAST_INCARNATION}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which worker of how many this process is, as a launcher says it."""
+class RankAndSize:
+    """The rank and world size that a launcher has set, if any."""
 
     rank: int | None
     world_size: int | None
 
 
-def place_from_environment() -> Place:
+def rank_from_environment() -> RankAndSize:
     """RANK and WORLD_SIZE, as torchrun sets them."""
-    return Place(_maybe_int("RANK"), _maybe_int("WORLD_SIZE"))
+    return RankAndSize(_maybe_int("RANK"), _maybe_int("WORLD_SIZE"))
 
 
 def tls_from_environment() -> Tls | None:
@@ -212,7 +211,7 @@ def tls_from_environment() -> Tls | None:
     missing = [variable for variable, path in found.items() if not path]
     if missing:
         raise UsageError(
-            f"the environment names a part of the files for TLS: {', '.join(missing)} is not set",
+            f"the environment names some of the TLS files, but {', '.join(missing)} is not set",
             hint=f"set all of {', '.join(_TLS_VARIABLES)}, or none",
         )
     certificate, key, authority = found.values()
@@ -231,7 +230,7 @@ _INSECURE = "GRADWIRE_INSECURE"
 
 @dataclass(frozen=True, slots=True)
 class SecretSource:
-    """Where the environment says that the secret is; at most one of them should be set."""
+    """Where the environment says that the secret is; at most one should be set."""
 
     file: str | None
     descriptor: int | None
@@ -244,7 +243,7 @@ class SecretSource:
 
 
 def secret_from_environment() -> SecretSource:
-    """See `Options.secret`. The variables stay set: others of this process read them again."""
+    """See `Options.secret`. The variables stay set, for other workers of the process."""
     file, descriptor, text = (os.environ.get(name) or None for name in SECRET_VARIABLES)
     if descriptor is not None and not descriptor.isdecimal():  # it may be the secret: not shown
         raise UsageError(f"the environment variable {SECRET_VARIABLES.descriptor} is not a number")
@@ -257,26 +256,26 @@ def is_insecure_by_environment() -> bool:
 
 
 def faults_from_environment() -> str:
-    """GRADWIRE_FAULTS: what is to go wrong in this process; see agent/failpoints.py."""
+    """GRADWIRE_FAULTS: the faults to inject in this process; see agent/failpoints.py."""
     return os.environ.get("GRADWIRE_FAULTS", "")
 
 
 def hand_down_secret(path: str) -> None:
-    """The processes that this one starts find their secret in this file."""
+    """Let child processes read their secret from this file."""
     os.environ[SECRET_VARIABLES.file] = path
 
 
 def rendezvous_host(init_method: str) -> str:
-    """The machine where workers meet; empty for a file."""
+    """The host of the rendezvous store; empty for a file."""
     if init_method.startswith("env"):
         return os.environ.get("MASTER_ADDR", "")
     return urlparse(init_method).hostname or ""
 
 
 def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | None:
-    """Host and port of the store that another process serves; None for a file or a store of ours.
+    """Host and port of a store that another process serves; None for a file or our own store.
 
-    Under torchrun its own agent may serve the store; otherwise rank 0 does.
+    Under torchrun, its agent may serve the store; otherwise rank 0 does.
     """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     from_environment = init_method.startswith("env")
@@ -293,7 +292,7 @@ def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | N
 
 
 def put_first_on_python_path(directory: str) -> None:
-    """Where the Python processes that this one starts look for modules first."""
+    """Let Python child processes look for modules in this directory first."""
     already = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     if directory not in already:
         os.environ["PYTHONPATH"] = os.pathsep.join([directory, *already])

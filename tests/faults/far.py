@@ -8,7 +8,7 @@ import resource
 import sys
 
 import gradwire
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from tests.leftovers import eventually
 
 _kept: list[int] = []
@@ -23,7 +23,7 @@ def cubed(x):
 
 
 def contexts() -> int:
-    return len(home_door.find().engine.contexts)
+    return len(current_worker.find().engine.contexts)
 
 
 def in_a_context(worker, x):

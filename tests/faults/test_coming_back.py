@@ -79,7 +79,7 @@ def test_one_that_waits_for_the_others_to_leave_goes_on_while_they_can_be_reache
     assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
-        progress = workers[0].worker._leaver._progress
+        progress = workers[0].worker._graceful_shutdown._progress
         assert eventually(lambda: progress.has_reached(1, 1))
         _cut(workers)
 
@@ -94,8 +94,8 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
     with ThreadPoolExecutor(2) as pool, cluster(3, expose=[HERE]) as workers:
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         leaving = [pool.submit(workers[1].worker.shutdown, graceful=True)]
-        progress = workers[1].worker._leaver._progress
-        assert eventually(lambda: workers[0].worker._leaver._progress.has_reached(1, 1))
+        progress = workers[1].worker._graceful_shutdown._progress
+        assert eventually(lambda: workers[0].worker._graceful_shutdown._progress.has_reached(1, 1))
         workers[1].run(faults.redirect, "w0", "memory://nowhere")
         assert eventually(lambda: progress.missing(1) == [2]), "nobody listens there"
 
@@ -110,7 +110,7 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
 def test_one_that_is_closed_by_another_thread_waits_for_nobody(workers):
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
-        assert eventually(lambda: workers[0].worker._leaver._progress.has_reached(1, 1))
+        assert eventually(lambda: workers[0].worker._graceful_shutdown._progress.has_reached(1, 1))
         workers[1].worker.close()
 
         assert leaving.result(30) == []

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import torch
 
 import gradwire
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from gradwire.testing import faults
 
 PHASES = ("forward", "backward", "step", "release")
@@ -129,7 +129,7 @@ def stray_gradient():
 
 
 def leftovers():
-    worker = home_door.find()
+    worker = current_worker.find()
     gc.collect()
     refs = worker.refs.statistics()
     return {
@@ -147,7 +147,7 @@ def footprint():
 
 
 def seen():
-    points = home_door.find().agent.failpoints
+    points = current_worker.find().agent.failpoints
     return {} if points is None else points.seen()
 
 

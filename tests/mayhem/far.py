@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import gradwire
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from gradwire.testing import faults
 from tests.kills import far
 
@@ -13,7 +13,7 @@ redirect = faults.redirect
 
 
 def address() -> str:
-    return home_door.find().directory.myself.address
+    return current_worker.find().directory.myself.address
 
 
 def train(route, most):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from gradwire.compat import autograd as dist_autograd
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 
 # What a process keeps between calls; `forget` empties it.
 _kept: dict[str, object] = {}
@@ -95,7 +95,7 @@ def here() -> str:
 
 
 def refused() -> dict[str, int]:
-    return home_door.find().refusals.seen()
+    return current_worker.find().refusals.seen()
 
 
 def pid() -> int:
@@ -270,7 +270,7 @@ def doze(seconds):
 
 def leftovers():
     """What this worker remembers of calls, contexts and passes; the call that asks is one."""
-    worker = home_door.find()
+    worker = current_worker.find()
     return [len(worker.engine.contexts), len(worker.engine.passes), worker.agent.in_flight]
 
 
@@ -403,7 +403,7 @@ def die_prepared(layers):
     with gradwire.context() as context:
         x = torch.ones(()).double()
         gradwire.backward(context, [sum(layer.rpc_sync().forward(x) for layer in layers)])
-        with home_door.find().events.subscribe(die):
+        with current_worker.find().events.subscribe(die):
             optimizer.step(context)
 
 

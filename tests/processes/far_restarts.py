@@ -15,7 +15,7 @@ from tests.processes.far import Layer
 
 
 def here():
-    return gradwire.get_worker_info().name, gradwire.life()
+    return gradwire.get_worker_info().name, gradwire.incarnation()
 
 
 def noted(path) -> int:
@@ -116,8 +116,8 @@ def lose_and_go_on(directory):
 
 def first_dies():
     """w0 dies with a value of its own; its next life finds those that the others have kept."""
-    if gradwire.life() == 0:
-        gradwire.rpc_sync("w1", keep, (gradwire.life(),))
+    if gradwire.incarnation() == 0:
+        gradwire.rpc_sync("w1", keep, (gradwire.incarnation(),))
         die()
     until_back()
     return here(), gradwire.rpc_sync("w1", kept), gradwire.rpc_sync("w2", here)

@@ -9,7 +9,7 @@ import torch
 
 import gradwire
 from gradwire import NotExposed, RemoteError
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -61,7 +61,7 @@ def test_what_a_function_raises_is_raised_here_as_its_own_type(linked):
 def test_every_frame_that_a_line_was_given_is_counted_by_its_channel(linked):
     """So that an interrupt, which ends a channel that counts one more, ends no other."""
     assert gradwire.rpc_sync("w1", far.add, args=(2,), kwargs={"b": 3}) == 5
-    lines = [line for line in home_door.find().agent._connections.readers.all() if line.reads]
+    lines = [line for line in current_worker.find().agent._connections.readers.all() if line.reads]
 
     assert lines
     assert eventually(lambda: not any(line.has_lost_a_frame() for line in lines))

@@ -11,7 +11,7 @@ import torch
 import gradwire
 from gradwire.compat.rpc import api, world
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.join import forget_meeting_place
+from gradwire.rpc.join import forget_rendezvous_store
 from tests.processes import far
 
 WORLD = 3
@@ -144,7 +144,7 @@ def nobody_is_left():
     yield
     if api._is_current_rpc_agent_set():
         world.shutdown(graceful=False)
-    forget_meeting_place()
+    forget_rendezvous_store()
 
 
 def _come(rank, url):

@@ -81,7 +81,7 @@ if rank == 0:
             assert (large == 2).all()
             assert reference.to_here() == 2
         loss.sum().backward()
-    leave_from(gradwire.rpc.rref.home_door.find().agent.dispatch.service)
+    leave_from(gradwire.current.current_worker.find().agent.dispatch.service)
     process = multiprocessing.get_context("fork").Process(target=gradwire.shutdown)
     process.start()
     process.join()

@@ -14,7 +14,7 @@ import torch
 
 import gradwire
 from gradwire import CallTimeout, Options, PeerLost, StepFailed, Timeouts
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from gradwire.testing.process_cluster import process_cluster
 from tests.leftovers import eventually
 from tests.processes import far
@@ -245,7 +245,7 @@ def test_four_seconds_in_a_call_that_holds_the_interpreter_are_nothing(workers, 
 
 def test_idle_workers_hear_of_each_other_and_busy_ones_say_nothing_more(hasty):
     gradwire.rpc_sync("w1", far.here)
-    connections = home_door.find().agent._connections
+    connections = current_worker.find().agent._connections
     used = connections.to(1, 0.0)
     (line,) = [line for line in connections.readers.all() if line.channel is used]
     idle = line.reads

@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire import Options, PeerLost, StaleIncarnation, UnknownWorker, UsageError
-from gradwire.rpc.join import forget_meeting_place
+from gradwire.rpc.join import forget_rendezvous_store
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -56,9 +56,9 @@ def place(request, tmp_path, monkeypatch):
 @pytest.fixture
 def here():
     yield
-    if gradwire.rpc.api.home_door.maybe_default() is not None:
+    if gradwire.current.current_worker.maybe_default() is not None:
         gradwire.shutdown()
-    forget_meeting_place()
+    forget_rendezvous_store()
 
 
 def test_processes_come_and_go(hosts, place, here):

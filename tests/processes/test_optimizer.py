@@ -11,8 +11,8 @@ import torch
 
 import gradwire
 from gradwire import PeerLost, StepFailed
+from gradwire.current import current_worker
 from gradwire.optim.host import optimizer_host
-from gradwire.rpc.rref import home_door
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -35,7 +35,7 @@ def _when(what, act):
         if event.what == what:
             act()
 
-    return home_door.maybe_default().events.subscribe(listen)
+    return current_worker.maybe_default().events.subscribe(listen)
 
 
 def test_it_steps_parameters_of_three_processes(linked):

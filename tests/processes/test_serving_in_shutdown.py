@@ -23,7 +23,7 @@ import sys
 import torch
 import gradwire
 from gradwire import Options, Timeouts
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from gradwire.testing import faults
 
 rank, place, dead, timeout, listen, world = sys.argv[1:]
@@ -31,7 +31,7 @@ rank, dead = int(rank), float(dead)
 timeouts = Timeouts(suspect=dead / 3, dead=dead, connect=2, handshake=2)
 options = Options(init_method=f"file://{place}", listen=listen, timeouts=timeouts)
 gradwire.init_rpc(f"w{rank}", rank, int(world), options)
-worker = home_door.find()
+worker = current_worker.find()
 if listen != "unix":  # by way of a proxy
     print(worker.directory.address(rank), flush=True)
     faults.redirect(f"w{1 - rank}", sys.stdin.readline().strip())

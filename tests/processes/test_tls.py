@@ -9,7 +9,7 @@ import torch
 
 import gradwire
 from gradwire import Options, UsageError
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from tests.certificates import job
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
@@ -33,7 +33,7 @@ def _learn(name, rank, options):
 
 
 def _links():
-    connections = home_door.find().agent._connections
+    connections = current_worker.find().agent._connections
     channels = [channel for known in connections.channels.values() for channel in known]
     return {(channel.remote.partition("://")[0], channel.peer_names) for channel in channels}
 

@@ -16,7 +16,7 @@ import gradwire
 from gradwire import JoinTimeout, NotTrusted, Options, Timeouts, UsageError
 from gradwire.agent.links import handshake
 from gradwire.agent.peers.secret import Secret, fresh_secret, write_secret
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from gradwire.transport.unix import UnixTransport
 from tests.leftovers import eventually
 from tests.processes import far
@@ -24,7 +24,7 @@ from tests.processes.conftest import TIMEOUTS
 
 
 def test_a_process_without_the_secret_is_refused_by_a_worker_that_goes_on(workers):
-    worker = home_door.find()
+    worker = current_worker.find()
     address = worker.directory.address(worker.directory.find("w1").id)
     channel = UnixTransport().connect(address, time.monotonic() + 10)
 
@@ -72,7 +72,7 @@ def _knock_as_nobody(path: str) -> str:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_of_this_machine_does_not_get_in(workers):
-    worker = home_door.find()
+    worker = current_worker.find()
     path = Path(worker.directory.myself.address.removeprefix("unix://"))
 
     assert path.stat().st_mode & 0o777 == 0o600
@@ -157,7 +157,7 @@ def test_a_process_finds_its_secret_in_a_descriptor(no_secret):
 
 def look() -> tuple[bool, str, list[int]]:
     """Whether this process shows its secret, where that is, and who may read it."""
-    path = Path(home_door.find()._options.secret)
+    path = Path(current_worker.find()._options.secret)
     shown = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
     modes = [place.stat().st_mode & 0o777 for place in (path, path.parent)]
     return path.read_bytes() in shown, str(path), modes

@@ -23,7 +23,7 @@ from gradwire import Options
 from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc import api, world
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from gradwire.testing.process_cluster import process_cluster
 from tests.processes.conftest import TIMEOUTS
 
@@ -125,7 +125,7 @@ def drawn():
 
 def seen(row, given):
     """Whether the function runs in that circumstance; `given` is what came with the call."""
-    home = home_door.find()
+    home = current_worker.find()
     looks = {
         "grad mode": lambda: not torch.is_grad_enabled(),
         "`inference_mode`": lambda: torch.is_inference_mode_enabled() or given.is_inference(),

@@ -11,7 +11,7 @@ CALLS: list[str] = []
 
 
 def here():
-    return gradwire.get_worker_info().name, gradwire.life()
+    return gradwire.get_worker_info().name, gradwire.incarnation()
 
 
 def doubled(x):
@@ -67,7 +67,7 @@ def ends_after():
 
 @gradwire.idempotent
 def again_before():
-    if gradwire.life() == 0:
+    if gradwire.incarnation() == 0:
         HOOKS["before"]()
         raise SystemExit("this worker has ended")
     CALLS.append("before")
@@ -77,7 +77,7 @@ def again_before():
 @gradwire.idempotent
 def again_after():
     CALLS.append("after")
-    if gradwire.life() == 0:
+    if gradwire.incarnation() == 0:
         HOOKS["after"]()
     return here()
 

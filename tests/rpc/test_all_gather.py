@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import CallTimeout, PeerLost, UsageError
-from gradwire.rpc.all_gather import Gatherings
+from gradwire.rpc.all_gather import AllGather
 from gradwire.rpc.all_gather_state import Rounds
 from tests.leftovers import eventually
 
@@ -39,12 +39,12 @@ def test_nobody_contributes_twice_or_uninvited():
     rounds = Rounds()
     rounds.contributed("a,b#0", "b", 2, ["a", "b"])
 
-    with pytest.raises(UsageError, match="b has contributed to gathering a,b#0 twice"):
+    with pytest.raises(UsageError, match="b has contributed to all-gather a,b#0 twice"):
         rounds.contributed("a,b#0", "b", 2, ["a", "b"])
-    with pytest.raises(UsageError, match="c is not expected in the gathering of a, b"):
+    with pytest.raises(UsageError, match="c is not expected in the all-gather of a, b"):
         rounds.contributed("a,b#0", "c", 2, ["a", "b"])
     rounds.concluded("a#0", {"a": 1})
-    with pytest.raises(UsageError, match="gathering a#0 has ended twice"):
+    with pytest.raises(UsageError, match="all-gather a#0 has ended twice"):
         rounds.concluded("a#0", {"a": 1})
 
 
@@ -60,7 +60,7 @@ def test_sets_with_workers_that_are_gone_are_not_counted_for_ever():
     assert rounds.entered(["a", "guest999"]) == "a,guest999#1"
 
 
-def test_a_round_that_goes_on_keeps_its_number_whoever_is_gone():
+def test_a_round_that_goes_on_keeps_its_number_when_others_are_gone():
     rounds = Rounds()
     round = rounds.entered(["a", "b"])
     rounds.contributed(round, "a", 1, ["a", "b"])
@@ -107,7 +107,7 @@ def gone(name):
 
 @pytest.fixture
 def everyone():
-    return {name: Gatherings(name, MonotonicClock(), gone, lambda: NAMES) for name in NAMES}
+    return {name: AllGather(name, MonotonicClock(), gone, lambda: NAMES) for name in NAMES}
 
 
 def test_all_receive_all_also_by_many_threads(everyone):
@@ -119,9 +119,7 @@ def test_all_receive_all_also_by_many_threads(everyone):
 
 
 def test_who_is_missing_is_named(everyone):
-    with pytest.raises(
-        CallTimeout, match=r"a waited 0\.01 s in .* a, b, c and did not hear of b, c"
-    ):
+    with pytest.raises(CallTimeout, match=r"a waited 0\.01 s in .* a, b, c: no value of b, c"):
         gather(everyone, "a", 1, seconds=0.01)
 
 
@@ -130,7 +128,7 @@ def test_a_leader_does_not_wait_for_one_that_is_lost(everyone):
     everyone["a"].peer_lost("b")  # it has spoken: that does not matter
     everyone["a"].peer_lost("c")
 
-    with pytest.raises(PeerLost, match="a waits in a gathering of a, b, c for c, and lost it"):
+    with pytest.raises(PeerLost, match="a waits in an all-gather of a, b, c for c, which was lost"):
         gather(everyone, "a", 1)
 
 
@@ -139,7 +137,7 @@ def test_a_follower_does_not_wait_for_a_leader_that_is_lost(everyone):
         everyone["b"].peer_lost("c")  # the leader may have heard of it
         everyone["b"].peer_lost(leader)
 
-    with pytest.raises(PeerLost, match="b waits in a gathering of a, b, c for a, and lost it"):
+    with pytest.raises(PeerLost, match="b waits in an all-gather of a, b, c for a, which was lost"):
         everyone["b"].gather(1, NAMES, 20.0, contribute=contribute, conclude=None, give_up=None)
 
 
@@ -149,7 +147,7 @@ def test_followers_hear_that_their_leader_has_given_up(everyone):
         assert eventually(lambda: not everyone["a"]._rounds.missing("a,b,c#0", ["b"]))
         with pytest.raises(CallTimeout):
             gather(everyone, "a", 1, seconds=0.01)
-        with pytest.raises(PeerLost, match=r"b gathers in vain: a waited .* did not hear of c"):
+        with pytest.raises(PeerLost, match=r"an all-gather of b failed: a waited .* no value of c"):
             follows.result()
 
 
@@ -157,7 +155,7 @@ def test_one_that_can_be_reached_again_is_waited_for():
     def reach(name):
         everyone["a"].heard("a,b,c#0", name, name * 2, NAMES)
 
-    everyone = {name: Gatherings(name, MonotonicClock(), reach, lambda: NAMES) for name in NAMES}
+    everyone = {name: AllGather(name, MonotonicClock(), reach, lambda: NAMES) for name in NAMES}
     for name in ("b", "c"):
         everyone["a"].peer_lost(name)
 

@@ -46,7 +46,11 @@ def test_new_calls_reach_the_new_life(workers, w0):
     workers.restart(1)
 
     assert gradwire.rpc_sync("w1", far.here) == ("w1", 1)
-    assert (gradwire.life("w1"), gradwire.life(1), gradwire.life()) == (1, 1, 0)
+    assert (gradwire.incarnation("w1"), gradwire.incarnation(1), gradwire.incarnation()) == (
+        1,
+        1,
+        0,
+    )
     assert workers[2].run(gradwire.rpc_sync, "w1", far.here) == ("w1", 1)
     assert workers[1].run(gradwire.rpc_sync, "w0", far.here) == ("w0", 0)
 
@@ -240,7 +244,7 @@ def _leaving(member):
 
 def test_one_that_comes_back_while_others_leave_is_told_how_far_they_are(workers):
     leaving = [_leaving(workers[2])]
-    assert eventually(lambda: workers[2].worker._leaver._phase)
+    assert eventually(lambda: workers[2].worker._graceful_shutdown._phase)
 
     leaving += [_leaving(workers.restart(1)), _leaving(workers[0])]
 
@@ -269,7 +273,7 @@ def world():
     store, workers = HashStore(), []
 
     def come(rank, life=0, size=2):
-        options = Options(listen="unix", timeouts=OPTIONS.timeouts, life=life)
+        options = Options(listen="unix", timeouts=OPTIONS.timeouts, incarnation=life)
         worker = join(f"w{rank}", rank, size, options, expose=[far], store=store)
         workers.append(worker)
         return worker
@@ -309,5 +313,5 @@ def test_one_that_died_before_the_first_meeting_is_met_in_its_next_life(world, r
 
 
 def test_a_life_is_a_small_number():
-    with pytest.raises(UsageError, match="life=-1 is not between 0 and 65535"):
-        Options(life=-1)
+    with pytest.raises(UsageError, match="incarnation=-1 is not between 0 and 65535"):
+        Options(incarnation=-1)

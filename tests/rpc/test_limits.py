@@ -261,7 +261,7 @@ def test_contexts_of_one_peer_are_limited():
         assert "a peer has 3 contexts open here already, which is the limit" in came
 
 
-def test_a_context_counts_as_its_senders_whoever_is_said_to_have_opened_it():
+def test_a_context_counts_as_its_senders_not_its_claimed_openers():
     with limited(contexts=2) as workers:
         contexts = workers[1].worker.engine.contexts
         for claimed in (5, 6):

@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.errors import UsageError
 from gradwire.options import Options, Tls, tls_from_environment
-from gradwire.rpc.listening import listen, transports_for
+from gradwire.rpc.join import listen, transports_for
 from tests.certificates import job
 
 VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
@@ -58,9 +58,7 @@ def test_the_environment_names_all_the_files_or_none(monkeypatch):
 
 def test_a_worker_with_a_certificate_never_dials_without():
     transports = transports_for(Options(tls=job().tls("w0")), "w0")
-    with pytest.raises(
-        UsageError, match=r"'tcp'.*\nhint: this worker has a certificate and speaks"
-    ):
+    with pytest.raises(UsageError, match=r"'tcp'.*\nhint: this worker has a certificate and uses"):
         transports.connect("tcp://127.0.0.1:1", time.monotonic() + 1, "w1")
 
 

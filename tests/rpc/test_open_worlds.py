@@ -33,7 +33,7 @@ OPTIONS = Options(listen="unix", timeouts=Timeouts(join=30, call=20))
 
 @pytest.fixture
 def world():
-    """join(name, rank) at one store; whoever has not left is closed at the end."""
+    """join(name, rank) at one store; workers that have not left are closed at the end."""
     store, workers = HashStore(), []
 
     def come(name, rank, world_size=None, options=OPTIONS):
@@ -218,7 +218,7 @@ def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
 
 def test_one_that_lost_its_seat_does_not_believe_it_has_joined(world):
     a = world("a", 0)
-    a._leaver.unregister(a.agent.clock.now() + 5)
+    a._graceful_shutdown.unregister(a.agent.clock.now() + 5)
 
     with pytest.raises(JoinTimeout, match="a took so long to join that it was given up"):
         a.announce(a.agent.clock.now() + 5)
@@ -251,7 +251,7 @@ def test_a_rank_that_no_context_could_name_is_refused(world):
 def test_an_earlier_life_that_goes_on_is_not_heard_any_more(world):
     a, b = world("a", 0), world("b", 1)
     assert ask(a, "b", far.here) == ask(b, "b", far.here) == "b"
-    b._leaver.unregister(b.agent.clock.now() + 5)  # as if all thought that it was dead
+    b._graceful_shutdown.unregister(b.agent.clock.now() + 5)  # as if all thought that it was dead
     with b.scope():
         kept = gradwire.remote("a", far.here)
         assert kept.to_here() == "a"

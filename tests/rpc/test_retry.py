@@ -43,7 +43,7 @@ def test_a_step_is_tried_again_from_what_it_began_with(workers, w0):
     state, story = {"x": 1}, []
 
     def restore(attempt):
-        story.append((attempt.number, type(attempt.error).__name__, gradwire.life("w1")))
+        story.append((attempt.number, type(attempt.error).__name__, gradwire.incarnation("w1")))
         state["x"] = 1
 
     for attempt in gradwire.retrying(restore=restore):
@@ -120,11 +120,11 @@ def _train(lose) -> list[torch.Tensor]:
 
 def test_training_goes_on_bit_for_bit(workers, w0):
     no_collection = _train(lambda n: None)
-    assert gradwire.life("w1") == 0
+    assert gradwire.incarnation("w1") == 0
 
     assert _train(lambda n: n in (2, 4) and workers.restart(n // 2)) == no_collection
 
-    assert (gradwire.life("w1"), gradwire.life("w2")) == (1, 1)
+    assert (gradwire.incarnation("w1"), gradwire.incarnation("w2")) == (1, 1)
 
 
 def _try(step, **options) -> list[int]:

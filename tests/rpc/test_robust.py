@@ -338,7 +338,7 @@ def test_a_call_made_after_the_deadline_of_its_own_call_does_not_leave():
             assert eventually(call.done)
         assert_nothing_left(workers)
 
-    text = "the call that this one is made in is past its own deadline"
+    text = "the deadline of the enclosing call has passed"
     assert WORKERS.pop("said") == text
     assert not any(line.startswith("w1>w0 call") for line in lines)
 
@@ -349,7 +349,7 @@ def test_a_forked_child_is_told_that_it_is_no_worker(workers):
     there, here = os.pipe()
     with workers[0].worker.scope():
         child = os.fork()
-        if child == 0:  # nothing of ours runs in it but the door
+        if child == 0:  # only the lookup of the current worker runs in it
             try:
                 os.write(here, _what_the_door_says().encode())
             finally:

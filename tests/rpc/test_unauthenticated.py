@@ -45,7 +45,7 @@ def soon() -> float:
 
 
 class World:
-    """Two workers of this process over real sockets, and whoever wants to join them."""
+    """Two workers of this process over real sockets, and peers that try to join them."""
 
     def __init__(self, scheme: str, options: Options) -> None:
         self.scheme, self.options, self._store = scheme, options, HashStore()
@@ -403,13 +403,16 @@ def test_insecure_listens_anywhere_and_says_so_at_each_start(caplog):
 
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert all(line.startswith("insecure=True: workers may speak beyond") for line in said)
+    assert all(
+        line.startswith("insecure=True: traffic to other machines may go without TLS")
+        for line in said
+    )
 
 
-def test_a_meeting_place_that_cannot_be_found_is_named():
+def test_a_rendezvous_host_that_cannot_be_found_is_named():
     options = Options(init_method="tcp://nowhere.invalid:1", timeouts=Timeouts(join=1))
 
-    with pytest.raises(UsageError, match=r"there is no way from here to nowhere\.invalid"):
+    with pytest.raises(UsageError, match=r"no route to rendezvous host nowhere\.invalid"):
         join("a", 1, 2, options)
 
 

@@ -110,7 +110,7 @@ NAMES = {
     "what unpacks for children": "gradwire.launch.child:unpickled",
     "expose itself": "gradwire:expose",
     "the registry": "gradwire.rpc.expose.registry:Registry",
-    "a helper of rref": "gradwire.rpc.rref:home_door",
+    "a helper of rref": "gradwire.rpc.rref:current_worker",
     "torch.load": "torch:load",
     "torch.save": "torch:save",
     "torch.serialization": "torch.serialization:load",
@@ -287,7 +287,7 @@ def test_what_is_not_exposed_answers_nothing_though_somebody_refers_to_it(worker
 
 @pytest.mark.parametrize("argument", [None, 1, "w1", [1]])
 def test_a_method_is_called_on_a_reference_only(workers, argument):
-    with pytest.raises(GradwireError, match="was called on no reference"):
+    with pytest.raises(GradwireError, match="was called without a reference"):
         call(workers, ".add", argument, TOUCH)
 
 

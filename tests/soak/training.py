@@ -20,7 +20,7 @@ from torch import nn
 
 import gradwire
 from gradwire import PeerLost
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 from tests.leftovers import eventually, leftovers
 
 WIDTH, BATCH = 32, 16
@@ -60,7 +60,7 @@ def measure() -> dict[str, int]:
     status = Path("/proc/self/status").read_text()
     rss = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return {
-        "life": gradwire.life(),
+        "life": gradwire.incarnation(),
         "kilobytes": int(rss.split()[1]),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -134,7 +134,7 @@ class Killer:
 
     def __init__(self, folder: Folder, seed: int, every: float) -> None:
         self._folder, self._every = folder, every
-        self._random = random.Random(f"{seed} {gradwire.life()}")
+        self._random = random.Random(f"{seed} {gradwire.incarnation()}")
         self.pids: dict[str, int] = {}
         self._over, self._progress = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._kill, name="killer", daemon=True)
@@ -227,7 +227,7 @@ class _Member:
 
 def left_here() -> list[str]:
     """What this worker remembers of contexts, passes and references, but for the call that asks."""
-    here = [_Member(home_door.find())]
+    here = [_Member(current_worker.find())]
 
     def left() -> list[str]:
         return [line for line in leftovers(here) if " jobs" not in line and "flight" not in line]

@@ -21,8 +21,8 @@ import warnings
 from pathlib import Path
 
 import gradwire
+from gradwire.current import current_worker
 from gradwire.options import Options, Timeouts
-from gradwire.rpc.rref import home_door
 from tests.leftovers import eventually
 from tests.storm import forks, hazards, rounds
 from tests.storm.notes import NOTES
@@ -90,7 +90,7 @@ def leftovers() -> dict:
 
     def is_clean() -> bool:
         gc.collect()
-        worker = home_door.find()
+        worker = current_worker.find()
         refs = worker.refs.statistics()
         found.clear()
         found.update(

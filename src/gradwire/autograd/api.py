@@ -10,12 +10,16 @@ import torch
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.scope import current_context, enter, inside, leave
-from gradwire.current import Door
+from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, spoken_context
 from gradwire.options import DEFAULT, Timeout
 
-door: Door[Engine] = Door("gradwire engine")
+
+def current_engine() -> Engine:
+    """The engine of the worker that the calling code belongs to."""
+    engine: Engine = current_worker.find().engine
+    return engine
 
 
 @final
@@ -33,7 +37,7 @@ class context:
     __slots__ = ("_engine", "_id")
 
     def __enter__(self) -> ContextId:
-        self._engine = door.find()
+        self._engine = current_engine()
         self._id = _entered(self._engine).id
         return self._id
 
@@ -44,7 +48,7 @@ class context:
 
 def new_context() -> Context:
     """Open a context and enter it, without a block that ends it: `release_context` does."""
-    return _entered(door.find())
+    return _entered(current_engine())
 
 
 def _entered(engine: Engine) -> Context:
@@ -61,7 +65,7 @@ def _entered(engine: Engine) -> Context:
 
 def release_context(context_id: ContextId) -> None:
     """Drop a context here and on every worker that was called in it; leave it if inside it."""
-    engine = door.find()
+    engine = current_engine()
     engine.contexts.find(context_id)
     leave(context_id)
     engine.close(context_id)
@@ -84,7 +88,7 @@ def backward(
     every worker with BackwardTimeout, and leaves nothing. With None or infinity it may take as long
     as each worker that takes part allows, by its own `Timeouts(backward=…)`.
     """
-    engine = door.find()
+    engine = current_engine()
     _check_types(context_id, roots)
     found = engine.contexts.find(context_id)
     if not roots:
@@ -96,7 +100,7 @@ def backward(
 
 def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that `backward(context_id, …)` has left on this worker, by leaf."""
-    return dict(door.find().contexts.find(context_id).gradients)
+    return dict(current_engine().contexts.find(context_id).gradients)
 
 
 def _check_types(context_id: object, roots: object) -> None:

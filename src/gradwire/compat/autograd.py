@@ -17,6 +17,7 @@ from gradwire.autograd.api import release_context as _release_context
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.profiling import span
 from gradwire.autograd.scope import current_context
+from gradwire.current import current_worker
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.ids import ContextId, WorkerId, last_context_id
 from gradwire.ids import context_id as _as_int
@@ -94,7 +95,7 @@ def backward(
 
 def _told(error: Exception) -> str:
     """An error with the workers it came by."""
-    directory = api.door.find().directory
+    directory = api.current_engine().directory
     text = error.message if isinstance(error, GradwireError) else str(error)
     if isinstance(error, RemoteError):
         known = {info.name: info.id for info in directory.all()}
@@ -106,10 +107,10 @@ def _init(worker_id: WorkerId) -> None:
     """Check the number of a worker; all else comes and goes with the worker itself."""
     if not 0 <= worker_id < _MOST_WORKERS:
         raise UsageError(f"worker_id {worker_id} is not in 0..{_MOST_WORKERS - 1}")
-    engine = api.door.maybe_default()
-    if engine is not None and engine.directory.me.id != worker_id:
+    worker = current_worker.maybe_default()
+    if worker is not None and worker.directory.me.id != worker_id:
         raise UsageError(
-            f"Container is already initialized with worker_id: {engine.directory.me.id}, "
+            f"Container is already initialized with worker_id: {worker.directory.me.id}, "
             f"cannot initialize with different worker_id: {worker_id}",
             hint="call shutdown() first",
         )
@@ -120,12 +121,12 @@ def _new_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: ContextId) -> DistAutogradContext:
-    return DistAutogradContext(api.door.find().contexts.find(context_id))
+    return DistAutogradContext(api.current_engine().contexts.find(context_id))
 
 
 def _is_valid_context(context_id: ContextId) -> None:
     """Raises if it is not."""
-    api.door.find().contexts.find(context_id)
+    api.current_engine().contexts.find(context_id)
 
 
 def _current_context() -> DistAutogradContext:
@@ -139,11 +140,11 @@ def _current_context() -> DistAutogradContext:
 
 
 def _get_max_id() -> ContextId:
-    return last_context_id(api.door.find().directory.me.id)
+    return last_context_id(api.current_engine().directory.me.id)
 
 
 def _get_debug_info() -> dict[str, int]:
-    engine = api.door.find()
+    engine = api.current_engine()
     return {
         "num_current_backward_passes": len(engine.passes),
         "num_autograd_contexts": len(engine.contexts),

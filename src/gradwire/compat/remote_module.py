@@ -17,7 +17,7 @@ from gradwire.errors import UsageError
 from gradwire.nn import remote_functions
 from gradwire.nn import remote_module as native
 from gradwire.nn.remote_module import parse_remote_device
-from gradwire.rpc.arguments import keywords, of_sequence
+from gradwire.rpc.api import keywords, of_sequence
 
 __all__ = ["RemoteModule"]
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 import msgspec
 
 from gradwire.agent.remote_errors import describe
+from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
 from gradwire.launch.plan import WorkerSpec, arguments_in
 from gradwire.launch.processes import ignore_interrupts
@@ -33,7 +34,6 @@ from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.rpc.expose.names import maybe_at, steps
 from gradwire.rpc.expose.registry import exception_name
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 _log = logging.getLogger("gradwire")
@@ -94,7 +94,7 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
     if not spec.returned.exists():  # else an earlier incarnation died after the call
         _write_returned(spec, fn(*args))
     pipe.send_bytes(RETURNED.encode())
-    if home_door.maybe_default() is not None:  # unless the function called shutdown()
+    if current_worker.maybe_default() is not None:  # unless the function called shutdown()
         _leave_after_the_function()
 
 
@@ -115,7 +115,7 @@ def _serve_all_lives(spec: WorkerSpec) -> None:
 
     A worker that is restarted after all others left finds the file with the value.
     """
-    worker = cast(Worker, home_door.find())
+    worker = cast(Worker, current_worker.find())
     while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
         if spec.returned.exists():
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire.errors import UsageError
-from gradwire.ids import LAST_LIFE
+from gradwire.ids import LAST_INCARNATION
 from gradwire.options import Options
 
 _UNSET = Options().init_method
@@ -59,8 +59,8 @@ def check_arguments(
     world_size: int, options: Options, timeout: float | None, restarts: int = 0
 ) -> None:
     """Raise UsageError for invalid arguments of run()."""
-    if type(restarts) is not int or not 0 <= restarts <= LAST_LIFE:
-        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_LIFE}")
+    if type(restarts) is not int or not 0 <= restarts <= LAST_INCARNATION:
+        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_INCARNATION}")
     if type(world_size) is not int or world_size < 1:
         raise UsageError(f"run() needs at least one worker, not world_size={world_size!r}")
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
@@ -68,8 +68,8 @@ def check_arguments(
             f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
             hint="leave timeout= out for no limit",
         )
-    if options.life:
-        raise UsageError("run() numbers the incarnations itself", hint="leave life= out")
+    if options.incarnation:
+        raise UsageError("run() numbers the incarnations itself", hint="leave incarnation= out")
     if options.init_method != _UNSET:
         raise UsageError(
             f"run() makes its own rendezvous, and cannot use {options.init_method}",
@@ -105,11 +105,11 @@ def restarted(spec: WorkerSpec) -> WorkerSpec:
 
     Its socket has a new name: a peer that still connects to the old incarnation must not reach it.
     """
-    options, life = spec.options, spec.options.life + 1
+    options, life = spec.options, spec.options.incarnation + 1
     listen = options.listen
     if listen.startswith(f"unix://{spec.directory}"):
         listen = _socket(spec.directory, spec.rank, life)
-    return replace(spec, options=replace(options, life=life, listen=listen))
+    return replace(spec, options=replace(options, incarnation=life, listen=listen))
 
 
 def _listen(options: Options, directory: Path, rank: int) -> str:

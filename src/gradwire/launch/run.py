@@ -48,7 +48,7 @@ from gradwire.launch.supervise_state import (
     overdue_error,
 )
 from gradwire.options import Options, Timeouts
-from gradwire.rpc.arguments import positional
+from gradwire.rpc.api import positional
 from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
 
@@ -81,8 +81,8 @@ def run(
     `timeout` limits the whole run, in seconds. However it ends, no process is left behind.
 
     With `restarts`, a worker whose process dies is restarted under its name, each worker up to that
-    many times, and the others go on. It is a new incarnation (`gradwire.life`): its state is lost,
-    calls and backward passes that needed it raise PeerLost, references to it raise
+    many times, and the others go on. It is a new incarnation (`gradwire.incarnation`). Its state is
+    lost; calls and backward passes that needed it raise PeerLost, references to it raise
     StaleIncarnation, and new calls work as soon as it has joined; see `retrying`. If w0 dies, its
     next incarnation calls `fn(*args)` again; the other workers keep their state.
 
@@ -163,7 +163,7 @@ class _Supervision:
     def _restart(self, restart: Restart) -> None:
         spec = self._workers[restart.worker] = restarted(self._workers[restart.worker])
         how, when = describe_exit(restart.status), STAGE_TEXTS[restart.stage]
-        life = spec.options.life
+        life = spec.options.incarnation
         _log.warning("%s died (%s) %s; it is started again, life %d", spec.name, how, when, life)
         self._start(restart.worker)
 

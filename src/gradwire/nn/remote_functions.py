@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.refs.borrow import BorrowedRef
-from gradwire.rpc.rref import RRef, home_door, reference_to
+from gradwire.rpc.rref import RRef, reference_to
 
 Module = RRef[nn.Module] | BorrowedRef
 State = OrderedDict[str, Any]
@@ -117,7 +118,7 @@ def load_state_dict(
 def module_of(module: Module) -> nn.Module:
     """The module that a reference stands for."""
     if isinstance(module, BorrowedRef):
-        home = home_door.find()
+        home = current_worker.find()
         value = home.refs.value_here(module.handle, home.deadline(DEFAULT))
     else:
         value = module.local_value()

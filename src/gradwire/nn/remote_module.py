@@ -15,8 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import remote_functions
-from gradwire.rpc.api import call_as, call_async_as, get_worker_info, remote
-from gradwire.rpc.arguments import keywords, positional
+from gradwire.rpc.api import call_as, call_async_as, get_worker_info, keywords, positional, remote
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef

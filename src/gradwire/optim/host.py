@@ -8,11 +8,11 @@ from typing import cast, final
 
 import torch
 
+from gradwire.current import current_worker
 from gradwire.errors import ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, first_of
 from gradwire.optim.parameter_locks import ParameterLocks, StepId
 from gradwire.optim.weight_versions import WeightVersions
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 
@@ -54,4 +54,4 @@ class OptimizerHost:
 
 def optimizer_host() -> OptimizerHost:
     """The host of the current worker."""
-    return cast(Worker, home_door.find()).part(OptimizerHost)
+    return cast(Worker, current_worker.find()).part(OptimizerHost)

@@ -16,6 +16,7 @@ import torch
 from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.current import current_worker
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.host import OptimizerHost
@@ -25,7 +26,7 @@ from gradwire.optim.shard import GroupSpec, Options, Shard
 from gradwire.options import Timeout
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.refs.permissions import check_life
-from gradwire.rpc.rref import RRef, home_door
+from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Worker
 
 Answers = dict[WorkerId, Any]
@@ -274,7 +275,7 @@ class StepServer:
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
         deadline = self._deadline(message.seconds)
         step, context, options = message.step, message.context, message.options
-        with self._worker.serving(None, deadline):
+        with self._worker.serving_scope(None, deadline):
             shard = self._shard(message, source, deadline)
             if message.alone:
                 shard.step(step, context, options, deadline)
@@ -313,5 +314,5 @@ def make_shard(
     cls: type, groups: list[GroupSpec], args: tuple[object, ...], kwargs: Options
 ) -> Shard:
     """A shard here, and whoever serves the steps that it is asked for."""
-    cast(Worker, home_door.find()).part(StepServer)
+    cast(Worker, current_worker.find()).part(StepServer)
     return Shard(cls, groups, args, kwargs)

@@ -1,9 +1,8 @@
-"""Gathering values of several workers on all of them: the driver of all_gather_state.py.
+"""All-gather: each worker of a set contributes a value, and all receive all values.
 
-How a value gets to the leader, and the whole to the others, is the business of whoever gathers.
-
-The leader waits for everyone, the others wait for the leader. If one that is waited for is lost,
-and cannot be reached again, the wait is over.
+The leader waits for all values, the followers wait for the leader. A wait ends if a worker that is
+waited for is lost and cannot be reached again. How values are sent is up to the caller. The state
+is in all_gather_state.py.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from gradwire.errors import CallTimeout, GradwireError, PeerLost
 from gradwire.rpc.all_gather_state import Rounds
 
 Contribute = Callable[[str, str], None]
-"""Bring our value to this leader, for this round."""
+"""Send our value to this leader, for this round."""
 Conclude = Callable[[str, Collection[str], Mapping[str, object]], None]
 """Send these followers of this round all values."""
 GiveUp = Callable[[str, Collection[str], str], None]
-"""Tell these followers of this round why they wait in vain."""
+"""Tell these followers of this round why it has failed."""
 Reach = Callable[[str], None]
 """Connect to this worker again; raises if it is gone."""
 Present = Callable[[], Collection[str]]
-"""The names of all workers there are."""
+"""The names of all present workers."""
 
 _GRACE_SECONDS = 1.0
-"""What a worker said before it was lost may still be on its way through our threads."""
+"""How long to wait for messages of a lost worker that are still in our threads."""
 
 
 @final
-class Gatherings:
-    """Those of one worker."""
+class AllGather:
+    """The all-gathers that one worker takes part in."""
 
     def __init__(self, name: str, clock: Clock, reach: Reach, present: Present) -> None:
         self._name, self._clock = name, clock
@@ -51,7 +50,7 @@ class Gatherings:
         conclude: Conclude,
         give_up: GiveUp,
     ) -> dict[str, object]:
-        """The values of all by name, ours among them, once everyone has called this."""
+        """The values of all workers by name, once all have called this."""
         leader = min(names)
         followers = sorted(set(names) - {leader})
         present = self._present()
@@ -69,7 +68,7 @@ class Gatherings:
                 conclude(round, followers, values)
                 return values
             with self._changed:
-                self._rounds.is_back(leader)  # or else it is lost anew, or cannot be told
+                self._rounds.is_back(leader)  # if it is not, contributing to it fails
             contribute(leader, round)
             return self._whole(round, names, [leader], seconds)
         finally:
@@ -77,25 +76,25 @@ class Gatherings:
                 self._rounds.over(round)
 
     def heard(self, round: str, name: str, value: object, names: Collection[str]) -> None:
-        """A value has reached us, who lead."""
+        """The leader, this worker, receives a value."""
         with self._changed:
             self._rounds.contributed(round, name, value, names)
             self._changed.notify_all()
 
     def ended(self, round: str, values: Mapping[str, object]) -> None:
-        """All values have reached us, who follow."""
+        """A follower, this worker, receives all values."""
         with self._changed:
             self._rounds.concluded(round, values)
             self._changed.notify_all()
 
-    def failed(self, round: str, story: str) -> None:
-        """The leader has given up, and tells us, who follow."""
+    def failed(self, round: str, reason: str) -> None:
+        """A follower, this worker, learns that the leader has given up."""
         with self._changed:
-            self._rounds.failed(round, story)
+            self._rounds.failed(round, reason)
             self._changed.notify_all()
 
     def peer_lost(self, name: str) -> None:
-        """There is no connection to this worker any more."""
+        """The connection to this worker has ended."""
         with self._changed:
             self._rounds.lost(name)
             self._changed.notify_all()
@@ -108,27 +107,27 @@ class Gatherings:
             with self._changed:
                 missing = ", ".join(self._rounds.missing(round, names))
                 lost = self._rounds.waits_in_vain(round, awaited)
-            story = f"in a gathering of {', '.join(sorted(names))}"
+            gathering = f"in an all-gather of {', '.join(sorted(names))}"
             if not lost:
                 raise CallTimeout(
-                    f"{self._name} waited {seconds:.2f} s {story} and did not hear of {missing}",
-                    hint="every one of them must take part, the same number of times",
+                    f"{self._name} waited {seconds:.2f} s {gathering}: no value of {missing}",
+                    hint="each of them must take part, the same number of times",
                 )
             if not self._are_back(lost):
                 grace = min(limit, self._clock.now() + _GRACE_SECONDS)
                 values = self._wait(round, (), grace)
                 if values is not None:
                     return values
-                self._check_none_lost(round, awaited, story)
+                self._check_none_lost(round, awaited, gathering)
         return values
 
     def _wait(self, round: str, awaited: Collection[str], limit: float) -> dict[str, object] | None:
-        """All values; None if the limit has passed, or one of those we wait for is lost."""
+        """All values; None if the limit has passed, or a worker that is waited for is lost."""
         with self._changed:
             while (values := self._rounds.whole(round)) is None:
                 failure = self._rounds.failure(round)
                 if failure is not None:
-                    raise PeerLost(f"{self._name} gathers in vain: {failure}")
+                    raise PeerLost(f"an all-gather of {self._name} failed: {failure}")
                 left = limit - self._clock.now()
                 if left <= 0 or self._rounds.waits_in_vain(round, awaited):
                     return None
@@ -145,11 +144,11 @@ class Gatherings:
                 self._rounds.is_back(name)
         return True
 
-    def _check_none_lost(self, round: str, awaited: Collection[str], story: str) -> None:
+    def _check_none_lost(self, round: str, awaited: Collection[str], gathering: str) -> None:
         with self._changed:
             lost = self._rounds.waits_in_vain(round, awaited)
         if lost:
             raise PeerLost(
-                f"{self._name} waits {story} for {', '.join(lost)}, and lost it",
-                hint="gather those that are left, or leave without waiting for the others",
+                f"{self._name} waits {gathering} for {', '.join(lost)}, which was lost",
+                hint="gather from the remaining workers, or shut down with graceful=False",
             )

@@ -1,9 +1,9 @@
-"""Workers that each contribute a value and all receive all of them.
+"""The state of all-gathers. Pure.
 
-Pure. A *round* belongs to a set of names and is numbered within that set by each worker for itself:
-the n-th time one of them enters is the same round for all. The first name by the alphabet *leads*:
-it hears everyone's value and sends out the whole. One that is *lost* before it has spoken will not
-speak any more, unless it turns out to be back.
+A *round* belongs to a set of names. Each worker numbers the rounds of a set for itself: the n-th
+that it enters is the same for all. The first name in alphabetical order is the *leader*, which
+receives all values and sends them to the *followers*. A worker that is *lost* before its value
+arrived will not contribute, unless it comes back.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Rounds:
 
     @property
     def sets(self) -> int:
-        """How many sets of names it counts the rounds of."""
+        """The number of sets whose rounds are counted."""
         return len(self._entered)
 
     def entered(self, names: Collection[str]) -> str:
-        """This worker begins one more; what it is called."""
+        """This worker enters the next round of a set; the id of the round."""
         together = ",".join(sorted(names))  # no name has a comma
         n = self._entered.get(together, 0)
         self._entered[together] = n + 1
@@ -50,7 +50,7 @@ class Rounds:
         return round
 
     def forget_without(self, present: Collection[str]) -> None:
-        """Drop what is known of sets whose names are not all present: they gather no more."""
+        """Drop the rounds of sets that have absent members: there will be no more of them."""
         there = set(present)
         busy = {round.rpartition("#")[0] for round in self._inside}
 
@@ -64,61 +64,61 @@ class Rounds:
         self._lost &= there
 
     def contributed(self, round: str, name: str, value: object, names: Collection[str]) -> None:
-        """The leader hears a value, maybe before it enters; what comes too late is not kept."""
+        """The leader receives a value, maybe before it enters. Late values are ignored."""
         if self._is_over(round):
             return
         if name not in names:
-            raise UsageError(f"{name} is not expected in the gathering of {', '.join(names)}")
+            raise UsageError(f"{name} is not expected in the all-gather of {', '.join(names)}")
         heard = self._rounds.setdefault(round, _Round())
         if name in heard.values:
-            raise UsageError(f"{name} has contributed to gathering {round} twice")
+            raise UsageError(f"{name} has contributed to all-gather {round} twice")
         heard.values[name] = value
         self._lost.discard(name)
         heard.is_whole = heard.values.keys() == set(names)
 
     def concluded(self, round: str, values: Mapping[str, object]) -> None:
-        """Somebody who follows hears all of them; what comes too late is not kept."""
+        """A follower receives all values. Late ones are ignored."""
         if self._is_over(round):
             return
         heard = self._rounds.setdefault(round, _Round())
         if heard.is_whole:
-            raise UsageError(f"gathering {round} has ended twice")
+            raise UsageError(f"all-gather {round} has ended twice")
         heard.values, heard.is_whole = dict(values), True
 
-    def failed(self, round: str, story: str) -> None:
-        """Somebody who follows hears that the leader has given up."""
+    def failed(self, round: str, reason: str) -> None:
+        """A follower learns that the leader has given up."""
         if not self._is_over(round):
-            self._rounds.setdefault(round, _Round()).failure = story
+            self._rounds.setdefault(round, _Round()).failure = reason
 
     def failure(self, round: str) -> str | None:
-        """Why the leader has given up, if it has."""
+        """Why the leader has given up, or None."""
         heard = self._rounds.get(round)
         return None if heard is None else heard.failure
 
     def whole(self, round: str) -> dict[str, object] | None:
-        """All values, once they are there."""
+        """All values, or None until they have arrived."""
         heard = self._rounds.get(round)
         return heard.values if heard is not None and heard.is_whole else None
 
     def missing(self, round: str, names: Collection[str]) -> list[str]:
-        """Whose value is not there yet, as far as this worker knows."""
+        """The names whose value has not arrived here."""
         heard = self._rounds.get(round, _Round())
         return sorted(set(names) - heard.values.keys())
 
     def lost(self, name: str) -> None:
-        """There is no connection to it any more."""
+        """The connection to this worker has ended."""
         self._lost.add(name)
 
     def is_back(self, name: str) -> None:
-        """There is one again."""
+        """The worker is connected again."""
         self._lost.discard(name)
 
     def waits_in_vain(self, round: str, names: Collection[str]) -> list[str]:
-        """Which of these are lost, and have not spoken."""
+        """Those of these names that are lost and have not contributed."""
         return [name for name in self.missing(round, names) if name in self._lost]
 
     def over(self, round: str) -> None:
-        """This worker is done with it."""
+        """This worker has left the round."""
         self._rounds.pop(round, None)
         self._inside.discard(round)
 

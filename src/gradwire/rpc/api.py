@@ -1,24 +1,28 @@
-"""The doors of this layer: begin and end, and run something elsewhere."""
+"""The public functions: init_rpc and shutdown, rpc_sync, rpc_async and remote.
+
+Below them are the checks of their arguments, and the translation of the options that torch's
+`init_rpc` takes.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.scope import current_context
+from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, UsageError
-from gradwire.options import DEFAULT, Options, Timeout, place_from_environment
-from gradwire.rpc.arguments import keywords, positional
+from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_from_environment
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
-from gradwire.rpc.join import join, move_out, settle_here
-from gradwire.rpc.retry import again_until, is_idempotent
-from gradwire.rpc.rref import RRef, home_door
-from gradwire.rpc.torch_options import checked_rank, options_for
+from gradwire.rpc.join import clear_default_worker, join, set_default_worker
+from gradwire.rpc.retry import call_until, is_idempotent
+from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Exposed, Worker
 
 P = ParamSpec("P")
@@ -26,6 +30,10 @@ T = TypeVar("T")
 To = str | int | WorkerInfo
 
 _log = logging.getLogger("gradwire")
+_TEXT = (str, bytes, bytearray, memoryview)
+_BACKENDS = ("TENSORPIPE", None)
+_FOR_EVER = 86400.0
+"""Seconds that replace a timeout of 0, which in torch means no deadline; as under compat."""
 
 
 def init_rpc(
@@ -40,19 +48,19 @@ def init_rpc(
 ) -> None:
     """Make this process a worker, and wait until all `world_size` workers have joined.
 
-    Rank and world size default to the environment variables that torchrun sets. Without a world
-    size, here and there, or with `Options(is_open=True)`, the world is open: workers come and go,
-    and this one joins those that are there. `expose` names the modules, functions and classes that
-    peers may run here besides those of the `__main__` script, those decorated with
-    `@gradwire.expose`, and torch's own operators.
+    Rank and world size default to the environment variables that torchrun sets. If neither gives a
+    world size, or with `Options(is_open=True)`, the world is open: workers come and go, and this
+    one joins those that are there. `expose` lists the modules, functions and classes that peers may
+    run here, besides those of the `__main__` script, those decorated with `@gradwire.expose`, and
+    torch's own operators.
 
-    `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that move
-    over: init_method, rpc_timeout and num_worker_threads are taken from them.
+    `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that are
+    ported: init_method, rpc_timeout and num_worker_threads are used.
     """
-    if home_door.maybe_default() is not None:
+    if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
-    place = place_from_environment()
+    place = rank_from_environment()
     rank = place.rank if checked_rank(rank) is None else rank
     if world_size is None and not options.is_open:
         world_size = place.world_size
@@ -66,49 +74,48 @@ def init_rpc(
             f"an open world has no world_size, but {name} was given {world_size}",
             hint="leave world_size out, or Options(is_open=True)",
         )
-    settle_here(join(name, rank, world_size, options, expose=expose))
+    set_default_worker(join(name, rank, world_size, options, expose=expose))
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
-    """Leave. Gracefully: serve until the others leave too and nothing is in flight.
+    """Leave the world. If graceful, serve until all workers leave and nothing is in flight.
 
-    `timeout` counts from when no program is known to run any more: each worker has called this too,
-    or is lost. DeadlinePassed names who did not leave in that time, a log line who was lost.
-    In an open world this worker leaves alone: it waits for what is in flight here, and tells the
-    others. In a process that was forked from a worker this does nothing.
+    `timeout` begins when every worker has called this or is lost. DeadlinePassed names workers that
+    did not leave in time; lost workers are logged. In an open world this worker leaves alone: it
+    waits for what is in flight here, and tells the others. In a process that was forked from a
+    worker this does nothing.
     """
     worker = _default_worker()
     try:
         gave_up = worker.shutdown(graceful=graceful, timeout=timeout)
-    finally:  # until then, threads of served functions must find their worker
-        move_out(worker)
+    finally:  # not before: functions that are still served must find their worker
+        clear_default_worker(worker)
     if gave_up:
         _log.warning("%s shut down without %s", worker.name, ", ".join(gave_up))
 
 
 def get_worker_info(name: To | None = None) -> WorkerInfo:
-    """The name and number of a worker; of this one without an argument."""
+    """The name and id of a worker; of this one without an argument."""
     directory = _here().directory
     return directory.me if name is None else directory.find(name)
 
 
-def life(worker: To | None = None) -> int:
-    """In which life a worker is, as far as is known here; this one without an argument.
+def incarnation(worker: To | None = None) -> int:
+    """The incarnation of a worker, as far as is known here; of this one without an argument.
 
-    It is 0 until the worker was started again (`run(restarts=…)`), and higher in each later life.
-    In open worlds it is a number that no earlier worker had.
+    It is 0, and grows each time the worker is started again (`run(restarts=…)`). In open worlds it
+    is a number that no earlier worker had.
     """
     directory = _here().directory
     return directory.life(directory.me.id if worker is None else directory.number(worker))
 
 
 def refusals() -> dict[str, int]:
-    """What this worker has refused so far: how often, by kind.
+    """How many requests and messages this worker has refused so far, by kind.
 
-    `not exposed`, `bad message` and `over limit` are what peers asked for and sent. The first of
-    each kind from each peer is in the log, with the reason. `late` is what came for a call, a pass
-    or a context that is over, `earlier life` what a worker said before it was started again: both
-    are only counted, and change nothing.
+    For `not exposed`, `bad message` and `over limit`, the first of each kind from each peer is
+    logged with the reason. `late` counts messages for a call, a pass or a context that has ended,
+    `earlier life` messages that a worker sent before it was started again; both are ignored.
     """
     return _here().refusals.seen()
 
@@ -122,13 +129,13 @@ def rpc_sync(
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
-    Raises what it raised, as its own type, with the remote traceback. Inside `context()` the call
-    is part of the graph. It runs once or, if an error says so, perhaps not at all; only one that is
-    marked `idempotent` is asked for again. It is waited for `timeout` seconds, by default
-    `Timeouts(call=…)`, and never longer than the call that it is made in; with None or infinity, as
-    long as the other worker lives.
+    An exception of the function is raised here with its own type and the remote traceback. Inside
+    `context()` the call is part of the graph. The function runs at most once, unless it is marked
+    `idempotent`. The call waits for `timeout` seconds, by default `Timeouts(call=…)`, and never
+    longer than the call that it is made in; with None or infinity, as long as the other worker
+    lives.
     """
-    worker: Worker = home_door.find()  # type: ignore[assignment]
+    worker: Worker = current_worker.find()
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     deadline = worker.deadline(timeout)
@@ -136,7 +143,7 @@ def rpc_sync(
     if is_idempotent(func) and current_context() is None:
         info = worker.directory.find(to)
         call = partial(worker.calls.call, number, target, deadline)
-        result = again_until(worker, info, deadline, call)
+        result = call_until(worker, info, deadline, call)
     else:
         result = worker.calls.call(number, target, deadline)
     return result
@@ -149,8 +156,8 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout = DEFAULT,
 ) -> Future[T]:
-    """Like `rpc_sync`, but returns a future at once. The arguments are a snapshot."""
-    worker: Worker = home_door.find()  # type: ignore[assignment]
+    """Like `rpc_sync`, but returns a future at once. The arguments are copied before it returns."""
+    worker: Worker = current_worker.find()
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     return worker.calls.call_async(number, target, worker.deadline(timeout))
@@ -163,9 +170,9 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout = DEFAULT,
 ) -> RRef[T]:
-    """Run `func` on another worker and keep the result there; a reference to it, at once.
+    """Run `func` on another worker, which keeps the result; return a reference to it at once.
 
-    What `func` raises is raised by whoever uses the reference.
+    Using the reference raises what `func` raised.
     """
     worker = _here()
     number = worker.directory.number(to)
@@ -175,21 +182,29 @@ def remote(
 
 
 def call_as(
-    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+    description: str,
+    to: To,
+    func: Callable[..., T],
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> T:
-    """`rpc_sync` for a function of gradwire's own, which errors and warnings call `what`."""
+    """`rpc_sync` for gradwire's own functions; errors and warnings show `description`."""
     worker = _here()
-    target = Target(name_of(func), args, kwargs, what)
+    target = Target(name_of(func), args, kwargs, description)
     result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(DEFAULT))
     return result
 
 
 def call_async_as(
-    what: str, to: To, func: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, Any]
+    description: str,
+    to: To,
+    func: Callable[..., T],
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> Future[T]:
-    """`rpc_async`, likewise."""
+    """`rpc_async` for gradwire's own functions."""
     worker = _here()
-    target = Target(name_of(func), args, kwargs, what)
+    target = Target(name_of(func), args, kwargs, description)
     return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(DEFAULT))
 
 
@@ -205,14 +220,110 @@ def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
 
 
 def _here() -> Worker:
-    return cast(Worker, home_door.find())
+    return cast(Worker, current_worker.find())
 
 
 def _default_worker() -> Worker:
-    worker = home_door.maybe_default()
+    worker = current_worker.maybe_default()
     if worker is None:
         raise UsageError(
             "RPC has not been initialized. Call init_rpc first.",
-            hint="shutdown() ends what init_rpc() began in this process",
+            hint="shutdown() ends the worker that init_rpc() started in this process",
         )
     return cast(Worker, worker)
+
+
+def positional(args: object, what: str = "args") -> tuple[object, ...]:
+    """The positional arguments, from a tuple or a list.
+
+    Other iterables are refused, though `fn(*args)` would accept them: a tensor of shape (1, 3)
+    would pass its row, a string its letters, a dict its keys, and none of these mistakes would
+    show.
+    """
+    if type(args) is tuple:
+        return args
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise _not_arguments(args, what)
+
+
+def of_sequence(args: object) -> tuple[object, ...]:
+    """The positional arguments under compat: from any sequence, or None, as in torch."""
+    if args is None:
+        return ()
+    if isinstance(args, Sequence) and not isinstance(args, _TEXT):
+        return tuple(args)
+    raise _not_arguments(args, "args")
+
+
+def keywords(kwargs: object, what: str = "kwargs") -> dict[str, object]:
+    """The keyword arguments, from a mapping or None."""
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise ArgumentTypeError(
+            f"{what} is a {type(kwargs).__name__}, not a dict", hint=f"{what}={{'name': value}}"
+        )
+    return dict(kwargs)
+
+
+def _not_arguments(args: object, what: str) -> ArgumentTypeError:
+    kind = type(args).__name__
+    if isinstance(args, Mapping):
+        hint = f"{what}=(value,) passes it as one argument, kwargs=value as named ones"
+    elif hasattr(args, "__iter__") and not isinstance(args, _TEXT):
+        hint = f"{what}=(value,) passes it as one argument, {what}=tuple(value) its elements"
+    else:
+        hint = f"{what}=(value,), with the comma, passes it as one argument"
+    return ArgumentTypeError(f"{what} is a {kind}, not a tuple or a list of arguments", hint=hint)
+
+
+def options_for(backend: object, given: Any, options: Options | None) -> Options:  # noqa: ANN401
+    """The options of a worker, from its own or torch's arguments of `init_rpc`."""
+    name = getattr(backend, "name", backend)
+    if name not in _BACKENDS:
+        raise UsageError(
+            f"init_rpc has no backend {name!r:.80}: there is only one",
+            hint="omit backend=; Options(listen=…, tls=…) sets how workers connect",
+        )
+    if given is None:
+        return options or Options()
+    if options is not None:
+        raise UsageError(
+            "init_rpc takes options= or rpc_backend_options=, not both",
+            hint="pass options=gradwire.Options(…) alone",
+        )
+    return _translated(given)
+
+
+def checked_rank(rank: object) -> int | None:
+    """The rank that was passed; None for torch's default, -1."""
+    if rank is None or rank == -1:
+        return None
+    if not isinstance(rank, Integral):
+        raise UsageError(
+            f"init_rpc was given rank={rank!r:.80}, which is not a number",
+            hint="it is init_rpc(name, rank, world_size, options); torch's second argument, the "
+            "backend, may be given as backend=…",
+        )
+    return int(rank)
+
+
+def _translated(given: Any) -> Options:  # noqa: ANN401
+    if not hasattr(given, "rpc_timeout") or not hasattr(given, "init_method"):
+        raise UsageError(
+            f"rpc_backend_options= takes the options of torch.distributed.rpc, not a "
+            f"{type(given).__name__}",
+            hint="pass options=gradwire.Options(…)",
+        )
+    if getattr(given, "device_maps", None):
+        raise UsageError(
+            "rpc_backend_options= has device maps, which native calls do not use",
+            hint="a tensor arrives on the device of the same name: move it there before the call, "
+            "or use RemoteModule('w1/cuda:0', …); programs under gradwire.compat keep their maps",
+        )
+    return Options(
+        init_method=given.init_method,
+        threads=max(1, getattr(given, "num_worker_threads", Options().threads)),
+        timeouts=Timeouts(call=float(given.rpc_timeout) or _FOR_EVER),
+    )

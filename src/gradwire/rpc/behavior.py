@@ -1,4 +1,4 @@
-"""How a worker behaves where gradwire's own API and torch's differ; compat has another one."""
+"""Behavior: how a worker behaves where gradwire's own API and torch's differ."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from gradwire.transport.base import Channel
 Translated = Callable[[Exception, Directory], Exception]
 
 
-def as_it_is(error: Exception, _: Directory) -> Exception:
-    """Our own errors are raised as they are."""
+def unchanged_error(error: Exception, _: Directory) -> Exception:
+    """The native translation of an error: none."""
     return error
 
 
-def just_so(channel: Channel) -> Channel:
-    """Our channels do what they are told."""
+def unchanged_channel(channel: Channel) -> Channel:
+    """The native wrapper around a channel: none."""
     return channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behavior:
-    """The defaults are ours."""
+    """The differences as options. The defaults are native; gradwire.compat sets torch's."""
 
     pickle: bool = False
-    """functions, arguments and results travel as pickles, their tensors beside them"""
+    """functions, arguments and results are pickled; tensors are sent beside the pickle"""
     reducers: Mapping[type, Callable[[Any], Any]] = field(default_factory=dict)
     """how to pickle values of a type, as in `copyreg`"""
     edge_per_message: bool = False
-    """the tensors of one message cross together, by one edge, instead of each by its own"""
+    """the tensors of one message share one edge, instead of one each"""
     leaves_outside_contexts: bool = False
-    """a tensor that wants a gradient still does so after a crossing that nothing records"""
+    """a tensor that requires grad still does after it was sent outside of a context"""
     carries_modes: bool = True
-    """the caller's grad mode and inference mode hold for the function it calls; without it, that
-    runs as on a fresh thread, and a caller that does not record gets a result without a graph"""
+    """the function runs in the caller's grad and inference modes; otherwise in default modes,
+    and a caller with grad mode off gets a result without a graph
+    """
     counts_before_use: bool = False
-    """a function runs once the owners of all references in its arguments have counted them"""
+    """a function runs only after the owners have counted all references in its arguments"""
     answers_when_made: bool = False
-    """`remote` is answered when the value is made, not when its making has begun"""
+    """`remote` is answered when the function has returned, not when it begins"""
     runs_what_is_late: bool = False
-    """a function runs though nobody waits for it any more: its callee does not hear of that"""
+    """the callee is not told of cancellations, so a function runs though nobody waits for it"""
     reference: type[Any] | None = None
-    """a subclass of RRef, of which references are made"""
-    of_call: Translated = as_it_is
+    """the class of references, a subclass of RRef"""
+    of_call: Translated = unchanged_error
     """the error that a failed call raises"""
-    of_fetch: Translated = as_it_is
+    of_fetch: Translated = unchanged_error
     """the error that fetching a value raises"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
-    """what waits for a callback of a future gets instead of what it raised"""
-    channel: Callable[[Channel], Channel] = just_so
-    """what stands between this worker and each of its channels"""
+    """the error that the future of a callback raises, for what the callback raised"""
+    channel: Callable[[Channel], Channel] = unchanged_channel
+    """a wrapper around each channel of this worker"""
 
 
 NATIVE = Behavior()

@@ -1,12 +1,14 @@
-"""How a process becomes a worker, and whose calls the process makes from then on.
+"""How a process joins a world as a worker, where it listens, and the default worker of a process.
 
 A *closed* world has a size: all of its workers meet, and leave together. An *open* one has none:
-each joins whoever is there, and leaves alone.
+each worker joins those that are there, and leaves alone.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
+import socket
 from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,20 +21,28 @@ from gradwire.agent.peers.secret import Secret, find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
-from gradwire.autograd import api as autograd_api
-from gradwire.current import Door
+from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import Options
+from gradwire.options import Options, rendezvous_host, tls_from_environment
 from gradwire.rpc.behavior import NATIVE, Behavior
-from gradwire.rpc.listening import listen, transports_for
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener
+from gradwire.transport.base import Listener, Transport
+from gradwire.transport.shared_memory import SHARED_AT_MOST
+from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.unix import UnixTransport
 
 _UNDO_SECONDS = 2.0
-_last_place: Door[Store] = Door("the store where this process met others last")
+_HINTS = {
+    "tcp": "this worker has a certificate and uses TLS: start the other one with tls=… too",
+    "tls": "this worker has no certificate: start it with Options(tls=Tls(…)) or GRADWIRE_TLS_CERT",
+}
+_LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
+_log = logging.getLogger("gradwire")
+_last_store: ProcessValue[Store] = ProcessValue()
+"""The rendezvous store that this process used last."""
 
 
 def join(
@@ -46,21 +56,21 @@ def join(
     store: Store | None = None,
     note: str = "",
 ) -> Worker:
-    """A worker that has met the others: all `world_size` of them, or whoever is there without one.
+    """Join a world and return the worker: a closed one of `world_size` workers, or an open one.
 
-    They meet at `store`, by default at the one that `options.init_method` names. Every other worker
-    finds `note` in its directory.
+    Workers meet at `store`, by default the one that `options.init_method` names. `note` is shown to
+    the others in their directories.
     """
     check_name(name)
     if world_size is not None and not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is not one of {world_size} workers")
+        raise UsageError(f"rank {rank} is not between 0 and {world_size - 1}")
     if not 0 <= rank <= LAST_WORKER:
         raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
     secret, refusals = find_secret(options), Refusals()
     transports = transports_for(options, name, refusals)
     listener = listen(transports, options)
     try:
-        store = store if store is not None else meeting_place(options, rank, world_size)
+        store = store if store is not None else rendezvous_store(options, rank, world_size)
         joining = _Joining(
             name,
             rank,
@@ -80,26 +90,26 @@ def join(
         raise
 
 
-def meeting_place(options: Options, rank: int | None, world_size: int | None) -> Store:
+def rendezvous_store(options: Options, rank: int | None, world_size: int | None) -> Store:
     """The store that `options.init_method` names.
 
-    Note [The last meeting place]: others may be on their way to meet us again where we met last, so
-    that the process which hosted it keeps it until it has opened the next, or joins one that
-    another hosts. That one waits for the port until then.
+    Note [The last rendezvous store]: after a shutdown, peers may still be on their way to the store
+    to meet again. So a process that hosts it keeps it open until it has opened the next one, or
+    joins one that another process hosts, which waits for the port until then.
     """
-    is_again = _last_place.maybe_default() is not None
+    is_again = _last_store.value is not None
     if rank != 0:
-        _last_place.set_default(None)  # whoever hosts the next may want its port
+        _last_store.value = None  # the host of the next one may need its port
     return open_store(options, rank, world_size, is_again=is_again)
 
 
-def forget_meeting_place() -> None:
-    """Close the store that is still open here: nobody will meet there again."""
-    _last_place.set_default(None)
+def forget_rendezvous_store() -> None:
+    """Close the store that is still open here: no worker will use it again."""
+    _last_store.value = None
 
 
 class _Joining:
-    """What both ways to join need."""
+    """One join of a process: what closed and open worlds both need."""
 
     def __init__(
         self,
@@ -125,7 +135,7 @@ class _Joining:
 
     def closed(self, world_size: int) -> Worker:
         address, options = self._listener.address, self._options
-        if options.life:
+        if options.incarnation:
             return self._back(world_size)
         met = meet(
             self._signed,
@@ -140,13 +150,13 @@ class _Joining:
         return self._worker(met.directory, met.job)
 
     def _back(self, world_size: int) -> Worker:
-        """In a later life: tell those who are there. Who is not will look for us, if it comes back.
+        """Rejoin as a later incarnation: connect to the workers that are there.
 
-        They have gone on meanwhile: nothing is asked of them but to take note. The first, which is
-        often the one that asks, is told last: when it knows of us, so do the others.
+        A worker that is not there will find this one when it is back. The first worker, which is
+        often the one that makes the calls, is told last: when it knows of us, so do the others.
         """
         options, address = self._options, self._listener.address
-        me = Member(self._rank, self._name, address, options.life, self._note)
+        me = Member(self._rank, self._name, address, options.incarnation, self._note)
         met = meet_again(self._signed, me, world_size, options, self._clock)
         worker = self._worker(met.directory, met.job)
         for other in reversed(met.directory.others()):
@@ -156,7 +166,7 @@ class _Joining:
         return worker
 
     def open(self) -> Worker:
-        """If this fails, nobody looks for us, and who has heard of us hears that we left."""
+        """Join an open world. If it fails, the registration is undone and peers are told."""
         patience = self._options.timeouts.join
         limit = self._clock.now() + patience
         roster = RosterStore(self._signed, self._transports, self._clock)
@@ -191,18 +201,109 @@ class _Joining:
         )
 
 
-def settle_here(worker: Worker) -> None:
-    """Code of this process that belongs to no other worker belongs to this one."""
-    if home_door.maybe_default() is not None:
+def set_default_worker(worker: Worker) -> None:
+    """Make it the worker of all code in this process that is in no worker's scope."""
+    if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
-    atexit.register(worker.close, 0.1)  # a program that ends without shutdown() leaves no socket
-    home_door.set_default(worker)
-    _last_place.set_default(worker.store)  # see Note [The last meeting place]
-    autograd_api.door.set_default(worker.engine)
+    atexit.register(worker.close, 0.1)  # closes sockets if shutdown() was not called
+    current_worker.set_default(worker)
+    _last_store.value = worker.store  # see Note [The last rendezvous store]
 
 
-def move_out(worker: Worker) -> None:
-    """The process is free to be another worker."""
-    home_door.set_default(None)
-    autograd_api.door.set_default(None)
+def clear_default_worker(worker: Worker) -> None:
+    """Remove the default worker, so that the process can join again."""
+    current_worker.set_default(None)
     atexit.unregister(worker.close)
+
+
+def transports_for(options: Options, name: str, refusals: Refusals | None = None) -> Transports:
+    """The transports by which the worker of that name reaches other processes.
+
+    Plain TCP is limited to this machine unless `options.insecure` is set. A worker that has a
+    certificate never uses it: an address from the rendezvous could be anywhere.
+    """
+    tls = options.tls or tls_from_environment()
+    stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
+    shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
+    counted = refusals or Refusals()
+
+    def refused(kind: str, remote: str) -> None:
+        if counted.count(kind, remote):
+            _log.warning("refused %s: %s", remote, kind)
+
+    known: dict[str, Transport] = {
+        "unix": UnixTransport(
+            stall=stall,
+            limits=limits,
+            shared_bytes=shared_bytes,
+            checksum=checksum,
+            refused=refused,
+        )
+    }
+    if tls is None:
+        near = not options.insecure
+        known["tcp"] = TcpTransport(
+            stall=stall, limits=limits, checksum=checksum, this_host_only=near
+        )
+    else:
+        known["tls"] = over_tls = TlsTransport(
+            tls,
+            stall=stall,
+            limits=limits,
+            patience=options.timeouts.handshake,
+            pending_handshakes=limits.pending_handshakes,
+            refused=refused,
+        )
+        _check_own_name(over_tls, name)
+    return Transports(known, _HINTS)
+
+
+def listen(transports: Transports, options: Options) -> Listener:
+    """Open the listener that `options.listen` asks for.
+
+    With `auto`, it is a unix socket if the rendezvous is on this machine. Otherwise it is the local
+    address on the route to the rendezvous host.
+    """
+    if options.insecure:
+        _log.warning(
+            "insecure=True: traffic to other machines may go without TLS, where anyone on the "
+            "network path can read and change it"
+        )
+    if options.listen == "unix":
+        return transports.listen("unix://")
+    if options.listen != "auto":
+        return transports.listen(_secured(transports, options.listen))
+    host = rendezvous_host(options.init_method)
+    if host in _LOOPBACK:
+        return transports.listen("unix://")
+    return transports.listen(_secured(transports, f"tcp://{_address_towards(host)}:0"))
+
+
+def _secured(transports: Transports, address: str) -> str:
+    """The same address over TLS, if this worker has a certificate."""
+    scheme, _, place = address.partition("://")
+    is_secured = scheme == "tcp" and "tls" in transports.schemes
+    return f"tls://{place}" if is_secured else address
+
+
+def _check_own_name(transport: TlsTransport, name: str) -> None:
+    if name not in transport.names:
+        raise UsageError(
+            f"{name} has a certificate for {', '.join(transport.names)}",
+            hint=f"`gradwire certs --workers {name}` makes one for it",
+        )
+
+
+def _address_towards(host: str) -> str:
+    """The local address on the route to a host. This sends no packet."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise UsageError(
+            f"no route to rendezvous host {host}: {error}",
+            hint="correct init_method or MASTER_ADDR, or set Options(listen=…)",
+        ) from error
+    return f"[{found}]" if family == socket.AF_INET6 else found

@@ -1,4 +1,4 @@
-"""What workers say to each other about functions and values."""
+"""The messages about calls, values and references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.wire.tensor_header import TensorHeader
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """A reference that travels in a body; to a value of this life of its owner."""
+    """A reference in a body, to a value of this incarnation (`life`) of its owner."""
 
     ref: RefId
     owner: WorkerId
@@ -22,7 +22,7 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
-    """A value packed for one peer. The bytes of its tensors are the payload of the message."""
+    """A value encoded for one peer. The bytes of its tensors are the payload of the message."""
 
     data: bytes
     tensors: list[TensorHeader]
@@ -31,24 +31,27 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """Where the result of a call stays. Without a fork the caller itself owns it."""
+    """The reference under which the callee keeps the result of a call.
+
+    `fork` is None if caller and callee are the same worker.
+    """
 
     ref: RefId
     fork: ForkId | None
 
 
 class Draws(msgspec.Struct, frozen=True, array_like=True):
-    """A call is made for a checkpoint.
+    """The random numbers of a call that is made inside of an activation checkpoint.
 
     See Note [Random numbers under a checkpoint], recompute/checkpoint_run.py.
     """
 
     again: bool
-    """it repeats a call: the callee puts back its generators afterwards"""
+    """the call is a repetition: the callee restores its generators afterwards"""
     state: bytes = b""
-    """what the callee has answered at first, if that drew random numbers"""
+    """`Result.draws` of the first call, if it drew random numbers"""
     known: bool = True
-    """whether that answer is there"""
+    """whether the first call was answered"""
 
 
 class Call(Message, frozen=True, tag=0x40):
@@ -57,7 +60,7 @@ class Call(Message, frozen=True, tag=0x40):
     Note [How a call names its function]:
         module:name   looked up in the registry of the callee
         .name         a method of the value that the first argument refers to
-        !name         the first argument itself, where pickles travel; the name is for people
+        !name         the first argument itself, with pickles; the name is for messages only
     """
 
     function: str
@@ -71,8 +74,8 @@ class Call(Message, frozen=True, tag=0x40):
     anomaly: int = 0
     """the caller's anomaly mode; see autograd/anomaly.py"""
     depth: int = 0
-    """how many calls around it share one deadline, and the time by which these end before each
-    other in all; see Note [Deadlines of nested calls], agent/requests/timer.py
+    """how many enclosing calls share one deadline, and in how many seconds (`room`) they end one
+    after the other; see Note [Deadlines of nested calls], agent/requests/timer.py
     """
     room: Seconds = 0.0
 
@@ -80,10 +83,10 @@ class Call(Message, frozen=True, tag=0x40):
 class Result(Message, frozen=True, tag=0x41):
     """What the function returned.
 
-    `accepted` are forks that came with the call and need those of the caller no longer: an Accept
-    for each, at no cost. `copies` are tensors that require grad but travel inside an object, as
-    copies without their graph: the caller is warned of them. `draws` repeats the random numbers
-    that were drawn: only the worker that answers can read it.
+    `accepted` are forks from the call's arguments that are counted now: a piggybacked Accept for
+    each. `copies` counts tensors that require grad but were copied inside of an object without
+    their graph; the caller warns of them. `draws` lets the callee repeat the random numbers that
+    it drew; only the callee can read it.
     """
 
     body: Body
@@ -93,7 +96,7 @@ class Result(Message, frozen=True, tag=0x41):
 
 
 class Fetch(Message, frozen=True, tag=0x42):
-    """Send me the value of this reference; answered by Result."""
+    """Send me the value of this reference. Answered by Result."""
 
     ref: RefId
     context: ContextId | None
@@ -106,25 +109,25 @@ class Fork(Message, frozen=True, tag=0x43):
     ref: RefId
     fork: ForkId
     n: int
-    """the number of this request; a repetition has the same"""
+    """number of the request; a repetition has the same"""
     acked_below: int
     """all my requests to you below this number are answered"""
 
 
 class Counted(Message, frozen=True, tag=0x44):
-    """The verdict on a Fork, or an Expected."""
+    """The answer to a Fork or a QueryFork."""
 
     verdict: str
 
 
 class Accept(Message, frozen=True, tag=0x45):
-    """The fork you made for me needs yours no longer."""
+    """The owner has counted the fork that you made for me: you need not keep yours for it."""
 
     fork: ForkId
 
 
 class Drop(Message, frozen=True, tag=0x46):
-    """I hold this fork no longer."""
+    """I have dropped this fork."""
 
     ref: RefId
     fork: ForkId
@@ -133,7 +136,7 @@ class Drop(Message, frozen=True, tag=0x46):
 
 
 class BackwardFrom(Message, frozen=True, tag=0x47):
-    """Run `backward(context, [value])` where the value lives."""
+    """Run `backward(context, [value])` on the owner of the value."""
 
     ref: RefId
     context: ContextId
@@ -143,7 +146,7 @@ class BackwardFrom(Message, frozen=True, tag=0x47):
     """as in Call"""
 
 
-class Expected(Message, frozen=True, tag=0x48):
+class QueryFork(Message, frozen=True, tag=0x48):
     """The owner does not know the value of this fork that you made for me: may it still come?
 
     Answered by Counted.
@@ -152,7 +155,7 @@ class Expected(Message, frozen=True, tag=0x48):
     fork: ForkId
 
 
-class Made(Message, frozen=True, tag=0x49):
-    """The value that a checkpoint's call keeps here is made; `draws` as in Result."""
+class ValueReady(Message, frozen=True, tag=0x49):
+    """The value of a checkpointed `remote` call is ready; `draws` as in Result."""
 
     draws: bytes

@@ -1,17 +1,18 @@
-"""Trying again when a worker was lost: a step as a unit, and calls that may run twice.
+"""Retries after the loss of a worker: `retrying` for a whole step, `idempotent` for single calls.
 
-Everything else runs at most once: a call that was on its way when its worker was lost may have run
-there or not, and only its author knows whether it may run again.
+Everything else runs at most once: a call whose worker was lost may have run or not, and only its
+author knows whether it may run again.
 """
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, final
 
 from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.current import current_worker
 from gradwire.errors import (
     DeadlinePassed,
     GradwireError,
@@ -22,7 +23,6 @@ from gradwire.errors import (
     UnknownWorker,
     UsageError,
 )
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 P = ParamSpec("P")
@@ -35,16 +35,17 @@ _REACH_SECONDS = 2.0
 
 @final
 class Attempt:
-    """One try; its block is the step. `number` counts from 0, `error` is why the last one failed.
+    """One attempt at a step, used as a context manager around it.
 
-    The loss of a worker inside the block is kept from the program, unless this is the last try.
+    `number` counts from 0; `error` is the error of the attempt before. It suppresses the loss of a
+    worker inside the block, unless this is the last attempt.
     """
 
     def __init__(self, number: int, is_last: bool, error: BaseException | None) -> None:
         self.number, self.error = number, error
         self._is_last = is_last
         self.failure: BaseException | None = None
-        """what ended the block, if that was the loss of a worker"""
+        """the error that ended the block, if it was the loss of a worker"""
         self.is_done = False
 
     def __repr__(self) -> str:
@@ -61,7 +62,9 @@ class Attempt:
             return False
         self.failure = error
         if not self._is_last:
-            error.__traceback__ = None  # or the frames of the step would live as long as the next
+            error.__traceback__ = (
+                None  # its frames would keep the step's values alive during the next one
+            )
         return not self._is_last
 
 
@@ -72,13 +75,13 @@ def retrying(
     wait: float = 60.0,
     workers: Iterable[str | WorkerInfo] | None = None,
 ) -> Iterator[Attempt]:
-    """Try a step up to so many times, until no worker is lost in it.
+    """Attempt a step up to `times` times, until no worker is lost in it.
 
-    Each try is a block; what it does is done once more as a whole if a worker is lost in it. Before
-    the next try, all `workers` (by default all others that were there) must be back, for which
-    there are `wait` seconds; then `restore(attempt)` brings back the state that the step begins
-    with: what a lost worker kept, and what others may have changed meanwhile. If a worker is lost
-    again while it does so, that was a try too. Whatever else the block raises is raised.
+    The body of the loop is run again as a whole if a worker is lost in it. Before that, it waits up
+    to `wait` seconds until all `workers` (by default all other workers) are back, and calls
+    `restore(attempt)`, which must restore the state at the beginning of the step: what a lost
+    worker kept, and what the other workers may have changed. A loss during `restore` counts as a
+    failed attempt. Other exceptions are raised at once.
 
     >>> for attempt in gradwire.retrying(times=5, restore=load_checkpoint):
     ...     with attempt, gradwire.context() as context_id:
@@ -105,7 +108,7 @@ def _tries(
     for number in range(times):
         attempt = Attempt(number, number == times - 1, error)
         if error is not None:
-            _await_back(worker, names, worker.agent.clock.now() + wait, error)
+            _wait_until_back(worker, names, worker.agent.clock.now() + wait, error)
             with attempt:
                 if restore is not None:
                     restore(attempt)
@@ -113,13 +116,13 @@ def _tries(
             if error is not None:
                 continue
         yield attempt
-        if attempt.failure is None:  # done; or left by break, or without its block
+        if attempt.failure is None:  # done; or the block was left by break, or not entered
             return
         error = attempt.failure
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether it came of a lost worker, here or where a function of ours ran."""
+    """Whether the error or one of its causes is the loss of a worker, seen here or by a callee."""
     known: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in known:
@@ -132,9 +135,10 @@ def is_loss(error: BaseException) -> bool:
     return False
 
 
-def _await_back(worker: Worker, names: list[str], deadline: float, error: BaseException) -> None:
-    """Until each of these is connected, in whichever life."""
-    pause = threading.Event()
+def _wait_until_back(
+    worker: Worker, names: list[str], deadline: float, error: BaseException
+) -> None:
+    """Wait until each of these workers is connected again, restarted or not."""
     for name in names:
         while (missing := _maybe_missing(worker, name, deadline)) is not None:
             if worker.agent.clock.now() >= deadline:
@@ -142,11 +146,11 @@ def _await_back(worker: Worker, names: list[str], deadline: float, error: BaseEx
                     f"{name} was lost and did not come back in time: {missing}",
                     hint="run(restarts=…) starts lost workers again; retrying(wait=…) waits longer",
                 ) from error
-            pause.wait(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def _maybe_missing(worker: Worker, name: str, deadline: float) -> GradwireError | None:
-    """Why a worker cannot be reached now."""
+    """The error of connecting to a worker, or None if it is connected."""
     try:
         limit = min(deadline, worker.agent.clock.now() + _REACH_SECONDS)
         worker.agent.reach(worker.directory.find(name).id, limit)
@@ -158,32 +162,32 @@ def _maybe_missing(worker: Worker, name: str, deadline: float) -> GradwireError 
 
 
 def idempotent(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function that may run twice where it was asked for once.
+    """Mark a function that may run twice for one call.
 
-    `rpc_sync` asks again for it when its worker is lost, once that is back, until the deadline of
-    the call. Not inside a context: what a lost worker computed is lost for the whole of it.
+    If its worker is lost, `rpc_sync` repeats the call when the worker is back, until the call's
+    deadline. Not inside of a context, whose graph a lost worker breaks.
     """
     setattr(function, _MARK, True)
     return function
 
 
 def is_idempotent(function: Callable[..., Any]) -> bool:
-    """Whether it was marked so."""
+    """Whether it is marked by `idempotent`."""
     return getattr(function, _MARK, False) is True
 
 
-def again_until(worker: Worker, to: WorkerInfo, deadline: float, call: Callable[[], T]) -> T:
-    """What an idempotent call returns, asked for again whenever its worker is lost."""
+def call_until(worker: Worker, to: WorkerInfo, deadline: float, call: Callable[[], T]) -> T:
+    """Make an idempotent call, and repeat it whenever its worker is lost."""
     while True:
         try:
             return call()
         except PeerLost as error:
             if isinstance(error, RemoteError | StaleIncarnation | NotTrusted):
-                raise  # its worker was not lost, or it would be no better next time
+                raise  # the worker was not lost, or a repetition would fail as well
             if worker.agent.clock.now() >= deadline:
                 raise
-            _await_back(worker, [to.name], deadline, error)
+            _wait_until_back(worker, [to.name], deadline, error)
 
 
 def _here() -> Worker:
-    return cast(Worker, home_door.find())
+    return cast(Worker, current_worker.find())

@@ -12,7 +12,7 @@ import torch
 
 from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.autograd.api import backward
-from gradwire.current import Door
+from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.options import DEFAULT, Timeout
@@ -39,9 +39,6 @@ class RRefHome(Protocol):
         """The time at which a backward pass that begins now is given up."""
 
 
-home_door: Door[RRefHome] = Door("gradwire home")
-
-
 class RRef(Generic[T]):
     """A reference to a value on its owner; `RRef(value)` makes one to a value of this worker.
 
@@ -51,7 +48,7 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_home", "handle")
 
     def __init__(self, value: T) -> None:
-        home = home_door.find()
+        home: RRefHome = current_worker.find()
         self._bind(home, home.refs.keep_here(Value(value)))
 
     @classmethod
@@ -105,7 +102,7 @@ class RRef(Generic[T]):
 
     def _value_here(self, deadline: float) -> T:
         value = self._home.refs.value_here(self.handle, deadline)
-        self._home.calls.stand_above(value)
+        self._home.calls.lift_above(value)
         return cast(T, value)
 
     def backward(self, dist_autograd_ctx_id: ContextId = -1, retain_graph: bool = False) -> None:
@@ -161,7 +158,7 @@ class RRef(Generic[T]):
 
 def reference_to(value: T) -> RRef[T]:
     """A reference to a value of this worker, of the class that this worker uses."""
-    refs = home_door.find().refs
+    refs = current_worker.find().refs
     return cast(RRef[T], refs.make(refs.keep_here(Value(value))))
 
 

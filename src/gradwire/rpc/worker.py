@@ -1,6 +1,6 @@
-"""One worker: builds the layers, starts and stops them in order.
+"""Worker, which builds the layers of one worker, starts and stops them in order.
 
-Any number of them live in one process. Nothing below knows of this file.
+A process may have any number of workers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,52 +28,50 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
-from gradwire.agent.requests.timer import Clock, MonotonicClock
+from gradwire.agent.requests.timer import Clock, MonotonicClock, nested
 from gradwire.agent.serving.dispatch import Source
-from gradwire.autograd import api as autograd_api
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
-from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
+from gradwire.current import current_worker, get_current, pop_deadline, push_deadline
+from gradwire.errors import CallTimeout, Cancelled, DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import ContextId, WorkerId
-from gradwire.options import DEFAULT, Options, Timeout
-from gradwire.rpc.all_gather import Gatherings
+from gradwire.options import DEFAULT, FOREVER, Options, Timeout
+from gradwire.rpc.all_gather import AllGather
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls
-from gradwire.rpc.calls.server import Serving
+from gradwire.rpc.calls.server import CallServer
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
-from gradwire.rpc.parts import Parts
 from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
 from gradwire.rpc.recompute.generators import PROCESS, Generators
 from gradwire.rpc.refs.borrow import LentRef
 from gradwire.rpc.refs.refs import Refs
-from gradwire.rpc.rref import RRef, home_door
-from gradwire.rpc.scope import deadline_from, is_due, was_due
+from gradwire.rpc.rref import RRef
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
 _CLOSE_SECONDS = 1.0
-"""What running functions get to end before their threads are left to themselves."""
+"""How long shutdown waits for functions that still run, before it abandons their threads."""
 _log = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 Exposed = Iterable[ModuleType | Any]
 
 
-class Own(NamedTuple):
-    """A generator that one of several workers in a process has to itself."""
+class OwnGenerator(NamedTuple):
+    """The random generator of one worker, where a process has several workers."""
 
     generator: torch.Generator
     drawing: Callable[[], AbstractContextManager[object]]
-    """what to enter around the code of the worker, so that random operators draw from it"""
+    """the context manager in which random operators draw from it"""
 
 
 @final
 class Worker:
-    """See the top of this file."""
+    """One member of the job: its agent, engine, references and calls, on top of each other."""
 
     def __init__(
         self,
@@ -87,46 +86,45 @@ class Worker:
         store: Store | None = None,
         behavior: Behavior = NATIVE,
         refusals: Refusals | None = None,
-        own: Own | None = None,
+        own: OwnGenerator | None = None,
     ) -> None:
-        home_door.move_in()
-        autograd_api.door.move_in()
+        current_worker.clear_forked()
         self._process = os.getpid()
-        self.store = store  # held, as we may be the one who hosts it
+        self.store = store  # kept alive, as this process may host it
         self.directory, self.name = directory, directory.me.name
-        self.behavior = behavior
-        self._options = options
+        self.behavior, self._options = behavior, options
         self.own = own
-        """the generator that this worker has to itself; that of the process if there is none"""
+        """the random generator of this worker; None if it uses that of the process"""
         self.generators = PROCESS if own is None else Generators(own.generator)
-        self._parts: Parts[Worker] = Parts()
+        self._parts: dict[object, object] = {}
+        self._parts_lock = threading.RLock()  # making a part may ask for another
         clock = clock or MonotonicClock()
         registry = Registry(expose)
         self.events = Events(self.name)
         self.leaks: list[str] = []
-        """what others still held of ours when all had let go"""
-        self.face: object = None
-        """what another face of this library keeps with its worker"""
+        """values of this worker that were still referenced by peers when all had left"""
+        self.compat_agent: object = None
+        """the agent object of gradwire.compat, if it is in use"""
         self.refusals = refusals or Refusals()
-        """what was refused here, counted by kind"""
+        """what was refused here, by kind"""
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
         self.agent = self._agent(connections, clock, registry)
         Heartbeat(self.agent, connections, options.timeouts)
-        self.gatherings = Gatherings(self.name, clock, self._reach, self._present)
-        self.agent.on_peer_lost(lambda lost, _: self.gatherings.peer_lost(directory.name(lost)))
-        self._leaver = self._way_out(transports, secret)
+        self.all_gather = AllGather(self.name, clock, self._reach, self._present)
+        self.agent.on_peer_lost(lambda lost, _: self.all_gather.peer_lost(directory.name(lost)))
+        self._graceful_shutdown = self._make_shutdown(transports, secret)
         self._serve(registry)
         self.agent.start()
 
     def _serve(self, registry: Registry) -> None:
-        """Build the layers above the agent; each registers what it serves."""
+        """Build the layers above the agent. Each registers the messages that it serves."""
         agent, options, behavior = self.agent, self._options, self.behavior
-        inside = partial(Scope, self) if self.own is None else self.serving
+        scope_for = partial(CallScope, self) if self.own is None else self.serving_scope
         self.engine = Engine(
             agent,
             options.timeouts,
-            inside,
+            scope_for,
             self.backward_deadline,
             edge_per_message=behavior.edge_per_message,
         )
@@ -138,10 +136,12 @@ class Worker:
         bodies = BodyCodec(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
         in_flight = options.limits.in_flight
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, in_flight=in_flight)
-        Serving(agent, self.engine, self.refs, bodies, registry, inside, behavior, self.generators)
+        CallServer(
+            agent, self.engine, self.refs, bodies, registry, scope_for, behavior, self.generators
+        )
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
-        """The way values travel; a pickle is made and loaded only where somebody asked for it."""
+        """The codec of values. Pickles are used only if the options or compat ask for them."""
         refs, options, behavior = self.refs, self._options, self.behavior
         pickles = None
         if behavior.pickle or options.pickle:
@@ -158,30 +158,33 @@ class Worker:
         return f"<Worker {self.name}>"
 
     def announce(self, deadline: float) -> None:
-        """In an open world: let the others know that this worker is there."""
-        if isinstance(self._leaver, Membership):
-            self._leaver.announce(deadline)
+        """In an open world, tell the others that this worker has joined."""
+        if isinstance(self._graceful_shutdown, Membership):
+            self._graceful_shutdown.announce(deadline)
 
     def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
-        """The moment a backward pass that begins now is given up."""
+        """When a backward pass that begins now times out."""
         return deadline_from(timeout, self._options.timeouts.backward, self.agent.clock.now())
 
     def step_deadline(self, timeout: Timeout = DEFAULT) -> float:
-        """The moment a step of an optimizer that begins now is given up."""
+        """When an optimizer step that begins now times out."""
         return deadline_from(timeout, self._options.timeouts.step, self.agent.clock.now())
 
     def deadline(self, timeout: Timeout) -> float:
-        """The moment a call that begins now must be answered."""
+        """When a call that begins now times out."""
         return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
 
     def part(self, kind: Callable[[Worker], T]) -> T:
-        """What a layer above keeps for each worker: made when it is first asked for."""
-        return self._parts.of(self, kind)
+        """The object that a layer above keeps for each worker; made on first use."""
+        with self._parts_lock:
+            if kind not in self._parts:
+                self._parts[kind] = kind(self)
+            return cast(T, self._parts[kind])
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""
-        with home_door.opened(self), autograd_api.door.opened(self.engine):
+        with current_worker.use(self):
             if self.own is None:
                 yield
                 return
@@ -190,14 +193,14 @@ class Worker:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is not the worker, but was forked from it."""
+        """Whether this process was forked from the worker's."""
         return os.getpid() != self._process
 
     def shutdown(self, *, graceful: bool, timeout: float | None = None) -> list[str]:
-        """Leave, with the others if graceful; the workers that were lost meanwhile.
+        """Leave, together with the others if graceful; return the names of workers that were lost.
 
-        DeadlinePassed, when all is closed, if somebody did not leave in time. The time counts from
-        when no program is known to run any more: until then this worker only serves.
+        The timeout begins when every program has ended; until then this worker serves. If a worker
+        does not leave in time, everything is closed and DeadlinePassed is raised.
 
         In a forked process, which shares the worker's connections, this does nothing.
         """
@@ -215,7 +218,7 @@ class Worker:
         try:
             if graceful:
                 parted = self.leave(seconds, self.refs.abandon)
-        finally:  # also if we were interrupted: what is left would be left for ever
+        finally:  # also after an interrupt: nothing else would close it
             self.close(_CLOSE_SECONDS)
         if self.leaks:
             warnings.warn(
@@ -235,28 +238,30 @@ class Worker:
         return parted.lost
 
     def serve_until_over(self, caller: WorkerId, seconds: float) -> bool:
-        """In a closed world: until the program of one worker is over, in whichever life.
+        """In a closed world, serve until the program of one worker, restarted or not, has ended.
 
-        False if it is not within this time.
+        False if it does not end within this time.
         """
-        assert isinstance(self._leaver, GracefulShutdown), "an open world has nobody to wait for"
-        return self._leaver.wait_until_over(caller, self.agent.clock.now() + seconds)
+        assert isinstance(self._graceful_shutdown, GracefulShutdown), (
+            "an open world has nobody to wait for"
+        )
+        return self._graceful_shutdown.wait_until_over(caller, self.agent.clock.now() + seconds)
 
     def leave(self, seconds: float, let_go: Callable[[], None]) -> ShutdownResult:
-        """Say goodbye, and still serve; `let_go` is called when no program needs what we hold."""
+        """Announce the leave and serve until all leave; `let_go` runs once all programs ended."""
         if self.is_forked:
             return ShutdownResult([], [], [])
-        return self._leaver.leave(seconds, let_go, self._is_busy, self._look)
+        return self._graceful_shutdown.leave(seconds, let_go, self._is_busy, self._find_leaks)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Stop now. What waits for a peer gets an error; idempotent. Not in a forked process."""
+        """Stop now. Waits for peers raise. Idempotent; does nothing in a forked process."""
         if self.is_forked:
             return
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
         self.store = None
-        self._leaver.close()
+        self._graceful_shutdown.close()
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
 
@@ -273,7 +278,9 @@ class Worker:
             refusals=self.refusals,
         )
 
-    def _way_out(self, transports: Transports, secret: Secret) -> GracefulShutdown | Membership:
+    def _make_shutdown(
+        self, transports: Transports, secret: Secret
+    ) -> GracefulShutdown | Membership:
         if not self.directory.is_open:
             return GracefulShutdown(self.agent)
         assert self.store is not None, "an open world has a roster, which is kept in a store"
@@ -287,34 +294,36 @@ class Worker:
     def _present(self) -> list[str]:
         return [info.name for info in self.directory.all()]
 
-    def _look(self) -> None:
+    def _find_leaks(self) -> None:
         self.leaks = self.refs.leaks()
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
-    def serving(
+    def serving_scope(
         self,
         context: ContextId | None,
         deadline: float = math.inf,
         inbound: Source | None = None,
-    ) -> Scope | _DrawingScope:
-        """The scope of a function that a peer has asked for."""
+    ) -> CallScope | _DrawingScope:
+        """Enter the scope of a function that a peer has called."""
         if self.own is None:
-            return Scope(self, context, deadline, inbound)
-        return _DrawingScope(self.own.drawing(), partial(Scope, self, context, deadline, inbound))
+            return CallScope(self, context, deadline, inbound)
+        return _DrawingScope(
+            self.own.drawing(), partial(CallScope, self, context, deadline, inbound)
+        )
 
 
 @final
-class Scope:
+class CallScope:
     """The scope of a served function: its worker, its context, its deadline.
 
-    It begins when it is made, and ends with `leave` or the block around which it was put.
+    The constructor enters it; `leave` or the end of a `with` block leaves it.
 
-    hot: around each call served, so not one `with` inside the other
+    hot: each call served, so it is not made of nested `with` blocks
     """
 
-    __slots__ = ("_context", "_deadline", "_engine", "_home", "_outer")
+    __slots__ = ("_context", "_outer", "_token")
 
     def __init__(
         self,
@@ -323,22 +332,18 @@ class Scope:
         deadline: float = math.inf,
         inbound: Source | None = None,
     ) -> None:
-        self._home = home_door.enter(worker)
-        self._engine = autograd_api.door.enter(worker.engine)
-        self._deadline = is_due(deadline, inbound)
+        self._token = push_deadline(deadline, inbound, worker)
         self._outer = leave_outer()
         self._context = context
         if context is not None:
             enter(context, worker.engine.saving)
 
     def leave(self) -> None:
-        """As it was before."""
+        """Restore what was current before."""
         if self._context is not None:
             leave(self._context)
         back_to_outer(self._outer)
-        was_due(self._deadline)
-        autograd_api.door.leave(self._engine)
-        home_door.leave(self._home)
+        pop_deadline(self._token)
 
     def __enter__(self) -> None:
         pass
@@ -349,15 +354,17 @@ class Scope:
 
 @final
 class _DrawingScope:
-    """The scope of a served function on a worker that has a generator of its own."""
+    """The scope of a served function on a worker that has its own random generator."""
 
-    def __init__(self, drawing: AbstractContextManager[object], scope: Callable[[], Scope]) -> None:
+    def __init__(
+        self, drawing: AbstractContextManager[object], scope: Callable[[], CallScope]
+    ) -> None:
         self._drawing = drawing
         drawing.__enter__()
         self._scope = scope()
 
     def leave(self) -> None:
-        """As it was before."""
+        """Restore what was current before."""
         self._scope.leave()
         self._drawing.__exit__(None, None, None)
 
@@ -368,12 +375,34 @@ class _DrawingScope:
         self.leave()
 
 
+def deadline_from(timeout: Timeout, default: float, now: float) -> float:
+    """The deadline of a wait that begins now, before that of the call which this code serves.
+
+    Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
+    """
+    if timeout is DEFAULT:
+        seconds = default
+    else:
+        seconds = FOREVER if timeout is None else min(timeout, FOREVER)
+        if not seconds > 0:
+            raise UsageError(
+                f"timeout={timeout!r} is not a positive number of seconds",
+                hint="timeout=None waits as long as the other worker lives",
+            )
+    _, due, inbound, _ = get_current()
+    if inbound is not None and inbound.cancelled:
+        raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
+    if due <= now:
+        raise CallTimeout("the deadline of the enclosing call has passed")
+    return now + seconds if due == math.inf else nested(due, now, seconds)
+
+
 _RREF_TAG = 64
 _LENT_TAG = 65
 
 
 def _generators_here() -> Generators | None:
-    home = home_door.maybe_find()
+    home = current_worker.maybe_find()
     return None if home is None else cast(Worker, home).generators
 
 

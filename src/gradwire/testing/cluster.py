@@ -22,7 +22,7 @@ from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.expose.registry import listed
-from gradwire.rpc.worker import Exposed, Own, Worker
+from gradwire.rpc.worker import Exposed, OwnGenerator, Worker
 from gradwire.testing.generators import drawing_from
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
@@ -135,7 +135,7 @@ class _Nursery:
             self._expose,
             self._clock,
             behavior=self._behavior,
-            own=None if mine is None else Own(mine, partial(drawing_from, mine)),
+            own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
         )
         self.started.append(worker)
         return worker

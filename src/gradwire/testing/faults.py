@@ -21,9 +21,9 @@ from time import monotonic
 from typing import Protocol, cast
 
 from gradwire.agent.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
+from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.rpc.api import rpc_sync
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 from gradwire.testing.proxy import HARMS, FaultProxy, Way
 
@@ -205,4 +205,4 @@ def proxied(worker: str, *, seed: int = 0) -> Iterator[FaultProxy]:
 
 
 def _here() -> Worker:
-    return cast(Worker, home_door.find())
+    return cast(Worker, current_worker.find())

@@ -21,6 +21,7 @@ from typing import ParamSpec, TypeVar, cast, final
 from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import describe, revive
+from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch.child import (
     FOREVER_SECONDS,
@@ -35,7 +36,6 @@ from gradwire.launch.processes import ProcessGroup
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.expose.registry import exception_name
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Exposed
 
 __all__ = ["Host", "Hosts", "process_cluster"]
@@ -80,7 +80,7 @@ def process_cluster(
         try:
             yield others
         finally:
-            if home_door.maybe_default() is not None:  # unless the block itself has left
+            if current_worker.maybe_default() is not None:  # unless the block itself has left
                 shutdown()
 
 

@@ -1,4 +1,4 @@
-"""A call that nobody waits for any more is told to whoever serves it, and ends early."""
+"""Cancelled calls: the callee is told, and the function ends early."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def test_a_running_function_ends_at_its_next_use_of_gradwire(workers, gate):
 
     assert eventually(lambda: SEEN[gate])
     (said,) = SEEN[gate]
-    assert "was called off: w0 does not wait for it any more" in said
+    assert "was cancelled: w0 does not wait for it any more" in said
 
 
-def test_a_manner_may_run_what_nobody_waits_for(gate):
+def test_a_behavior_may_run_what_nobody_waits_for(gate):
     """As torch.distributed.rpc does: a call that is late runs, and so does one behind it."""
     behavior = Behavior(runs_what_is_late=True)
     with cluster(3, expose=[HERE], options=ONE_AT_A_TIME, behavior=behavior) as three:
@@ -210,7 +210,7 @@ def test_it_spreads_to_the_calls_that_were_made_for_it(workers, gate):
         GATES[gate].set()
 
     assert eventually(lambda: len(SEEN[gate]) == 2)
-    assert SEEN[gate][1].startswith("Cancelled: the call that this one is made in was called off")
+    assert SEEN[gate][1].startswith("Cancelled: the enclosing call was cancelled")
 
 
 def test_a_timeout_is_told(gate):
@@ -273,7 +273,7 @@ def test_what_a_lost_worker_asked_for_ends(workers, gate):
         call.wait()
 
 
-def test_what_is_kept_for_references_is_made_whoever_waits(workers, gate):
+def test_what_is_kept_for_references_is_made_though_nobody_waits(workers, gate):
     reference = workers[0].run(gw.remote, "w1", kept, args=(gate,))
     begun(gate)
     with workers[0].worker.scope(), pytest.raises(CallTimeout):

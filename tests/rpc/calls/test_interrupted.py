@@ -54,7 +54,7 @@ def is_one_step(name, line):
 
 
 class Interrupting:
-    """Runs `action` once, at the first line of ours that is not among those `tried`."""
+    """Runs `action` once, at the first line of gradwire that is not among those `tried`."""
 
     def __init__(self, tried, action):
         self._tried, self._action = tried, action
@@ -237,10 +237,10 @@ def test_finalizers_that_the_collector_runs_may_make_calls(workers):
 def test_a_future_is_not_unpacked_inside_of_its_own_unpacking():
     came = Promise()
     came.settle("the answer")
-    landing = PendingResult(came, lambda _: DecodedBody(landing.value(), 0))
+    pending = PendingResult(came, lambda _: DecodedBody(pending.value(), 0))
 
     with pytest.raises(gw.UsageError, match="a call was waited for by a finalizer") as raised:
-        landing.value()
+        pending.value()
     assert raised.value.hint == "wait for it elsewhere"
 
 

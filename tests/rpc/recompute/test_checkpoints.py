@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 
 import gradwire
 from gradwire.errors import UsageError
-from gradwire.rpc.messages import Made, Result
+from gradwire.rpc.messages import Result, ValueReady
 from gradwire.testing import cluster, generators
 
 SEED = 11
@@ -438,8 +438,8 @@ def test_a_value_that_is_there_before_what_it_drew_is_told():
         answer = workers[1].worker.agent.answer
 
         def answered(source, message, *args, **kwargs):
-            if isinstance(message, Made):
-                result_left.wait(0.3)  # it is late, or is waited for in the end
+            if isinstance(message, ValueReady):
+                result_left.wait(0.3)  # it is late, or at last is waited for
             if isinstance(message, Result):
                 result_left.set()
             return answer(source, message, *args, **kwargs)

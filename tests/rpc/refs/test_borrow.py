@@ -12,12 +12,12 @@ import pytest
 
 import gradwire as gw
 from gradwire.agent.serving.dispatch import Source
+from gradwire.current import pop_deadline, push_deadline
 from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncarnation, UsageError
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.refs.borrow import BorrowedRef, LentRef
 from gradwire.rpc.refs.handles_state import RefHandle
-from gradwire.rpc.scope import is_due, was_due
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
 
@@ -47,7 +47,7 @@ class Box:
 
 def counted():
     """How many forks of values of this worker others hold, and how many holds it has itself."""
-    table = gw.rpc.rref.home_door.find().refs._table
+    table = gw.rpc.rref.current_worker.find().refs._table
     return [(len(value.forks), value.handles) for value in table.owned.values.values()]
 
 
@@ -115,21 +115,21 @@ def test_what_is_gone_is_not_there_to_be_lent(workers):
 
 @pytest.mark.parametrize("said", [None, 3, [], [0, 1], [0, 1, 2, 3], [0, 1, True], [0, "1", 2]])
 def test_what_is_no_name_is_refused(workers, said):
-    token = is_due(math.inf, Source(0, None, 1))
+    token = push_deadline(math.inf, Source(0, None, 1))
     try:
         with pytest.raises(BadMessage, match="where a reference was expected"):
             workers[1].worker.refs.lending.borrowed(said)
     finally:
-        was_due(token)
+        pop_deadline(token)
 
 
 def test_an_earlier_life_s_is_refused(workers):
-    token = is_due(math.inf, Source(0, None, 1))
+    token = push_deadline(math.inf, Source(0, None, 1))
     try:
         with pytest.raises(StaleIncarnation, match="belonged to life -1 of w1"):
             workers[1].worker.refs.lending.borrowed([0, 1, -1])
     finally:
-        was_due(token)
+        pop_deadline(token)
 
 
 def test_it_is_lent_to_calls_only(workers):

@@ -9,7 +9,7 @@ import pytest
 
 import gradwire as gw
 from gradwire.errors import PeerLost, UsageError
-from gradwire.rpc.messages import Expected
+from gradwire.rpc.messages import QueryFork
 from gradwire.rpc.refs.handles_state import Verdict
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
@@ -50,7 +50,7 @@ def question(member, to, fork):
     """What one worker answers another about a fork."""
     agent = member.worker.agent
     deadline = agent.clock.now() + LONG
-    _, answer = agent.request(to, Expected(fork), deadline=deadline, description="a question")
+    _, answer = agent.request(to, QueryFork(fork), deadline=deadline, description="a question")
     return answer.wait(LONG).message.verdict
 
 

@@ -727,7 +727,7 @@ def test_fetching_a_value_that_requires_grad_outside_of_a_context_warns(workers)
 def test_references_that_are_still_counted_at_shutdown_are_reported():
     with cluster(2, expose=[HERE]) as made:
         made[0].run(gw.rpc_sync, "w1", keep, args=(made[0].run(gw.RRef, 5),))
-        made[1].worker._leaver._tell_all(
+        made[1].worker._graceful_shutdown._tell_all(
             OVER
         )  # its program is over, but it holds on to what it has
         with pytest.warns(RefLeakWarning) as warned, pytest.raises(DeadlinePassed, match="out w1"):

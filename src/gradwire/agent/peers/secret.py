@@ -19,7 +19,7 @@ import stat
 from pathlib import Path
 from typing import NoReturn, final
 
-from gradwire.current import Door
+from gradwire.current import ProcessValue
 from gradwire.errors import UsageError
 from gradwire.options import SECRET_VARIABLES, Options, SecretSource, secret_from_environment
 
@@ -27,7 +27,8 @@ LEAST_BYTES = 32
 _MOST_BYTES = 4096
 _PRIVATE = 0o600
 _READ_SECONDS = 5.0
-_FROM_PIPE: Door[tuple[int, bytes]] = Door("what was read from a pipe, which can be read only once")
+_FROM_PIPE: ProcessValue[tuple[int, bytes]] = ProcessValue()
+"""The descriptor of a pipe and what was read from it: it can be read only once."""
 
 _MAKE_ONE = (
     "python -c 'import secrets; print(secrets.token_hex(32))' > FILE; chmod 600 FILE; then "
@@ -125,11 +126,11 @@ def _in_descriptor(number: int) -> Secret:
     origin = f"{SECRET_VARIABLES.descriptor}={number}"
     try:
         data = os.pread(number, _MOST_BYTES + 1, 0)
-    except OSError:  # a pipe, or not open
-        known, data = _FROM_PIPE.maybe_default() or (None, b"")
+    except OSError:  # a pipe, or nothing
+        known, data = _FROM_PIPE.value or (None, b"")
         if known != number:
             data = _read_all(number, origin)
-            _FROM_PIPE.set_default((number, data))
+            _FROM_PIPE.value = (number, data)
     return _stripped(data, origin)
 
 

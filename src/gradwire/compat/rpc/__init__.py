@@ -50,7 +50,7 @@ from gradwire.compat.rpc.world import (
     init_rpc,
     shutdown,
 )
-from gradwire.rpc.rref import home_door
+from gradwire.current import current_worker
 
 __all__ = [
     "_DEFAULT_INIT_METHOD",
@@ -104,7 +104,7 @@ def is_available() -> bool:
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    counts = home_door.find().refs.statistics()
+    counts = current_worker.find().refs.statistics()
     return {
         "num_owner_rrefs": str(counts.shared),
         "num_pending_futures": str(counts.pending_children + counts.unacknowledged),

@@ -19,16 +19,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
-from gradwire.current import Door
+from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import GradwireError, UsageError
 from gradwire.rpc.behavior import Behavior
-from gradwire.rpc.join import join, move_out, settle_here
-from gradwire.rpc.rref import home_door
+from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.worker import Worker
 
 _CLOSE_SECONDS = 1.0
 _SHORTEST_SECONDS = 1e-6
-_agents: Door[RpcAgent] = Door("compat agent")
+_agent: ProcessValue[RpcAgent] = ProcessValue()
 
 
 def late_api() -> ModuleType:
@@ -109,15 +108,15 @@ class TensorPipeAgent(RpcAgent):
         self.worker, self._options = worker, opts
         self.rpc_timeout = opts.rpc_timeout
         self._gil_profiling = self._has_left = False
-        worker.face = self
+        worker.compat_agent = self
 
     @classmethod
     def over(cls, worker: Worker) -> TensorPipeAgent:
         """The agent of a worker that joined by other means."""
-        if worker.face is None:
+        if worker.compat_agent is None:
             agent = cls.__new__(cls)
             agent._take(worker, TensorPipeRpcBackendOptions())
-        return cast(TensorPipeAgent, worker.face)
+        return cast(TensorPipeAgent, worker.compat_agent)
 
     @property
     def store(self) -> Store | None:
@@ -194,17 +193,17 @@ def _greet(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
 
 def _worker_here() -> Worker | None:
     try:
-        return cast(Worker, home_door.find())
+        return cast(Worker, current_worker.find())
     except UsageError:
         return None
 
 
 def _is_current_rpc_agent_set() -> bool:
-    return _agents.maybe_default() is not None or _worker_here() is not None
+    return _agent.value is not None or _worker_here() is not None
 
 
 def _get_current_rpc_agent() -> RpcAgent:
-    worker, agent = _worker_here(), _agents.maybe_default()
+    worker, agent = _worker_here(), _agent.value
     if worker is not None:
         return TensorPipeAgent.over(worker)
     if agent is None:
@@ -214,15 +213,15 @@ def _get_current_rpc_agent() -> RpcAgent:
 
 def _set_and_start_rpc_agent(agent: RpcAgent) -> None:
     if isinstance(agent, TensorPipeAgent):
-        settle_here(agent.worker)
-    _agents.set_default(agent)
+        set_default_worker(agent.worker)
+    _agent.value = agent
 
 
 def _reset_current_rpc_agent() -> None:
-    _agents.set_default(None)
-    worker = home_door.maybe_default()
+    _agent.value = None
+    worker = current_worker.maybe_default()
     if worker is not None:
-        move_out(cast(Worker, worker))
+        clear_default_worker(cast(Worker, worker))
 
 
 def get_rpc_timeout() -> float:

@@ -53,11 +53,11 @@ from gradwire.compat.rpc.world import (
     patience,
     shutdown,
 )
+from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, PeerError
-from gradwire.rpc.arguments import keywords, of_sequence
+from gradwire.rpc.api import keywords, of_sequence
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.expose.async_execution import LATER
-from gradwire.rpc.rref import home_door
 from gradwire.rpc.worker import Worker
 
 __all__ = [
@@ -248,4 +248,4 @@ def _rref_typeof_on_user(
 
 
 def _here() -> Worker:
-    return cast(Worker, home_door.find())
+    return cast(Worker, current_worker.find())

@@ -12,11 +12,11 @@ import torch
 
 from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc.references import PyRRef, beside
+from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.rpc.codec.pickle_codec import PickleCodec, Reducers
 from gradwire.rpc.expose.async_execution import result_of
 from gradwire.rpc.graph_cut import warn_of_cut
-from gradwire.rpc.rref import home_door
 
 _REFERENCE = 0
 _NO_AGENT = "Current RPC agent is not set"
@@ -92,7 +92,7 @@ def run_function(udf: PythonUDF) -> object:
         return result_of(udf.func, *udf.args, **(udf.kwargs or {}))
     except Exception as raised:
         error = _explained(raised)
-        me = home_door.find().directory.me
+        me = current_worker.find().directory.me
         print(f"On {me}:\n{error!r}\n{traceback.format_exc()}", file=sys.stderr)
         if error is raised:
             raise

@@ -36,8 +36,8 @@ from gradwire.compat.rpc.agent import (
 from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.options import RpcBackendOptions
 from gradwire.errors import UsageError
-from gradwire.options import place_from_environment
-from gradwire.rpc.join import meeting_place
+from gradwire.options import rank_from_environment
+from gradwire.rpc.join import rendezvous_store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def _backend_of(options: RpcBackendOptions | None) -> BackendType:
 
 def _rank(rank: int, init_method: str) -> int:
     if rank == -1 and init_method.startswith("env:"):
-        known = place_from_environment().rank
+        known = rank_from_environment().rank
         return -1 if known is None else known
     return rank
 
@@ -141,7 +141,7 @@ def _rank(rank: int, init_method: str) -> int:
 def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:
     try:
         place = RpcBackendOptions(init_method=options.init_method).for_worker()
-        return meeting_place(place, None if rank == -1 else rank, world_size or None)
+        return rendezvous_store(place, None if rank == -1 else rank, world_size or None)
     except UsageError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None
@@ -253,7 +253,7 @@ def _all_gather(
         for name in followers:  # each hears it, or is lost itself
             api.rpc_async(name, _failed_here, args=(round, story), timeout=seconds)
 
-    return agent.worker.gatherings.gather(
+    return agent.worker.all_gather.gather(
         obj,
         names,
         constants.A_LONG_TIME_SECONDS if is_unset else seconds,
@@ -288,17 +288,17 @@ def _to_follower_here(round: str, values: Mapping[str, object]) -> None:
 
 
 def _failed_here(round: str, story: str) -> None:
-    _ours().worker.gatherings.failed(round, story)
+    _ours().worker.all_gather.failed(round, story)
 
 
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: object, worker_names: Collection[str]
 ) -> None:
-    _ours().worker.gatherings.heard(sequence_id, worker_name, obj, worker_names)
+    _ours().worker.all_gather.heard(sequence_id, worker_name, obj, worker_names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, object]) -> None:
-    _ours().worker.gatherings.ended(sequence_id, objects_map)
+    _ours().worker.all_gather.ended(sequence_id, objects_map)
 
 
 @_require_initialized

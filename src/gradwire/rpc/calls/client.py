@@ -1,4 +1,4 @@
-"""A call, on the worker that makes it: pack, send, wait. The other end is server.py.
+"""A call, on the worker that makes it: encode, send, wait. The callee's side is server.py.
 
 docs/concepts/calls.md lists the functions that a call passes on both workers.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, cast, final
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast, final
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Cut, extent_of
@@ -23,27 +25,69 @@ from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.profiling import NOTHING, call_span, fetch_span
 from gradwire.autograd.scope import current_context
+from gradwire.current import current_inbound, get_current
 from gradwire.errors import BadMessage
-from gradwire.ids import ContextId, WorkerId
+from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior, Translated
-from gradwire.rpc.calls.futures import INTERRUPTED, Environment, Future, Opened, PendingResult
-from gradwire.rpc.calls.target import Created, Sent, Target, spoken, spoken_on
+from gradwire.rpc.calls.futures import (
+    INTERRUPTED,
+    Environment,
+    Future,
+    PendingResult,
+    ResultOrError,
+)
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors
 from gradwire.rpc.graph_cut import warn_of_cut
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Result
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.rpc.scope import current_due, current_inbound
 from gradwire.torch_private import is_profiled
 from gradwire.wire.message import Message
 
-__all__ = ["Calls", "Created", "Target", "spoken"]
+
+class Target(msgspec.Struct, frozen=True):
+    """A function and its arguments. See Note [How a call names its function], rpc/messages.py."""
+
+    name: str
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    description: str = ""
+    """replaces the name in errors and warnings, if set"""
+
+
+@lru_cache(1 << 10)
+def display_name(name: str) -> str:
+    """The name of a function in errors and warnings."""
+    return name.replace(":", ".").lstrip(".!")
+
+
+def display_name_on(directory: Directory, to: WorkerId, name: str) -> str:
+    """The name of a function and of the worker that runs it."""
+    return f"{display_name(name)} on {directory.name(to)}"
+
+
+class SentCall(msgspec.Struct, frozen=True):
+    """A call that was sent and is not answered yet."""
+
+    call: CallId
+    promise: Promise[Outcome]
+    size: int
+    """how many bytes of the window it takes"""
+    checkpointed: CheckpointedCall | None
+    """its record, if it is made inside of an activation checkpoint"""
+
+
+class Created(NamedTuple):
+    """A reference to the result of a call that may still run, and the answer to that call."""
+
+    handle: RefHandle
+    answer: Promise[Outcome]
 
 
 @final
 class Calls:
-    """The calls of one worker."""
+    """Makes the calls, fetches and remote backwards of one worker."""
 
     def __init__(
         self,
@@ -60,60 +104,63 @@ class Calls:
         self._carries_modes = behavior.carries_modes
         self._window = PeerLimit("in_flight", in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
-        self._around = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
+        self._environment = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
-        agent.kinds.add(Made)
-        agent.on_late(Result, self._late)
-
-    # -- the worker that calls
+        agent.kinds.add(ValueReady)
+        agent.on_late(Result, self._release_late)
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Run it there and return what it returned, or raise what it raised."""
+        """Run a function on a peer; return what it returned, or raise what it raised."""
         if is_profiled():
             with self._span("sync", target, to):
                 return self._call(to, target, deadline)
         return self._call(to, target, deadline)
 
     def _call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Wait for it on this thread, which goes on with it: no future is needed."""
+        """Send, and wait on this thread without making a future.
+
+        hot: each rpc_sync
+        """
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
         sent = self._send_call(to, target, context, deadline)
         try:
             if context is not None or self._agent.events.are_heard:
-                self._left(sent, to, context)
-            if sent.asked is None:
+                self._after_send(sent, to, context)
+            if sent.checkpointed is None:
                 outcome = self._outcome(sent.promise, to, context)
             else:
-                with sent.asked.run.waiting():
+                with sent.checkpointed.run.waiting():
                     outcome = self._outcome(sent.promise, to, context)
         finally:
             self._window.give_back(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
         recorded = self._carries_modes or torch.is_grad_enabled()
-        came = self._opened(outcome, to, context, recorded)
-        if came.depth:
-            lift_this_thread(came.depth)
-        if (came.cut or came.copies) and torch.is_grad_enabled():
-            what = spoken_on(self._agent.directory, to, target.what or target.name)
-            warn_of_cut(came.cut, f"the result of {what}", came.copies)
-        return came.value
+        unpacked = self._unpack_result(outcome, to, context, recorded)
+        if unpacked.depth:
+            lift_this_thread(unpacked.depth)
+        if (unpacked.cut or unpacked.copies) and torch.is_grad_enabled():
+            what = display_name_on(self._agent.directory, to, target.description or target.name)
+            warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
+        return unpacked.value
 
     def _outcome(
         self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
     ) -> Outcome:
+        """Wait for an answer."""
         try:
             self._agent.wait(peer, lambda: promise.settled, promise.wait)
             return promise.wait()
-        except BaseException:  # interrupted: what comes must still be let go of
+        except BaseException:  # interrupted; an answer may still come, with references in it
             self._agent.cancel(promise, INTERRUPTED)
-            self._let_go(self._landing(promise, peer, context, str, self._behavior.of_call))
+            pending = self._pending(promise, peer, context, str, self._behavior.of_call)
+            self._unpack_when_settled(pending)
             raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
-        """Run it there; a future of what it returns."""
+        """Run a function on a peer; a future of what it returns."""
         if is_profiled():
             with self._span("async", target, to):
                 return self._call_async(to, target, deadline)
@@ -124,9 +171,11 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = partial(spoken_on, self._agent.directory, to, target.what or target.name)
-        landing = self._landing(promise, to, context, what, self._behavior.of_call)
-        return Future(landing, self._around, to, partial(self._agent.cancel, promise))
+        what = partial(
+            display_name_on, self._agent.directory, to, target.description or target.name
+        )
+        pending = self._pending(promise, to, context, what, self._behavior.of_call)
+        return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
 
     def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
         if not is_profiled():
@@ -135,54 +184,55 @@ class Calls:
         return call_span(kind, target.name, directory.me.name, directory.name(to))
 
     def failed(self, error: Exception) -> Future[Any]:
-        """The future of a call that did not leave."""
-        promise: Promise[Opened] = Promise()
+        """The future of a call that could not be sent."""
+        promise: Promise[ResultOrError] = Promise()
         promise.settle(error)
-        return Future(PendingResult(promise), self._around)
+        return Future(PendingResult(promise), self._environment)
 
     def _depth_of(self, value: object) -> int:
         return self._engine.depth_of(current_context(), value)
 
-    def stand_above(self, value: object) -> None:
-        """This thread goes on with a value of its own worker that another thread may have made."""
+    def lift_above(self, value: object) -> None:
+        """Let this thread create nodes above those of a value that another thread may have made."""
         lift_this_thread(self._depth_of(value))
 
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
-        """Run it there and keep what it returns there."""
+        """Run a function on a peer that keeps the result; a reference to it."""
         here = to == self._agent.directory.me.id
-        hold = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
+        handle = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
         try:
             context = self._engine.calling(current_context(), to)
-            keep = Kept(hold.ref, hold.fork)
+            keep = Kept(handle.ref, handle.fork)
             with self._span("remote", target, to):
                 promise = self._send_unawaited(to, target, context, deadline, keep)
         except BaseException:
-            self._refs.creation_undone(hold)
+            self._refs.creation_undone(handle)
             raise
-        if hold.fork is not None:
-            promise.on_settled(partial(self._refs.creation_ended, hold.fork))
-        return Created(hold, promise)
+        if handle.fork is not None:
+            promise.on_settled(partial(self._refs.creation_ended, handle.fork))
+        return Created(handle, promise)
 
-    def fetch(self, hold: RefHandle, deadline: float) -> Any:  # noqa: ANN401
-        """A copy of a value that lives elsewhere."""
+    def fetch(self, handle: RefHandle, deadline: float) -> Any:  # noqa: ANN401
+        """A copy of a value that another worker owns."""
         directory = self._agent.directory
-        with fetch_span(directory.me.name, directory.name(hold.owner)):
-            with waiting():  # for a checkpoint's call to be answered, too: it is when made
-                landing = self._fetched(hold, deadline)
-            return landing.value()
+        with fetch_span(directory.me.name, directory.name(handle.owner)):
+            with waiting():  # a checkpointed remote() is answered only when its value is made
+                pending = self._fetched(handle, deadline)
+            return pending.value()
 
-    def _fetched(self, hold: RefHandle, deadline: float) -> PendingResult[Any]:
-        self._refs.wait_until_counted(hold, deadline)
-        context = self._engine.calling(current_context(), hold.owner)
-        message = Fetch(hold.ref, context, deadline - self._agent.clock.now())
-        what, phase = f"fetch of {hold.ref}", "call" if context is None else "forward"
-        promise = self._ask(hold.owner, message, deadline, what, phase)
-        self._engine.called(context, hold.owner)
-        spoken_of = partial(spoken_on, self._agent.directory, hold.owner, what)
-        landing = self._landing(promise, hold.owner, context, spoken_of, self._behavior.of_fetch)
-        return self._waited_for(hold.owner, landing)
+    def _fetched(self, handle: RefHandle, deadline: float) -> PendingResult[Any]:
+        self._refs.wait_until_counted(handle, deadline)
+        context = self._engine.calling(current_context(), handle.owner)
+        message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
+        what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
+        promise = self._request(handle.owner, message, deadline, what, phase)
+        self._engine.called(context, handle.owner)
+        name = partial(display_name_on, self._agent.directory, handle.owner, what)
+        pending = self._pending(promise, handle.owner, context, name, self._behavior.of_fetch)
+        self._outcome(promise, handle.owner, context)
+        return pending
 
-    def _ask(
+    def _request(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
     ) -> Promise[Outcome]:
         return self._agent.request(
@@ -196,17 +246,17 @@ class Calls:
         )[1]
 
     def backward_from(
-        self, hold: RefHandle, context: ContextId, *, retain_graph: bool, deadline: float
+        self, handle: RefHandle, context: ContextId, *, retain_graph: bool, deadline: float
     ) -> None:
-        """Run `backward(context, [value])` where the value lives."""
-        self._refs.wait_until_counted(hold, deadline)
-        self._engine.calling(self._engine.contexts.find(context).id, hold.owner)
+        """Run `backward(context, [value])` on the owner of the value."""
+        self._refs.wait_until_counted(handle, deadline)
+        self._engine.calling(self._engine.contexts.find(context).id, handle.owner)
         seconds = deadline - self._agent.clock.now()
-        message = BackwardFrom(hold.ref, context, retain_graph, seconds, current_mode())
-        what = f"backward from {hold.ref}"
-        promise = self._ask(hold.owner, message, deadline, what, "backward")
+        message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_mode())
+        what = f"backward from {handle.ref}"
+        promise = self._request(handle.owner, message, deadline, what, "backward")
         try:
-            self._agent.wait(hold.owner, lambda: promise.settled, promise.wait)
+            self._agent.wait(handle.owner, lambda: promise.settled, promise.wait)
             outcome = promise.wait()
         except BaseException:
             self._agent.cancel(promise, INTERRUPTED)
@@ -222,11 +272,11 @@ class Calls:
         deadline: float,
         keep: Kept | None = None,
     ) -> Promise[Outcome]:
-        """Send a call that this thread does not wait for."""
+        """Send a call that this thread does not wait for; its answer leaves the window."""
         sent = self._send_call(to, target, context, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
         if context is not None or self._agent.events.are_heard:
-            self._left(sent, to, context)
+            self._after_send(sent, to, context)
         return sent.promise
 
     def _send_call(
@@ -236,15 +286,18 @@ class Calls:
         context: ContextId | None,
         deadline: float,
         keep: Kept | None = None,
-    ) -> Sent:
-        """When its answer has come, it has to leave the window."""
-        _, inbound, session = current_due()
-        asked = None if session is None else cast(CheckpointRun, session).calling((to, target.name))
-        draws = None if asked is None else asked.draws
+    ) -> SentCall:
+        """Encode a call, enter the window and send it. The caller leaves the window.
+
+        hot: each call
+        """
+        _, _, inbound, run = get_current()
+        checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
+        draws = None if checkpointed is None else checkpointed.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._bodies.encode(value, to=to, context=context, place=place, deadline=deadline)
         body, size, counted = packed.body, packed.size, False
-        what = target.what or spoken(target.name)
+        what = target.description or display_name(target.name)
         try:
             grad = torch.is_grad_enabled()
             if grad and (body.tensors or packed.copies):
@@ -266,10 +319,10 @@ class Calls:
                 notify_cancel=keep is None and not self._behavior.runs_what_is_late,
             )
         except BaseException:
-            self._not_sent(to, size if counted else 0, packed, asked)
+            self._undo_send(to, size if counted else 0, packed, checkpointed)
             raise
-        answer = None if asked is None else asked.sent(promise, self._agent)
-        return Sent(call, promise, size, answer)
+        answer = None if checkpointed is None else checkpointed.sent(promise, self._agent)
+        return SentCall(call, promise, size, answer)
 
     def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
@@ -277,30 +330,37 @@ class Calls:
             callee = self._agent.directory.name(to)
             warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
 
-    def _not_sent(
-        self, to: WorkerId, size: int, packed: EncodedBody, asked: CheckpointedCall | None
+    def _undo_send(
+        self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None
     ) -> None:
-        """A call that was packed did not leave; `size` is what it takes of the window so far."""
+        """Undo the effects of encoding a call that could not be sent.
+
+        `size` is what it has taken of the window.
+        """
         if size:
             self._window.give_back(to, size)
         self._bodies.undo(packed)
-        if asked is not None:
-            asked.recorded.failed()
+        if checkpointed is not None:
+            checkpointed.recorded.failed()
 
     def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
-        """Until there is room for so much; a function of a peer's does not wait for it."""
+        """Wait until the window has room.
+
+        A function that a peer has called does not wait: the calls that fill the window may
+        themselves wait for that function, on the peer.
+        """
         if self._agent.dispatch.user.runs_this_thread:
             self._window.take_anyway(to, size)
         else:
             self._window.take_when_free(to, size, deadline, self._agent.clock, what)
         return True
 
-    def _left(self, sent: Sent, to: WorkerId, context: ContextId | None) -> None:
+    def _after_send(self, sent: SentCall, to: WorkerId, context: ContextId | None) -> None:
         self._engine.called(context, to)
         if self._agent.events.are_heard:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
 
-    def _landing(
+    def _pending(
         self,
         promise: Promise[Outcome],
         source: WorkerId,
@@ -308,27 +368,29 @@ class Calls:
         what: Callable[[], str],
         translated: Translated,
     ) -> PendingResult[Any]:
-        """The answer when it comes, to be unpacked by the thread that wants it."""
+        """The answer, to be unpacked by the thread that first asks for it."""
         differentiable = torch.is_grad_enabled()
-        opened = partial(self._landed, source, context, differentiable, translated)
-        return PendingResult(promise, opened, what)
+        unpack = partial(self._unpack_outcome, source, context, differentiable, translated)
+        return PendingResult(promise, unpack, what)
 
-    def _landed(
+    def _unpack_outcome(
         self,
         source: WorkerId,
         context: ContextId | None,
         differentiable: bool,
         translated: Translated,
         outcome: Outcome,
-    ) -> Opened:
+    ) -> ResultOrError:
         if isinstance(outcome, Exception):
             return translated(outcome, self._agent.directory)
-        came = self._opened(outcome, source, context, self._carries_modes or differentiable)
-        if (came.cut or came.copies) and not differentiable:
-            return replace(came, cut=0, copies=0)
-        return came
+        unpacked = self._unpack_result(
+            outcome, source, context, self._carries_modes or differentiable
+        )
+        if (unpacked.cut or unpacked.copies) and not differentiable:
+            return replace(unpacked, cut=0, copies=0)
+        return unpacked
 
-    def _opened(
+    def _unpack_result(
         self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
     ) -> DecodedBody:
         result = answer.message
@@ -336,26 +398,16 @@ class Calls:
             raise BadMessage(f"a call was answered by {type(result).__name__}")
         if result.accepted:
             self._refs.piggybacked.answer_arrived(result.accepted, peer)
-        came = self._bodies.decode(
+        unpacked = self._bodies.decode(
             result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
-        return replace(came, copies=result.copies) if result.copies > 0 else came
+        return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
 
-    def _waited_for(self, peer: WorkerId, landing: PendingResult[Any]) -> PendingResult[Any]:
-        promise = landing.promise
-        try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            promise.wait()
-            return landing
-        except BaseException:  # interrupted: what comes must still be let go of
-            self._agent.cancel(promise, INTERRUPTED)
-            self._let_go(landing)
-            raise
+    def _unpack_when_settled(self, pending: PendingResult[Any]) -> None:
+        """Unpack an answer that nobody waits for, so that its references are dropped."""
+        pending.promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
 
-    def _let_go(self, late: PendingResult[Any]) -> None:
-        late.promise.on_settled(lambda _: self._agent.dispatch.service.submit(late.unpacked))
-
-    def _late(self, peer: WorkerId, message: Message) -> None:
+    def _release_late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
         self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)

@@ -1,8 +1,9 @@
-"""What `rpc_async` returns.
+"""Future, which `rpc_async` returns, and the pending result behind it.
 
-A torch Future, so that `torch.futures.wait_all` and `collect_all` take it; but waiting, callbacks
-and errors are ours: exceptions keep their types, callbacks run on a thread of the worker's pool in
-the context of the call (never on one that reads), and it can be awaited.
+It subclasses torch's Future, so that `torch.futures.wait_all` and `collect_all` accept it. Waiting,
+callbacks and errors are implemented here: exceptions keep their types, callbacks run on the
+worker's thread pool in the context of the call (never on a thread that reads a channel), and it can
+be awaited.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.scope import current_context, inside
+from gradwire.current import get_current
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.codec.body import DecodedBody
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
-from gradwire.rpc.scope import current_due
 
 INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
@@ -41,126 +42,129 @@ S = TypeVar("S")
 _log = logging.getLogger("gradwire")
 
 _Native = torch._C.Future
-"""what torch's own futures pass on to"""
+"""The C++ base class of torch.futures.Future."""
 
-Opened = DecodedBody | BaseException
-"""What came: a value, or the exception in its place."""
-
-
-def as_it_is(opened: Opened) -> Opened:
-    """What needs no unpacking."""
-    return opened
+ResultOrError = DecodedBody | BaseException
+"""A decoded result, or the exception in its place."""
 
 
-def _being_opened(_: object) -> DecodedBody:
-    raise AssertionError("it stands for what unpacks a future, while that is at work")
+def _unchanged(outcome: ResultOrError) -> ResultOrError:
+    """The `unpack` of a promise that brings a ResultOrError."""
+    return outcome
+
+
+def _being_unpacked(_: object) -> DecodedBody:
+    raise AssertionError("a marker, never called")
 
 
 @final
 class Unseen:
-    """What a callback raised, until somebody asks the future of its result.
+    """An exception of a callback that nobody has retrieved yet.
 
-    If nobody does, it is logged once that future is gone, as asyncio does: else it would be lost.
-    The traceback is kept as text: its frames hold the future, which would never be gone.
+    If it is still not retrieved when the future of the callback dies, it is logged, as in asyncio.
+    The traceback is summarized at once: its frames hold the future, which would never die.
     """
 
-    __slots__ = ("_callback_of", "_story", "is_seen")
+    __slots__ = ("_callback_of", "_traceback", "is_seen")
 
     def __init__(self, callback_of: str, error: BaseException) -> None:
         self._callback_of = callback_of
-        self._story = traceback.TracebackException.from_exception(error, lookup_lines=False)
+        self._traceback = traceback.TracebackException.from_exception(error, lookup_lines=False)
         self.is_seen = False
 
     def report(self) -> None:
-        """The future is gone."""
+        """Log it, if the future died without being asked."""
         if not self.is_seen:
-            story = "".join(self._story.format()).rstrip()
-            told = "%s raised, and nobody has asked for its result\n%s"
-            _log.error(told, self._callback_of, story)
+            text = "".join(self._traceback.format()).rstrip()
+            _log.error(
+                "%s raised, and nobody has asked for its result\n%s", self._callback_of, text
+            )
 
 
 @final
 class PendingResult(Generic[T]):
-    """What a promise brings, unpacked once, by whichever thread asks first.
+    """The outcome of a promise, unpacked once, by the first thread that asks for it.
 
-    What `unpack` makes of it may also be another landing: that of a future that is followed.
+    `unpack` may return another PendingResult, whose result is then the result of this one; see
+    `Future.follow`.
     """
 
-    __slots__ = ("__weakref__", "_came", "_lock", "_unpack", "promise", "unseen", "what")
+    __slots__ = ("__weakref__", "_lock", "_result", "_unpack", "promise", "unseen", "what")
 
     def __init__(
         self,
         promise: Promise[Any],
-        unpack: Callable[[Any], Opened | PendingResult[T]] = as_it_is,
+        unpack: Callable[[Any], ResultOrError | PendingResult[T]] = _unchanged,
         what: Callable[[], str] = lambda: "a call",
     ) -> None:
         self.promise = promise
         self.what = what
-        """how the log and warnings call it; asked when they do"""
+        """its name in the log and in warnings; computed only when needed"""
         self.unseen: Unseen | None = None
-        self._unpack: Callable[[Any], Opened | PendingResult[T]] | None = unpack
+        self._unpack: Callable[[Any], ResultOrError | PendingResult[T]] | None = unpack
         self._lock = threading.RLock()
-        self._came: Opened | PendingResult[T]
+        self._result: ResultOrError | PendingResult[T]
 
     def unpacked(self) -> T | BaseException:
-        """The value, or the exception that came in its place. Waits for the promise."""
+        """Wait for the promise; return the value, or the exception in its place."""
         if self._unpack is not None:
-            self._open()
-        came = self._came
-        if type(came) is DecodedBody:
-            return came.value  # type: ignore[no-any-return]
-        return came.unpacked() if isinstance(came, PendingResult) else came  # type: ignore[return-value]
+            self._unpack_once()
+        result = self._result
+        if type(result) is DecodedBody:
+            return result.value  # type: ignore[no-any-return]
+        return result.unpacked() if isinstance(result, PendingResult) else result  # type: ignore[return-value]
 
-    def _open(self) -> None:
+    def _unpack_once(self) -> None:
         outcome = self.promise.wait()
         with self._lock:
             unpack = self._unpack
             if unpack is None:
                 return
-            if unpack is _being_opened:
+            if unpack is _being_unpacked:
                 raise UsageError(
                     f"{self.what()} was waited for by a finalizer or a signal handler "
-                    "which has interrupted the thread that unpacks it",
+                    "that interrupted the thread which unpacks it",
                     hint="wait for it elsewhere",
                 )
-            self._unpack = _being_opened
+            self._unpack = _being_unpacked
             try:
-                self._came = unpack(outcome)
-            except BaseException as error:  # kept, and raised wherever it is waited for
-                # Without its frames: they hold the future, which holds this through C++.
-                self._came = error.with_traceback(None)
-            self._unpack = None  # at last: who finds none takes what came, without the lock
+                self._result = unpack(outcome)
+            except BaseException as error:  # kept, and raised by each wait
+                # Without its frames: they hold the future, which holds this through C++, where
+                # the garbage collector cannot see the cycle.
+                self._result = error.with_traceback(None)
+            self._unpack = None  # last: a thread that reads None reads the result without the lock
 
-    def value(self, _asked_by: object = None) -> T:
-        """The value, or its exception raised, for the thread that goes on with it.
+    def value(self, _: object = None) -> T:
+        """Return the value, or raise its exception, on the thread that uses it.
 
-        See Note [The order of waiting], autograd/graph/walk.py: that thread must make its nodes
-        above the depth the value came from. It is also the one whose line a warning names.
+        That thread must create its nodes above the depth of the value; see Note [The order of
+        waiting], autograd/graph/walk.py. Warnings name a line of that thread.
         """
         if self._unpack is not None:
-            self._open()
-        came = self._came
-        if type(came) is not DecodedBody:
-            if isinstance(came, PendingResult):
-                return came.value()
+            self._unpack_once()
+        result = self._result
+        if type(result) is not DecodedBody:
+            if isinstance(result, PendingResult):
+                return result.value()
             if self.unseen is not None:
                 self.unseen.is_seen = True
-            raise fresh(came)  # type: ignore[arg-type]
-        if came.depth:
-            lift_this_thread(came.depth)
-        if came.cut or came.copies:
-            self._came = replace(came, cut=0, copies=0)
-            warn_of_cut(came.cut, f"the result of {self.what()}", came.copies)
-        return came.value  # type: ignore[no-any-return]
+            raise fresh(result)  # type: ignore[arg-type]
+        if result.depth:
+            lift_this_thread(result.depth)
+        if result.cut or result.copies:
+            self._result = replace(result, cut=0, copies=0)
+            warn_of_cut(result.cut, f"the result of {self.what()}", result.copies)
+        return result.value  # type: ignore[no-any-return]
 
 
 class Environment(NamedTuple):
-    """What the futures of one worker need of it."""
+    """What the futures of one worker need from it."""
 
     agent: Agent
     depth_of: Callable[[object], int]
     on_death: Callable[[object, Callable[[], None]], None]
-    """call back, on a thread of the worker's own, when an object has died"""
+    """run a callback on a thread of the worker when an object has died"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
 
 
@@ -169,53 +173,53 @@ class Future(torch.futures.Future[T]):
 
     def __init__(
         self,
-        landing: PendingResult[T],
-        around: Environment,
+        pending: PendingResult[T],
+        environment: Environment,
         source: WorkerId | None = None,
         cancel: Callable[[str], bool] = lambda _: False,
     ) -> None:
         _Native.__init__(self, [])
         self._cancel = cancel
-        self._landing, self._promise = landing, landing.promise
-        self._around = around
-        self._source = around.agent.directory.me.id if source is None else source
+        self._pending, self._promise = pending, pending.promise
+        self._environment = environment
+        self._source = environment.agent.directory.me.id if source is None else source
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
-        # What waits in C++ (wait_all, collect_all) asks this too, and raises what it raises.
-        # It must not hold the future: that cycle goes through C++ and would never be freed.
-        self._set_unwrap_func(landing.value)
+        # Waits in C++ (wait_all, collect_all) call this and raise what it raises. It must not
+        # hold the future: that cycle goes through C++ and would never be freed.
+        self._set_unwrap_func(pending.value)
         self._is_waited_for = False
         self._completion = threading.Lock()
-        landing.promise.on_settled(self._landed)
+        pending.promise.on_settled(self._on_settled)
 
     def wait(self) -> T:
-        """Block until the value is here, and return it or raise what came instead."""
-        session = current_due()[2]
-        if session is None:
+        """Block until it is done; return the value, or raise the exception in its place."""
+        run = get_current()[3]
+        if run is None:
             self._await()
         else:
-            with cast(CheckpointRun, session).waiting():  # waits are numbered: also when done
+            with cast(CheckpointRun, run).waiting():  # waits are numbered: also when done
                 self._await()
         self._complete()
-        return self._landing.value()
+        return self._pending.value()
 
     def _await(self) -> None:
         promise = self._promise
         if not promise.settled:
             self._is_waited_for = True
             try:
-                self._around.agent.wait(self._source, lambda: promise.settled, promise.wait)
+                self._environment.agent.wait(self._source, lambda: promise.settled, promise.wait)
             except BaseException:  # interrupted
                 self._is_waited_for = False
-                promise.on_settled(self._landed)
+                promise.on_settled(self._on_settled)
                 raise
 
     def cancel(self) -> bool:
-        """Call it off; False if it is done already, or is no call but what follows one.
+        """Cancel the call. False if it is done already, or if this is the future of a callback.
 
-        Whoever waits for it gets Cancelled. The worker that runs it hears of it: a function that
-        has not begun does not, and one that runs gets Cancelled at its next use of gradwire.
-        To let go of a future does not call it off, nor to cancel a task that awaits it.
+        Waiting for it then raises Cancelled. The worker that runs the call is told: a function that
+        has not begun will not run, and a running one gets Cancelled at its next use of gradwire.
+        Dropping the future does not cancel the call, nor does cancelling a task that awaits it.
         """
         return self._cancel("its future was cancelled")
 
@@ -232,41 +236,41 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what `callback(this)` returns, called when this one is done.
 
-        What it raises is raised by `wait`, and logged if nobody has asked for it.
+        `wait` raises what the callback raised. If nobody waits, it is logged.
         """
         _check_callable(callback)
-        following: Promise[Opened] = Promise()
-        landing: PendingResult[S] = PendingResult(following, what=partial(str, self._callback_of))
-        future: Future[S] = Future(landing, self._around)
-        note = partial(self._note_unseen, weakref.ref(landing))
-        del landing  # what runs must not keep alive what is logged when it dies
+        following: Promise[ResultOrError] = Promise()
+        pending: PendingResult[S] = PendingResult(following, what=partial(str, self._callback_of))
+        future: Future[S] = Future(pending, self._environment)
+        note = partial(self._note_unseen, weakref.ref(pending))
+        del pending  # the callback must not keep it alive: its death is what logs an unseen error
 
         def run() -> None:
-            following.settle(self._brought_by(callback, note))
+            following.settle(self._outcome_of(callback, note))
 
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future
 
     def follow(self, callback: Callable[[Future[T]], Future[S]]) -> Future[S]:
-        """Like `then` for a callback that returns a future: a future of what that one brings."""
+        """Like `then`, for a callback that returns a future: a future of the result of that one."""
         _check_callable(callback)
-        following: Promise[Opened | PendingResult[S]] = Promise()
-        landing: PendingResult[S] = PendingResult(
-            following, lambda came: came, partial(str, self._callback_of)
+        following: Promise[ResultOrError | PendingResult[S]] = Promise()
+        pending: PendingResult[S] = PendingResult(
+            following, lambda result: result, partial(str, self._callback_of)
         )
-        future: Future[S] = Future(landing, self._around)
-        note = partial(self._note_unseen, weakref.ref(landing))
-        del landing
+        future: Future[S] = Future(pending, self._environment)
+        note = partial(self._note_unseen, weakref.ref(pending))
+        del pending
 
-        def pass_on(landed: PendingResult[S]) -> None:
-            following.settle(landed)
+        def pass_on(inner_pending: PendingResult[S]) -> None:
+            following.settle(inner_pending)
 
         def run() -> None:
-            came = self._brought_by(callback, note)
-            inner = came.value if isinstance(came, DecodedBody) else came
+            result = self._outcome_of(callback, note)
+            inner = result.value if isinstance(result, DecodedBody) else result
             if isinstance(inner, Future):
-                landed = inner._landing
-                inner._promise.on_settled(lambda _: pass_on(landed))
+                inner_pending = inner._pending
+                inner._promise.on_settled(lambda _: pass_on(inner_pending))
             else:
                 following.settle(inner)
 
@@ -274,26 +278,26 @@ class Future(torch.futures.Future[T]):
         return future
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call `callback(this)` when it is done. What it raises is logged."""
+        """Call `callback(this)` when it is done. Its exceptions are logged."""
         _check_callable(callback)
 
         def run() -> None:
             try:
                 self._in_scope(callback)
-            except BaseException:  # there is nobody to raise it for
+            except BaseException:  # no future to raise it from
                 _log.exception("%s raised", self._callback_of)
 
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
 
     def set_result(self, result: T) -> NoReturn:
-        """It is the call that completes it."""
+        """Refuse: the answer to the call completes the future."""
         raise UsageError(
             "Future can only be marked completed once",
             hint="a torch.futures.Future() of your own may be completed by hand",
         )
 
     def set_exception(self, result: T) -> NoReturn:
-        """It is the call that completes it."""
+        """Refuse, as `set_result`."""
         self.set_result(result)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -305,7 +309,7 @@ class Future(torch.futures.Future[T]):
                 done.set_result(None)
 
         def settled(_: object) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody awaits any more
+            with suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(tell)
 
         self._promise.on_settled(settled)
@@ -313,58 +317,59 @@ class Future(torch.futures.Future[T]):
         return self.wait()
 
     def _in_scope(self, callback: Callable[[Future[T]], S]) -> DecodedBody:
-        """Run a callback where the call was made: its worker, its context, its grad mode."""
+        """Run a callback with the worker, context and grad mode of the call."""
 
         def run() -> DecodedBody:
             with inside(current_context()):
                 value = callback(self)
-                return DecodedBody(value, self._around.depth_of(value))
+                return DecodedBody(value, self._environment.depth_of(value))
 
         with torch.set_grad_enabled(self._grad_enabled):
             return self._scope.copy().run(run)
 
-    def _brought_by(
+    def _outcome_of(
         self, callback: Callable[[Future[T]], S], note: Callable[[BaseException], None]
-    ) -> Opened:
-        """What a callback returned, or what it raised, for whoever waits for that."""
+    ) -> ResultOrError:
+        """What a callback returned or raised."""
         try:
             return self._in_scope(callback)
         except BaseException as error:
             note(error)
             if not isinstance(error, Exception):
                 return error.with_traceback(None)
-            told = self._around.of_callback(error)
-            if told is not error:
-                told.__cause__, told.__context__ = error.__cause__, error
-            return told.with_traceback(None)
+            translated = self._environment.of_callback(error)
+            if translated is not error:
+                translated.__cause__, translated.__context__ = error.__cause__, error
+            return translated.with_traceback(None)
 
     @property
     def _callback_of(self) -> str:
-        me = self._around.agent.directory.me.name
-        return f"{me}: a callback of the future of {self._landing.what()}"
+        me = self._environment.agent.directory.me.name
+        return f"{me}: a callback of the future of {self._pending.what()}"
 
-    def _note_unseen(self, landing: weakref.ref[PendingResult[S]], error: BaseException) -> None:
-        unseen, alive = Unseen(self._callback_of, error), landing()
+    def _note_unseen(self, pending: weakref.ref[PendingResult[S]], error: BaseException) -> None:
+        unseen, alive = Unseen(self._callback_of, error), pending()
         if alive is not None:
             alive.unseen = unseen
-            self._around.on_death(alive, unseen.report)
+            self._environment.on_death(alive, unseen.report)
 
     @property
     def _pools(self) -> Dispatch:
-        return self._around.agent.dispatch
+        return self._environment.agent.dispatch
 
-    def _landed(self, _: object) -> None:
-        """Let C++ know, off the thread that reads: torch runs callbacks of its own then.
+    def _on_settled(self, _: object) -> None:
+        """Complete the C++ future, unless a waiting thread will.
 
-        Whoever waits for it does that, without waking another thread.
+        Not on this thread, which reads a channel: completion runs the callbacks that torch has
+        registered, which may block.
         """
         if not self._is_waited_for:
             self._pools.service.submit_or_run(self._complete)
 
     def _complete(self) -> None:
         if self._completion.acquire(blocking=False):
-            # An exception too: the unwrap function raises it.
-            _Native.set_result(self, self._landing.unpacked())
+            # Exceptions are set as results, too: the unwrap function raises them.
+            _Native.set_result(self, self._pending.unpacked())
 
 
 def _check_callable(callback: object) -> None:

@@ -1,8 +1,8 @@
-"""A call, on the worker that runs the function: unpack, run, pack, answer.
+"""A call, on the worker that runs the function: decode, run, encode, answer.
 
-_serve   answers with what the function returns; one marked async_execution, with what its
-         future brings
-_keep    keeps it here instead, for those who hold a reference to it
+_serve   answers with the result of the function; if it is marked async_execution, with the result
+         of the future that it returned
+_keep    keeps the result here instead, for holders of a reference to it
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
-from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Made, Reference, Result
+from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
 from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
@@ -39,24 +39,24 @@ from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
 from gradwire.torch_private import is_profiled
 
 
-class Scope(AbstractContextManager[None], Protocol):
-    """A block that begins when it is made."""
+class ServingScope(AbstractContextManager[None], Protocol):
+    """A context manager that is entered by its constructor."""
 
     def leave(self) -> None:
-        """It is over: what the end of the block does."""
+        """Leave it, as the end of a `with` block does."""
 
 
-Inside = Callable[[ContextId | None, float, Source], Scope]
-"""The scope of a served function: this worker, its context, its deadline, who asked."""
+ScopeFactory = Callable[[ContextId | None, float, Source], ServingScope]
+"""Enters the scope of a served function: the worker, its context, its deadline, the request."""
 Use = Callable[[Content], None]
 
 
-_NOTHING_YET = object()
+_PENDING = object()
 
 
 @final
-class Serving:
-    """What the peers of one worker ask it to run."""
+class CallServer:
+    """Serves calls, fetches and remote backwards that peers ask of one worker."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Serving:
         refs: Refs,
         bodies: BodyCodec,
         registry: Registry,
-        inside: Inside,
+        scope_for: ScopeFactory,
         behavior: Behavior,
         generators: Generators,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
-        self._bodies, self._registry, self._inside = bodies, registry, inside
+        self._bodies, self._registry, self._scope_for = bodies, registry, scope_for
         self._generators = generators
         self._behavior = behavior
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
@@ -84,45 +84,45 @@ class Serving:
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
-        came, value = call.body.references, _NOTHING_YET
+        references, value = call.body.references, _PENDING
         try:
             value = self._run(call, payload, source, deadline)
             if type(value) is Later:
-                answer = partial(self._answer_content, source, call.context, deadline, came)
-                self._when_done(value, partial(self._guard, source, answer))
-                value = _NOTHING_YET
+                answer = partial(self._answer_content, source, call.context, deadline, references)
+                self._when_done(value, partial(self._answer_on_pool, source, answer))
+                value = _PENDING
         finally:
-            if came and value is _NOTHING_YET:  # it raised, or may take as long as it likes
-                self._refs.piggybacked.send_separately(came)
-        if value is _NOTHING_YET:
+            if references and value is _PENDING:  # it raised, or its future may take long
+                self._refs.piggybacked.send_separately(references)
+        if value is _PENDING:
             return
-        if came:
-            self._answer_content(source, call.context, deadline, came, Value(value))
+        if references:
+            self._answer_content(source, call.context, deadline, references, Value(value))
         elif not source.cancelled:
             self._answer_value(source, value, call.context, deadline, ())
 
     def _refuse(self, call: Call) -> None:
-        """It was called off before it began."""
+        """Drop the references of a call that was cancelled before it began."""
         self._refs.release(call.body.references)
 
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
-        self._agent.dispatch.inbound_requests.discard(source)  # others may hold the reference
+        self._agent.dispatch.inbound_requests.discard(source)  # others may handle the reference
         try:
             self._refs.check_limit(source.worker)
             promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
         except GradwireError:
             self._refs.release(call.body.references)
             raise
-        is_repeatable = call.draws is not None  # what was drawn is known when it is made
+        is_repeatable = call.draws is not None  # its draws are known only when the value is made
         at_once = not self._behavior.answers_when_made and not is_repeatable
 
         def settle(content: Content) -> None:
             promise.settle(content)
             if not at_once:
-                made = Made(source.note) if is_repeatable else Done()
+                made = ValueReady(source.note) if is_repeatable else Done()
                 self._agent.answer(source, made, deadline=deadline)
 
         try:
@@ -133,13 +133,13 @@ class Serving:
                 self._when_done(value, settle)
                 return
             content: Content = Value(value)
-        except BaseException as error:  # whoever fetches the value is told
+        except BaseException as error:  # raised by each fetch of the value
             self._agent.noting.note(source.worker, error)
             content = Raised(self._agent.describe(error))
         settle(content)
 
     def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        """What the function returned; Later, if that is to come.
+        """What the function returned; a Later, if that is a future.
 
         hot: every call served
         """
@@ -149,7 +149,7 @@ class Serving:
             except GradwireError:
                 self._refs.release(call.body.references)
                 raise
-        scope = self._inside(call.context, deadline, source)
+        scope = self._scope_for(call.context, deadline, source)
         try:
             grad, inference = call.grad_enabled, call.inference
             if call.anomaly:
@@ -159,7 +159,7 @@ class Serving:
                     torch.set_grad_enabled(grad),
                 ):
                     return self._result(call, payload, source, deadline)
-            # The caller's modes: no_grad there is no_grad here. Mostly they are ours already.
+            # The function runs in the caller's modes. Mostly this thread has them already.
             if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
                 return self._result(call, payload, source, deadline)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
@@ -175,7 +175,7 @@ class Serving:
         try:
             with served:
                 value = self._returned(call, payload, source.worker, deadline)
-        except Exception as error:  # the caller may catch it, and go on with what it tells
+        except Exception as error:  # the caller may catch it, so its draws are sent as well
             source.note = served.note(error)
             raise
         if type(value) is Later:
@@ -204,7 +204,7 @@ class Serving:
             case _:
                 raise BadMessage("a call came without arguments")
         if name.startswith((".", "!")):
-            function, args = self._brought_along(name, args, deadline)
+            function, args = self._function_in_arguments(name, args, deadline)
         else:
             function = self._registry.lookup(name)
         if is_profiled():
@@ -214,13 +214,13 @@ class Serving:
         return later_of(function, value) if hasattr(function, LATER) else value
 
     def _when_done(self, later: Later, use: Use) -> None:
-        later.future.add_done_callback(lambda done: use(self._brought(done, later)))
+        later.future.add_done_callback(lambda done: use(self._content_of(done, later)))
 
-    def _brought(self, future: torch.futures.Future[Any], later: Later) -> Content:
+    def _content_of(self, future: torch.futures.Future[Any], later: Later) -> Content:
         error: BaseException | None = None
         try:
             value = future.value()
-        except BaseException as raised:  # the asker is told
+        except BaseException as raised:  # sent to the caller
             error = raised
         try:
             if later.finish is not None:
@@ -229,31 +229,31 @@ class Serving:
             error = refused
         return Value(value) if error is None else Raised(self._agent.describe(error))
 
-    def _guard(self, source: Source, answer: Use, content: Content) -> None:
-        """Answer from a thread of ours: a future is completed by any, even one that reads."""
+    def _answer_on_pool(self, source: Source, answer: Use, content: Content) -> None:
+        """Answer on the pool: the thread that settles a future may be one that reads a channel."""
         job = partial(self._agent.guarded, source, partial(answer, content))
         self._agent.dispatch.service.submit_or_run(job)
 
-    def _brought_along(
+    def _function_in_arguments(
         self, name: str, args: tuple[object, ...], deadline: float
     ) -> tuple[Callable[..., object], tuple[object, ...]]:
-        """The function that a call brings with its arguments, and the rest of these."""
+        """The function, which is the first argument or a method of it, and the other arguments."""
         if name.startswith("!"):
-            return self._sent(name, args)
+            return self._pickled_function(name, args)
         handle = getattr(args[0], "handle", None) if args else None
         if not isinstance(handle, RefHandle):
-            raise BadMessage(f"the method {name[1:]} was called on no reference")
+            raise BadMessage(f"the method {name[1:]} was called without a reference")
         value = self._refs.value_here(handle, deadline)
         return self._registry.method(value, name[1:]), args[1:]
 
-    def _sent(
+    def _pickled_function(
         self, name: str, args: tuple[object, ...]
     ) -> tuple[Callable[..., object], tuple[object, ...]]:
         if not self._behavior.pickle:
             me = self._agent.directory.me.name
             raise NotExposed(
                 f"{name[1:]} was sent to {me} as a function, not by its name",
-                hint="functions travel as names; both workers must be of one behavior",
+                hint="both workers must use gradwire's API, or both torch's",
             )
         if not args or not callable(args[0]):
             raise BadMessage(f"the function {name[1:]} did not come with its call")
@@ -264,10 +264,10 @@ class Serving:
         source: Source,
         context: ContextId | None,
         deadline: float,
-        came: Sequence[Reference],
+        references: Sequence[Reference],
         content: Content,
     ) -> None:
-        """`came` are the references of the call.
+        """Answer with a value or an error. `references` are those of the call.
 
         See Note [An answer accepts], refs/server.py.
         """
@@ -277,13 +277,15 @@ class Serving:
                 failure = noted(content.failure, source.note)
                 self._agent.answer(source, failure, deadline=deadline)
             elif not source.cancelled:
-                accepted = self._refs.piggybacked.accepted_by_answer(came) if came else ()
+                accepted = (
+                    self._refs.piggybacked.accepted_by_answer(references) if references else ()
+                )
                 left = self._answer_value(source, content.value, context, deadline, accepted)
                 if accepted and left:
                     self._refs.piggybacked.answer_sent(accepted)
         finally:
-            if came and not left:
-                self._refs.piggybacked.send_separately(came)
+            if references and not left:
+                self._refs.piggybacked.send_separately(references)
 
     def _answer_value(
         self,
@@ -314,15 +316,15 @@ class Serving:
         content = self._refs.content(fetch.ref, source.worker)
         if fetch.context is not None:
             self._engine.works_in(fetch.context, source)
-        # Each on a thread of its own: one fetcher that does not read must not hold up others.
-        content.on_settled(partial(self._guard, source, answer))
+        # On the pool: a fetcher that does not read must not block the thread that settles.
+        content.on_settled(partial(self._answer_on_pool, source, answer))
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:
         deadline = self._engine.deadline_for_peer(message.seconds)
-        hold = RefHandle(message.ref, self._agent.directory.me.id, None)
+        handle = RefHandle(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
-        root = check_scalar_root(checked_tensor(self._refs.value_here(hold, deadline)))
-        with self._inside(message.context, deadline, source), under(message.anomaly):
+        root = check_scalar_root(checked_tensor(self._refs.value_here(handle, deadline)))
+        with self._scope_for(message.context, deadline, source), under(message.anomaly):
             context = self._engine.contexts.find(message.context)
             self._engine.works_in(context.id, source)
             self._engine.coordinator.backward(context, [root], retain_graph=message.retain_graph)
@@ -330,7 +332,7 @@ class Serving:
 
 
 def checked_tensor(value: object) -> torch.Tensor:
-    """The value of a reference, if backward can begin there at all."""
+    """The value of a reference, if it is a tensor, at which backward can begin."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(
             f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"

@@ -35,11 +35,12 @@ from typing import NamedTuple, Self, cast, final
 
 import msgspec
 
+from gradwire import current
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
 from gradwire.agent.requests.promise import Promise
 from gradwire.errors import BadMessage, GradwireError, RemoteError, UsageError
-from gradwire.rpc.messages import Draws, Made, Result
+from gradwire.rpc.messages import Draws, Result, ValueReady
 from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.recompute.recording_state import (
     UNKNOWN_CALL,
@@ -49,7 +50,6 @@ from gradwire.rpc.recompute.recording_state import (
     State,
     no_poll,
 )
-from gradwire.rpc.scope import current_run, enter_run, was_due
 
 # -- the random state that a callee returns, encrypted
 
@@ -167,7 +167,7 @@ def _record_answer(recorded: RecordedCall, outcome: Outcome) -> None:
         recorded.answered(note_of(outcome))
     elif isinstance(outcome, Exception):
         recorded.failed()
-    elif isinstance(outcome.message, Result | Made):
+    elif isinstance(outcome.message, Result | ValueReady):
         recorded.answered(outcome.message.draws)
     recorded.poll = no_poll  # the closure that was there keeps the answer alive
 
@@ -211,13 +211,13 @@ class CheckpointRun:
         except BaseException:
             self._end_turn()
             raise
-        self._token = enter_run(self)
+        self._token = current.push_checkpoint_run(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over = True
         try:
-            was_due(self._token)
+            current.pop_deadline(self._token)
             now = self.generators.get_state()
             self._find_overlaps()
             if self.recorded is not None:
@@ -320,7 +320,7 @@ class CheckpointRun:
         return found
 
 
-current_checkpoint_run = cast(Callable[[], CheckpointRun | None], current_run)
+current_checkpoint_run = cast(Callable[[], CheckpointRun | None], current.current_checkpoint_run)
 """the run that the current code is part of, if any"""
 
 

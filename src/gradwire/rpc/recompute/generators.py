@@ -12,8 +12,8 @@ from typing import Any, final
 
 import torch
 
+from gradwire.current import current_deadline
 from gradwire.rpc.recompute.recording_state import State
-from gradwire.rpc.scope import current_deadline
 
 _MAX_WAIT_SECONDS = 10.0
 """The longest wait for a turn; half of the time left to the caller, if that is shorter. The code

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.peers.directory import Directory
+from gradwire.current import current_inbound
 from gradwire.errors import BadMessage
 from gradwire.ids import RefId, WorkerId
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import stale_incarnation
 from gradwire.rpc.refs.state import RefTable
-from gradwire.rpc.scope import current_inbound
 
 
 @final

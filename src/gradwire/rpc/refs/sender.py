@@ -15,7 +15,7 @@ from typing import final
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
@@ -168,7 +168,7 @@ def _message(sending: Sending, acked_below: int) -> Message:
         case SendFork(ref, fork, _, n):
             return Fork(ref, fork, n, acked_below)
         case AskMaker(fork, _):
-            return Expected(fork)
+            return QueryFork(fork)
         case SendAccept(fork, _):
             return Accept(fork)
         case SendDrop(ref, fork, _):

@@ -18,7 +18,7 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.ids import ForkId, WorkerId
-from gradwire.rpc.messages import Accept, Counted, Drop, Expected, Fork, Reference
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork, Reference
 from gradwire.rpc.refs import permissions
 from gradwire.rpc.refs.handles_state import Action, SendAccept
 from gradwire.rpc.refs.sender import CONTROL_SECONDS
@@ -45,7 +45,7 @@ class RefServer:
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
         agent.handle(Drop, self._serve_drop, Lane.SERVICE)
-        agent.handle(Expected, self._serve_expected, Lane.SERVICE)
+        agent.handle(QueryFork, self._serve_expected, Lane.SERVICE)
         agent.kinds.add(Counted)
 
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
@@ -59,7 +59,7 @@ class RefServer:
             )
         self._answer(source, Counted(verdict.value))
 
-    def _serve_expected(self, message: Expected, _: Payload, source: Source) -> None:
+    def _serve_expected(self, message: QueryFork, _: Payload, source: Source) -> None:
         with self._lock:
             verdict = self._table.may_come(message.fork, source.worker)
         self._answer(source, Counted(verdict.value))

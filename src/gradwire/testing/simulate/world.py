@@ -36,7 +36,7 @@ from gradwire.wire.message import Message
 ANY, BACKWARD = "any", "backward"
 """Steps that are counted: of all frames, or of those of the autograd layer."""
 
-_REPEATABLE = {"Fork", "Accept", "Drop", "Expected", "Forget"}
+_REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
 
