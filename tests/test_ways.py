@@ -33,15 +33,6 @@ Passed = set[tuple[str, str]]
 """file and function"""
 
 PART_OF = {
-    "agent/framing.py": "agent/agent.py",
-    "agent/held_locks.py": "threads.py",
-    "agent/serving/inbound_limit.py": "agent/serving/peer_limits.py",
-    "agent/serving/inbound_request.py": "agent/serving/dispatch.py",
-    "agent/serving/latency_estimate.py": "agent/serving/dispatch.py",
-    "agent/serving/window.py": "agent/serving/peer_limits.py",
-    "autograd/backward/admission.py": "autograd/backward/pass_table.py",
-    "autograd/backward/inner_backward.py": "autograd/backward/engine_run.py",
-    "autograd/backward/sends.py": "autograd/backward/reach.py",
     "autograd/graph/validate.py": "autograd/graph/crossing.py",
     "autograd/scope.py": "current.py",
     "rpc/scope.py": "current.py",
