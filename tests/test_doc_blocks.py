@@ -52,6 +52,10 @@ def blocks() -> list[Block]:
 ELSEWHERE = {
     ("README.md", "import torch, gradwire as gw"): "test_docs.py",
     (f"{GUIDE}security.md", None): "test_guide.py",
+    (
+        "docs/concepts/membership.md",
+        "for attempt in gradwire.retrying(times=5, restore=restore):",
+    ): "test_guide.py",  # as a part of a program of the guide
     (f"{GUIDE}failures.md", "import os"): "test_failures.py",
     (f"{GUIDE}failures.md", "def main():"): "test_failures.py",
     (f"{GUIDE}failures.md", 'faults = "kill before-reply Call on w1"'): "test_failures.py",
@@ -62,6 +66,10 @@ ELSEWHERE = {
 }
 
 NOT_RUN = {
+    (
+        "README.md",
+        "pip install .    # in a checkout; Linux, Python 3.11 or newer, torch 2.11 or newer",
+    ): "installs packages",
     ("README.md", "make demo    # train a model split over three processes; compare with one"): (
         "would run all tests from a test; test_examples.py runs the demo"
     ),
@@ -76,6 +84,8 @@ NOT_RUN = {
 def is_elsewhere(block: Block) -> bool:
     if block.language == "text" and block.page == f"{GUIDE}failures.md":
         return True  # what a program prints: test_failures.py compares
+    if block.language == "text" and block.page.startswith("docs/concepts/"):
+        return True  # a picture
     if block.page == "docs/reference.md" and block.language == "python":
         return True  # a signature, written by `make docs`: test_docs.py compares
     return block.key in ELSEWHERE or (block.page, None) in ELSEWHERE

@@ -35,7 +35,6 @@ Passed = set[tuple[str, str]]
 PART_OF = {
     "autograd/graph/validate.py": "autograd/graph/crossing.py",
     "autograd/scope.py": "current.py",
-    "rpc/scope.py": "current.py",
 }
 """files that the tables count as a part of another"""
 CALL_FILES = 39

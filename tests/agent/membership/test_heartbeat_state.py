@@ -166,6 +166,6 @@ def test_nobody_is_given_up_that_was_heard_within_the_time(pauses, heard):
 
 
 def test_a_peer_is_not_dead_before_it_is_suspect():
-    with pytest.raises(UsageError, match=r"dead after 2 s, before it is suspect after 5 s"):
+    with pytest.raises(UsageError, match=r"timeout dead=2 is shorter than suspect=5"):
         Timeouts(dead=2)
     assert Timeouts(suspect=0.5, dead=0.5).dead == 0.5

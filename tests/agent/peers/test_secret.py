@@ -22,7 +22,7 @@ def no_secret_outside(monkeypatch):
     for name in SECRET_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield
-    secrets_here._FROM_PIPE.set_default(None)
+    secrets_here._FROM_PIPE.value = None
 
 
 @pytest.fixture
