@@ -660,7 +660,7 @@ def test_the_hooks_of_leaves_and_nodes_run_and_change_the_gradient(workers):
     on_w0(workers, program)
 
 
-class PassTable(Function):
+class PassesOn(Function):
     """Gives what it was given, and remembers where that lay."""
 
     seen = 0
@@ -672,7 +672,7 @@ class PassTable(Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        PassTable.seen = buffer(gradient)
+        PassesOn.seen = buffer(gradient)
         return (gradient,) * ctx.count
 
 
@@ -703,10 +703,10 @@ def gradients_of(*leaves, loss):
 def test_a_gradient_that_nobody_else_has_is_kept_without_a_copy(workers):
     def program():
         a = leaf()
-        (got,) = gradients_of(a, loss=PassTable.apply(a)[1][0])
-        assert buffer(got) == PassTable.seen
-        (got,) = gradients_of(a, loss=Expands.apply(PassTable.apply(a)))
-        assert buffer(got) != PassTable.seen
+        (got,) = gradients_of(a, loss=PassesOn.apply(a)[1][0])
+        assert buffer(got) == PassesOn.seen
+        (got,) = gradients_of(a, loss=Expands.apply(PassesOn.apply(a)))
+        assert buffer(got) != PassesOn.seen
 
     on_w0(workers, program)
 
@@ -714,9 +714,9 @@ def test_a_gradient_that_nobody_else_has_is_kept_without_a_copy(workers):
 def test_a_gradient_given_to_two_leaves_is_copied_for_both(workers):
     def program():
         a, b = leaf(), leaf()
-        for loss in (PassTable.apply(a, b)[1][0], Expands.apply(PassTable.apply(a, b))):
+        for loss in (PassesOn.apply(a, b)[1][0], Expands.apply(PassesOn.apply(a, b))):
             for_a, for_b = gradients_of(a, b, loss=loss)
-            assert len({buffer(for_a), buffer(for_b), PassTable.seen}) == 3
+            assert len({buffer(for_a), buffer(for_b), PassesOn.seen}) == 3
 
     on_w0(workers, program)
 
@@ -725,10 +725,10 @@ def test_a_sparse_gradient_is_kept_without_a_copy_and_added_to(workers):
     def program():
         a = torch.randn(10, 3, requires_grad=True)
         indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
-        loss = embedding_bag(indices, PassTable.apply(a), offsets, sparse=True).sum()
+        loss = embedding_bag(indices, PassesOn.apply(a), offsets, sparse=True).sum()
         (got,) = gradients_of(a, loss=loss)
         assert got.is_sparse
-        assert buffer(got) == PassTable.seen
+        assert buffer(got) == PassesOn.seen
         with dist_autograd.context() as context_id:
             for _ in range(5):
                 dist_autograd.backward(context_id, [loss], retain_graph=True)

@@ -50,7 +50,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class ActivePass:
+class RunningTest:
     """A test under way."""
 
     case: Case
@@ -83,14 +83,14 @@ def _refuse_threads() -> None:
         raise RuntimeError("a thread was started before the tests are forked")
 
 
-def _start(case: Case) -> ActivePass:
+def _start(case: Case) -> RunningTest:
     place = Path(tempfile.mkdtemp(prefix="conformance-"))
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if process == 0:
         _be_a_test(case, place)
-    return ActivePass(case, process, place, time.monotonic())
+    return RunningTest(case, process, place, time.monotonic())
 
 
 def _be_a_test(case: Case, place: Path) -> None:
@@ -123,7 +123,7 @@ def _told(result: unittest.TestResult) -> dict[str, str]:
     return {"verdict": Verdict.PASS, "error": ""}
 
 
-def _maybe_outcome(test: ActivePass, limit: int) -> Outcome | None:
+def _maybe_outcome(test: RunningTest, limit: int) -> Outcome | None:
     """The outcome, once the test has ended or has had its time."""
     seconds = time.monotonic() - test.began
     ended, _ = os.waitpid(test.process, os.WNOHANG)
@@ -139,7 +139,7 @@ def _maybe_outcome(test: ActivePass, limit: int) -> Outcome | None:
     return Outcome(test.case, verdict, seconds, told.get("error", log), log)
 
 
-def _end(test: ActivePass, reaped: bool = False) -> None:
+def _end(test: RunningTest, reaped: bool = False) -> None:
     """Whatever is left of it."""
     for kill, target in ((os.killpg, test.process), (os.kill, test.process)):
         try:

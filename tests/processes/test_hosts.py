@@ -21,14 +21,12 @@ def test_a_host_runs_functions_in_its_own_process(hosts):
     assert host.do(far.add, 1, b=2) == 3
 
 
-def test_what_an_errand_raises_is_raised_here(hosts):
+def test_what_a_task_raises_is_raised_here(hosts):
     (host,) = hosts.take(1)
 
     with pytest.raises(far.Refused, match="Refused on w1: not today"):
         host.do(far.refuse, "not today")
-    with pytest.raises(
-        UsageError, match="the result of an inbound request of w1 cannot be pickled"
-    ):
+    with pytest.raises(UsageError, match="the result of a task of w1 cannot be pickled"):
         host.do(far.unpicklable)
 
 
@@ -46,7 +44,7 @@ def test_a_host_that_takes_too_long_is_stopped(hosts):
     (host,) = hosts.take(1)
     host.begin(far.block)
 
-    with pytest.raises(DeadlinePassed, match=r"w1 did not finish its inbound request in 0\.1 s"):
+    with pytest.raises(DeadlinePassed, match=r"w1 did not finish its task in 0\.1 s"):
         host.finish(0.1)
 
     assert not host.is_running

@@ -98,7 +98,7 @@ def test_two_processes_with_two_secrets_do_not_meet(hosts, tmp_path):
     soon = Timeouts(join=3)
     host.begin(_join_and_leave, 0, Options(init_method=place, secret=one, timeouts=soon))
 
-    with pytest.raises(NotTrusted, match="was not written with this worker's secret"):
+    with pytest.raises(NotTrusted, match="was not signed with this worker's secret"):
         _join_and_leave(1, Options(init_method=place, secret=other, timeouts=TIMEOUTS))
     with pytest.raises(JoinTimeout, match="w0 timed out waiting for rank 1 to join"):
         host.finish()

@@ -105,7 +105,7 @@ WATCHED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from gradwire.rpc import allowed_torch
+from gradwire.rpc.expose import torch_allowlist
 
 directory = sys.argv[1]
 path, code = directory + "/file", f"open({directory + '/evaluated'!r}, 'w')"
@@ -149,8 +149,8 @@ for control in controls:
     for file in os.listdir(directory):
         os.unlink(directory + "/" + file)
     events.clear()
-lines = sorted(allowed_torch.operators() | allowed_torch.classes())
-listed = [(line, allowed_torch.maybe_find(line)) for line in lines]
+lines = sorted(torch_allowlist.operators() | torch_allowlist.classes())
+listed = [(line, torch_allowlist.maybe_find(line)) for line in lines]
 listed = [(line, found) for line, found in listed if found is not None]
 for name in call_all(listed):
     print("FOUND", name, events[-1:])
