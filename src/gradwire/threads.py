@@ -2,25 +2,28 @@
 
 Note [Starting a thread]: the garbage collector may run the user's finalizers on a thread that has
 just started, before the thread does any work of gradwire, and such a finalizer may make a call.
-`Thread.start` waits for the new thread meanwhile. The starting thread may hold a lock that the call
-needs, or the call may need the very thing that the thread was started for. So the collector is off
-from before the start until the new thread has recorded its duty, which takes some microseconds.
+`Thread.start` waits for the new thread meanwhile. Both can deadlock: the starting thread may hold a
+lock that the finalizer's call needs, and the call may need the work that the new thread was started
+for. So the collector is off from before the start until the new thread has recorded its duty (what
+it does for other threads), which takes some microseconds.
 
-A thread that a finalizer interrupts hands over its duty before it waits: see `ChannelReaders.wait`.
+If a finalizer makes a call on a thread that has a duty, another thread takes over the duty before
+the call waits: see `ChannelReaders.wait`.
 
 Note [Waiting with a lock]: a thread that holds a lock may be interrupted by a finalizer or a signal
 handler that makes a call. If the call waited, no other thread could take the lock, and the answer
 might need it. So `check_may_wait` refuses the call. See docs/threads.md, Rules.
 
-Note [One step of the interpreter]: tables that every call uses have no lock, as a thread that holds
-one may not wait. They rely on the GIL instead: one method of a builtin container (`list.pop`,
-`dict.pop`, `set.add`) is not interrupted by another thread or a finalizer, and what a thread
-writes first others see first. So `check_gil` refuses to open a worker without the GIL.
+Note [One step of the interpreter]: tables that every call uses have no lock, because a finalizer
+that interrupts the holder of a lock can make no call. They rely on the GIL instead: one method of a
+builtin container (`list.pop`, `dict.pop`, `set.add`) is not interrupted by another thread or a
+finalizer, and other threads see the writes of a thread in the order in which it made them. So
+`check_gil` refuses to open a worker without the GIL.
 
-Note [After a fork]: a forked process shares its parent's connections: a byte that it sends or
-reads, or a shutdown, would be its parent's. It has none of the threads that use them, and any lock
-may have been held at that moment. So each owner of a descriptor closes its copy, which the parent
-does not notice. If the parent dies, its peers see the end only once every copy is closed.
+Note [After a fork]: a forked process shares its parent's connections. If it sent, read or shut
+down, it would do so on its parent's connection. It has none of the threads that use them, and any
+lock may have been held at that moment. So each owner of a descriptor closes its copy, which the
+parent does not notice. If the parent dies, its peers see the end only once every copy is closed.
 """
 
 from __future__ import annotations

@@ -114,20 +114,20 @@ class Agent:
         self.dispatch.handle(message_type, handler, lane, what, refuse)
 
     def on_peer_lost(self, listener: OnLost) -> None:
-        """Call when the last connection to a worker has ended, or a new incarnation of it joined.
+        """Add a listener for the end of the last connection to a worker, or its new incarnation.
 
         The directory knows the new incarnation by then. The listener must not block.
         """
         self._lost_listeners.append(listener)
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
-        """Be told when a worker is connected, for the first time or again. Must not block."""
+        """Add a listener for a worker that is connected, or connected again. It must not block."""
         self._connections.on_peer_joined(listener)
 
     def on_late(
         self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
     ) -> None:
-        """Call with an answer that nobody waits for any more, to release what it holds."""
+        """Set the listener for an answer that came too late; it releases what the answer holds."""
         self._late_listeners[message_type] = listener
 
     @property
@@ -256,8 +256,8 @@ class Agent:
     def check_asker(self, source: Source) -> None:
         """PeerLost if the peer that sent a request is lost: nobody would release its result.
 
-        Exact under the lock that the `on_peer_lost` listener takes: what is added after this check
-        is found by that listener.
+        Call it, and add the entry, under the lock that the `on_peer_lost` listener takes: then the
+        listener finds the entry.
         """
         if not self._connections.has(source.worker, source.channel):
             raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
@@ -330,7 +330,7 @@ class Agent:
         if pool is None or pool.limit is None:
             readers.wait(channel, done, block)
             return
-        with pool.waiting():  # of another worker, if a finalizer of ours has interrupted it
+        with pool.waiting():  # the pool is another worker's, if our finalizer runs on its thread
             readers.wait(channel, done, block)
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:

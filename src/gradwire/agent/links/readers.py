@@ -8,12 +8,11 @@ Waking a thread costs more than all the rest of a small call. Two rules avoid mo
 A thread reads a channel only while it holds the channel's *read lock*. The lock is free while a
 reader thread runs a request, and between two calls of a thread that read for itself: then nobody
 reads. The *watchdog* covers these gaps. Every 2 ms it looks at the channels that were in use
-lately, handles what has come, and makes sure that a thread reads. It leaves a channel alone if much
-was read on it since the last look, and looks less and less often while that is so of all: each look
-takes the GIL from the threads that make the calls. So a frame that no thread waits for is read at
-the second look, mostly after 2 ms and at most after 16, however long a request runs. A channel that
-is quiet for two looks gets a reader thread that blocks in it. When all have one, the watchdog
-sleeps too.
+lately, handles what has come, and makes sure that a thread reads. It skips a channel on which much
+was read since its last look. While all channels are that busy, it doubles its interval, up to 8 ms,
+because each look takes the GIL from the threads that make the calls. So a frame that no thread
+waits for is read within 16 ms, mostly 2 ms, even while a long request runs. A channel that is quiet
+for two looks gets a reader thread that blocks in it. When all have one, the watchdog sleeps too.
 
 A signal handler or a finalizer may run while its own thread holds a read lock, and wait for
 something. No other thread can read that channel meanwhile, so the inner wait continues to read it,
@@ -27,9 +26,9 @@ relies on that:
   1. It uses no lock but the read locks, which are only tried, never waited for. With a lock, the
      interrupting code would wait for the code that it interrupts.
   2. Lists and dicts are changed by single calls into C (`append`, `pop`), which the GIL makes
-     atomic. `None` entries are counters that need no lock.
-  3. A thread is woken by a SimpleQueue: its `put` may be interrupted by another `put` of the same
-     thread. That of `threading.Event` may not, as it holds a lock.
+     atomic. A list of `None`s, such as `threads`, is a counter that needs no lock.
+  3. A thread is woken by a SimpleQueue, whose `put` is reentrant. `threading.Event.set` is not: it
+     holds a lock.
   4. A read lock is taken by `for has_lock in reader.lock_attempts: break`. One instruction of the
      interpreter tries the lock and stores the result (see `threads.taking`), so there is no moment
      at which this thread holds the lock without a local variable that says so.
@@ -122,11 +121,11 @@ class ChannelReader:
             if self is not waits_on:
                 self.owner.ensure_reader(self)
             return None
-        # It was interrupted between two frames, or on its way into or out of its sleep. It is
-        # neither asleep nor about to read. So it must not be woken in place of a thread that reads:
-        # its wake queue leaves the idle list. If the queue is not there, the thread was woken
-        # already; that wake-up is passed on by `ensure_reader`. And it must count as busy, or
-        # `ensure_reader` would rely on it.
+        # It was interrupted between two frames, or on its way into or out of its sleep, and cannot
+        # read now. Its wake queue leaves the idle list, so that nobody wakes this thread instead of
+        # one that can read. If the queue is gone already, this thread was just woken to read:
+        # `ensure_reader` finds another one for that. It counts as busy, or `ensure_reader` would
+        # rely on it.
         wake = _this_thread.wake
         if wake is not None:
             with suppress(ValueError):
@@ -182,8 +181,8 @@ class ChannelReaders:
             if self not in _open_readers:
                 self._spawn_watchdog()
             _open_readers[self] = None
-        # Between the first two lines and the third, the reader claims a thread that does not exist
-        # yet. A finalizer that waited for this channel there would rely on that thread for ever.
+        # After the `append` and before the `spawn`, `threads` counts a thread that does not exist.
+        # A finalizer that waited there would rely on it, so none runs meanwhile.
         with threads.no_collection():
             reader = self._by_channel[channel] = ChannelReader(worker, channel, self)
             reader.threads.append(None)
@@ -251,7 +250,7 @@ class ChannelReaders:
                 if reader is not None:
                     self.ensure_reader(reader)
                 # Nobody else can read `held`, and the peer may need its frames to be read before it
-                # answers. If that read cannot be resumed, the answer still comes on the other one.
+                # answers. If reading `held` cannot be resumed, `reader` still delivers the answer.
                 with suppress(UsageError):
                     held.owner._read_inside(held, done)
             if not done():
@@ -271,8 +270,8 @@ class ChannelReaders:
         A frame that the interrupted code is handling stays with it. UsageError if it was
         interrupted at a point from which the read cannot be resumed.
         """
-        # What the interrupted code has taken and not yet counted: one frame, or none. Each frame
-        # that is read here adds one to both counters, so a difference is a frame lost here.
+        # The interrupted code may have taken one frame that it has not counted yet. Each frame that
+        # is read here raises both counters: if the difference changes, a frame was lost here.
         outer = reader.channel.taken - reader.reads
         try:
             while not done():
@@ -392,8 +391,8 @@ class ChannelReaders:
                 self._run(reader, job)
             elif (frame.flags & IS_ANSWER or reader.waiting) and not reader.is_wanted():
                 # The thread that waited for this answer goes on, and will read for itself when it
-                # waits again. The watchdog is told before this thread sleeps, so at no moment is
-                # the channel without both.
+                # waits again. The watchdog is told before this thread sleeps, so the channel always
+                # has a reader or the watchdog.
                 self._watch(reader)
                 if not self._sleep(reader):
                     return
@@ -426,7 +425,7 @@ class ChannelReaders:
             self._mark_ended(reader)
         wake.get()
         # If the queue is still in the list, nobody has woken this thread to read: it was
-        # interrupted before the append, and `_resume` has put the entry.
+        # interrupted before the append, and `_resume` has put an item into the queue.
         if wake in reader.idle:
             with suppress(ValueError):  # it may be removed by a waker between these two lines
                 reader.idle.remove(wake)
@@ -447,7 +446,7 @@ class ChannelReaders:
         if self._maybe_wake(reader) or reader.has_ended or self._closed:
             return
         if len(reader.running) < len(reader.threads):
-            return  # one of them is about to read; or to sleep, but then the watchdog was told
+            return  # one of them runs no job: it will read, or has told the watchdog and sleeps
         reader.threads.append(None)  # two at once may both add one: the second sleeps, or ends
         try:
             self._spawn("read on", lambda: self._read(reader, "a peer"), reader)
@@ -520,8 +519,8 @@ class ChannelReaders:
             return False
         if reader.own_thread_reads:
             # A reader thread that stops reading clears the flag, then adds its channel if it is not
-            # watched. If it looked before this `pop`, it has added nothing; but then the flag is
-            # down by now, and the second look at the flag adds the channel in its place.
+            # watched. If it checked that before this `pop`, it added nothing. It had already
+            # cleared the flag, so we look at the flag again and add the channel for it.
             self._watched.pop(reader, None)
             if not reader.own_thread_reads:
                 self._watched[reader] = None

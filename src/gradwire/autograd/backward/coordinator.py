@@ -61,11 +61,11 @@ from gradwire.wire.frame import Buffer
 
 _log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
-"""How long a failed pass waits for a participant's rollback, if its deadline is not over."""
+"""How long a failed pass waits for a participant's rollback, before the deadline of the pass."""
 _END_LATE_SECONDS = 1.5
-"""The same for a participant that was lost and may be back already; and before the next pass."""
+"""How long it waits for one that was lost, and how long the next pass waits for a rollback."""
 _GRACE_SECONDS = 0.01
-"""The same after the deadline: enough for participants that answer at once."""
+"""How long it waits once the deadline is over: enough for an answer that is on its way."""
 
 
 @final
@@ -91,8 +91,8 @@ class Coordinator:
     def begin_native(self, context: Context, met: EdgeId) -> CoordinatedPass:
         """Begin the pass of a user's backward, which has met its first crossing of this context."""
         self._check_whole(context)
-        # `met` counts as reached whatever the engine says of it: the engine does not list the node
-        # that a backward begins with among those it will execute.
+        # `met` is always reached: the engine does not list the node that a backward begins with
+        # among those it will execute.
         reached = [
             received
             for received in tuple(context.received)

@@ -1,27 +1,28 @@
 """The undo log of one engine run: what it adds to leaves, and how to revert that.
 
 Torch's own AccumulateGrad nodes run, with every hook on them: leaf hooks, post-accumulate hooks and
-those of DDP. For the time of one run gradwire puts two more hooks around each of them:
+those of DDP. A run adds to `.grad`, or to the map of a context from leaf to gradient. For the time
+of one run gradwire puts two more hooks around each of those nodes:
 
     to .grad     before: remember what was there, to put it back if the pass fails
     to the map   before: put what the context has so far in the place of `.grad`
                  after: move the sum to the map, and put `.grad` back
 
-So hooks see the gradient of the context where they look for it. So do the callbacks that run when
-the engine is through, in which DDP's reducer writes its averages: for their time all leaves of the
-run are open again. A leaf is locked while it is open, as runs of several contexts may meet on it. A
-plain local backward or an optimizer does not take that lock: it must not use a leaf's `.grad` while
-another thread differentiates into a map.
+So hooks see the gradient of the context where they look for it. A leaf is *open* while its `.grad`
+holds the sum of the context. All leaves of the run are opened again while the engine's final
+callbacks run, because DDP's reducer writes its averages there. A leaf is locked while it is open,
+as runs of several contexts may meet on it. A plain local backward or an optimizer does not take
+that lock: it must not use a leaf's `.grad` while another thread differentiates into a map.
 
 The entry of one leaf is in leaf_entry.py. A backward that a Function runs inside a run has an undo
 log of its own, whose entries become part of the outer one (backward/engine_run.py).
 
-Note [A pass ends once]: several threads may learn that a pass has ended here. The thread that ran
-it sees that it failed meanwhile, its coordinator says so, and the connection to the coordinator is
-lost. The first of them takes a token and ends the log: it keeps all changes, or reverts all of them
-in reverse order. Others that want to revert wait until that is over, since they then answer the
-coordinator, or let its next pass begin. The token is not a lock: a thread that reverts waits for
-other workers, and `keep` is called on a thread that reads a channel, so `keep` never waits.
+Note [A pass ends once]: three threads may learn that a pass has ended here: the one that ran it,
+the one that reads the coordinator's message, and the one that notices that the connection to the
+coordinator is lost. The first of them takes a token and ends the log: it keeps all changes, or
+reverts all of them in reverse order. Another thread that wants to revert waits until that is over,
+because it then says that the revert is done. It is a token and not a lock, so that `keep`, which
+runs on a thread that reads a channel, never waits.
 """
 
 from __future__ import annotations

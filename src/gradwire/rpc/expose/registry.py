@@ -5,7 +5,7 @@ Functions and classes are sent as names (`names.py`) and looked up here. Rules o
      for the one step from an exposed class to a static or class method of it.
   2. A name that is not found is refused, with a hint how to expose it. Nothing is exposed by
      accident: not what a module imports, not private names, not what torch and Python define beyond
-     tbase lists.
+     their lists.
 
 This file must not know calls, references or messages.
 """
@@ -85,7 +85,7 @@ _METHOD_KINDS = (
 
 _SEQUENCE = "__contains__ __getitem__ __len__ count index"
 _SET = "__contains__ __len__ copy difference intersection isdisjoint issubset issuperset union"
-# Not str.format and format_map: tbase fields can read attributes ("{0.__class__}").
+# Not str.format and format_map: their fields can read attributes ("{0.__class__}").
 _BUILTIN_METHODS: Mapping[type, frozenset[str]] = {
     cls: frozenset(methods.split())
     for cls, methods in {
@@ -185,7 +185,7 @@ class Registry:
 
         The type decides: an attribute of the object alone is no method. But an attribute of the
         object that overrides a method of its type is called instead, as in Python, because the
-        owner has set it. A method that torch or Python defines must be on tbase lists, even if the
+        owner has set it. A method that torch or Python defines must be on their lists, even if the
         user's class inherits it.
         """
         cls = type(value)

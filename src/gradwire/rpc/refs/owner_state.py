@@ -1,13 +1,13 @@
 """The owner's half of reference counting: the values of one worker, and which workers hold them.
 
-The rules are those of state.py, which has the holder's half; so are the notes named here.
+state.py has the holder's half, the rules, and the other notes that this file refers to.
 
 Note [A Fork is counted once]
 A holder asks the owner to count a fork (Fork) and repeats the request until it has the answer. A
 late copy must not count again what was dropped meanwhile. So requests are numbered in the order in
 which they are first sent, and each message to the owner says `acked_below`: all requests below this
-number are answered. The owner remembers the requests from there on, for each value; an older
-request is recognized as a duplicate by its number.
+number are answered. A request with a lower number is a duplicate, so the owner stores, for each
+value, only the numbers from there on.
 """
 
 from __future__ import annotations

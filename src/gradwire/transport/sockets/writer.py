@@ -1,8 +1,8 @@
 """The sending half of a channel over a stream socket: frames in, bytes out.
 
-The first byte of a frame is sent without blocking, because a frame that cannot begin before its
-deadline must not be sent. A frame that has begun must be finished, or no other could follow: `send`
-does so until the deadline, and then a new thread does.
+The first send of a frame does not block: if no byte can go out before the deadline, the frame is
+not sent at all. A frame that has begun must be finished, or no other could follow: `send` continues
+until the deadline, and after that a new thread sends the rest.
 
 A thread must hold the send lock (the turn). A finalizer or a signal handler may interrupt it
 anywhere and send too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`,
@@ -291,7 +291,7 @@ class FrameWriter:
         length, sends = sum(map(len, parts)), self._sends(parts, ancillary, _AT_ONCE)
         try:
             stock = (parts, parts), (parts, parts, parts)
-            del stock
+            del stock  # see Note [Reading inside a read]
             if self._unsent is not None:
                 return False
             self._is_blocked = self._is_opaque
@@ -317,7 +317,7 @@ class FrameWriter:
         length, sends = sum(map(len, rest)), self._sends(rest, (), flags)
         try:
             stock = (rest, rest), (rest, rest, rest)
-            del stock
+            del stock  # see Note [Reading inside a read]
             if self._unsent is not unsent or self._sent != sent:
                 return
             self._is_blocked = self._is_opaque or flags == _PATIENTLY
