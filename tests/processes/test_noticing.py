@@ -8,6 +8,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,9 +178,18 @@ def test_a_context_ends_everywhere_with_the_worker_that_opened_it(workers):
 # -- silence
 
 
+def is_stopped(pid):
+    """Whether all threads of a process are: the signal takes a moment to reach them."""
+    states = [
+        path.read_text().rsplit(")", 1)[1] for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return all(state.split()[0] == "T" for state in states)
+
+
 @contextmanager
 def frozen(host):
     os.kill(host.pid, signal.SIGSTOP)
+    assert eventually(lambda: is_stopped(host.pid)), "it still runs"
     try:
         yield
     finally:
