@@ -47,7 +47,7 @@ def test_random_programs_are_as_in_one_process(checker, programs):
 
 @pytest.mark.slow
 def test_few_programs_were_skipped(checker):
-    assert checker.skipped <= len(PROGRAMS) // 25
+    assert checker.skipped < max(5, len(PROGRAMS) // 50)
 
 
 def test_every_feature_is_drawn():
@@ -64,4 +64,4 @@ def test_random_programs_with_one_edge_per_message_are_as_in_one_process():
         failures = [checker.failure(seed) for seed in TOGETHER]
 
     assert [failure for failure in failures if failure is not None] == []
-    assert checker.skipped <= len(TOGETHER) // 10
+    assert checker.skipped < max(4, len(TOGETHER) // 50)

@@ -219,7 +219,7 @@ def test_a_timeout_says_that_the_worker_is_silent(hasty):
     gradwire.rpc_sync("w1", far.here)
 
     with frozen(hasty["w1"]), pytest.raises(CallTimeout, match="no sign of life for") as late:
-        gradwire.rpc_sync("w1", far.here, timeout=2.5)
+        gradwire.rpc_sync("w1", far.here, timeout=1.5)
 
     assert (late.value.peer, late.value.phase) == ("w1", "call")
 

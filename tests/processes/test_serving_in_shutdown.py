@@ -136,10 +136,14 @@ def test_a_server_waits_for_a_trainer_that_was_frozen_and_serves_it_again(start)
 
 @pytest.fixture
 def cut_off(start):
-    """A server inside shutdown() and a trainer, with a proxy before each of them."""
+    """A server inside shutdown() and a trainer, with a proxy before each of them.
+
+    A busy machine must not cause a loss of its own: the last word of the trainer would be lost with
+    that connection, and behind a proxy a closed port looks like a network that is cut.
+    """
     with ExitStack() as stack:
         workers = [
-            start(rank, dead=1.0, timeout="3600", listen="tcp://127.0.0.1:0") for rank in (0, 1)
+            start(rank, dead=4.0, timeout="3600", listen="tcp://127.0.0.1:0") for rank in (0, 1)
         ]
         proxies = []
         for worker in workers:
@@ -180,11 +184,6 @@ def test_a_server_serves_again_when_a_network_that_was_cut_is_back(cut_off, call
     _leave(trainer, server)
 
 
-@pytest.mark.xfail(
-    strict=False,
-    raises=subprocess.TimeoutExpired,
-    reason="on a busy machine one of the two was seen to wait for more than a minute, once",
-)
 def test_both_leave_if_a_program_ended_while_the_network_was_cut(cut_off):
     trainer, server, proxies = cut_off
     _read_until(trainer, "trains\n")
