@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,10 @@ from tests.gates import GATES
 # The same examples every time, and no failure because a machine was busy.
 settings.register_profile("steady", derandomize=True, deadline=None)
 settings.load_profile("steady")
+
+# A shell's background job ignores SIGINT, and so would processes that a test starts to interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FDS = Path("/proc/self/fd")
 SECONDS = 5.0
