@@ -64,6 +64,19 @@ class Duty(Protocol):
         """
 
 
+@final
+class Irreplaceable:
+    """The duty of a thread that no other can replace: a finalizer on it may not wait."""
+
+    may_wait = False
+
+    def hand_over(self, _: object, /) -> None:
+        """Not called, as the thread does not wait."""
+
+
+IRREPLACEABLE = Irreplaceable()
+
+
 class _CurrentDuty(threading.local):
     """The duty of each thread, for all workers of the process."""
 

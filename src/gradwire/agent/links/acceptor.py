@@ -18,13 +18,13 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Options
+from gradwire.threads import IRREPLACEABLE, Spawn
 from gradwire.transport.base import Channel, Listener
 
 _FAIR_SECONDS = 1.0
 """The least that each handshake gets, however many connections wait behind it."""
 _log = logging.getLogger("gradwire")
 
-Spawn = Callable[[str, Callable[[], None]], None]
 Handshake = Callable[[Channel, float], None]
 
 
@@ -53,7 +53,8 @@ class Acceptor:
         That deadline is in the time of `time.monotonic`, which channels use.
         """
         self._spawn, self._complete = spawn, handshake
-        self._spawn("accept", self._accept)
+        # A finalizer on these threads may call through a connection that waits for them.
+        self._spawn("accept", self._accept, IRREPLACEABLE)
 
     def close(self, reason: str) -> None:
         """Accept no more, and close the channels whose handshake is unfinished; idempotent."""
@@ -83,7 +84,7 @@ class Acceptor:
                 channel.close("this worker has left")
                 return
             try:
-                self._spawn("handshake", partial(self._handshake, channel))
+                self._spawn("handshake", partial(self._handshake, channel), IRREPLACEABLE)
             except RuntimeError as error:  # the system has no thread left; it may have one later
                 self._refuse("no thread", channel, str(error))
                 self._remove(channel)

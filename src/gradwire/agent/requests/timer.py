@@ -121,9 +121,6 @@ Watcher = Callable[[float], float | None]
 class Timer:
     """The thread that watches deadlines; the watchers own the decisions."""
 
-    may_wait = False
-    """every wait of the worker depends on it to end in time"""
-
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
@@ -148,12 +145,11 @@ class Timer:
                 return
             self.armed = min(self.armed, deadline)
             if self._thread is None:
-                self._thread = threads.thread(self._name, self._loop, self)
+                # Every wait of the worker depends on this thread to end in time.
+                duty = threads.IRREPLACEABLE
+                self._thread = threads.thread(self._name, self._loop, duty)
                 self._thread.start()
             self._wake.notify()
-
-    def hand_over(self, channel: object) -> None:
-        """No thread can take its place: `check_may_wait` refuses the wait."""
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""
