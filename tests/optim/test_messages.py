@@ -13,6 +13,7 @@ from gradwire.ids import RefId
 from gradwire.optim.messages import Commit, Prepare, maybe_plain
 from gradwire.optim.parameter_locks import StepId
 from gradwire.testing import cluster
+from tests.case_names import case_name
 from tests.optim import far
 
 
@@ -43,7 +44,9 @@ def test_a_step_has_a_time_that_passes(seconds):
 
 
 @pytest.mark.parametrize(
-    "value", [torch.tensor(0.1), 1 << 64, [0.9, 0.9], (1, (2,)), object(), {"a": 1}, 1j], ids=repr
+    "value",
+    [torch.tensor(0.1), 1 << 64, [0.9, 0.9], (1, (2,)), object(), {"a": 1}, 1j],
+    ids=case_name,
 )
 def test_others_do_not_travel_with_a_step(value):
     assert maybe_plain({0: {"lr": 0.1}, 1: {"lr": value}}) is None

@@ -18,6 +18,7 @@ from gradwire.compat.rpc import api as torch_rpc
 from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import ArgumentTypeError
 from gradwire.testing import cluster
+from tests.case_names import case_name
 
 HERE = sys.modules[__name__]
 CALLS = [gw.rpc_sync, gw.rpc_async, gw.remote]
@@ -56,7 +57,7 @@ def compat():
 
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize(
-    "args", [*MISTAKEN, *NOT_ITERABLE, range(2), (n for n in (1, 2))], ids=repr
+    "args", [*MISTAKEN, *NOT_ITERABLE, range(2), (n for n in (1, 2))], ids=case_name
 )
 def test_what_is_no_tuple_or_list_is_refused_as_args(native, how, args):
     kind = type(args).__name__
@@ -68,7 +69,7 @@ def test_what_is_no_tuple_or_list_is_refused_as_args(native, how, args):
 
 
 @pytest.mark.parametrize("how", TORCH_CALLS)
-@pytest.mark.parametrize("args", [*MISTAKEN, *NOT_ITERABLE], ids=repr)
+@pytest.mark.parametrize("args", [*MISTAKEN, *NOT_ITERABLE], ids=case_name)
 def test_it_is_refused_in_programs_for_torch_too(compat, how, args):
     with pytest.raises(
         ArgumentTypeError, match=f"args is a {type(args).__name__}, not a tuple or a list"
@@ -143,7 +144,7 @@ def test_run_takes_no_other_arguments():
 # -- other lists that are easily given as what should be in them
 
 
-@pytest.mark.parametrize("expose", [HERE, echoed, "module"], ids=str)
+@pytest.mark.parametrize("expose", [HERE, echoed, "module"], ids=case_name)
 def test_what_is_exposed_is_given_in_a_list(expose):
     with pytest.raises(
         ArgumentTypeError, match=r"expose is .*, not a list\nhint: pass a list: expose="

@@ -23,6 +23,7 @@ from gradwire.options import Limits
 from gradwire.rpc.codec import builtin_types, named_types, numpy_types, user_codecs
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.walk import Tag
+from tests.case_names import case_name
 
 
 class Table:
@@ -237,7 +238,7 @@ def assert_same(sent, got):
         ),
         *(torch.Size([]), torch.Size([2, 0, 3]), torch.Size([-1])),
     ],
-    ids=lambda value: f"{type(value).__name__} {value!a:.30}",
+    ids=case_name,
 )
 def test_a_value_arrives_equal_and_of_the_same_type(codec, value):
     assert_same(value, crossed(codec, value))

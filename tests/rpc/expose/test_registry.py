@@ -24,6 +24,7 @@ from gradwire.rpc.expose.registry import (
     expose,
     name_of,
 )
+from tests.case_names import case_name
 
 HERE = sys.modules[__name__]
 HINT = (
@@ -766,7 +767,7 @@ def test_missing_attributes_are_missing_as_in_python(name, registry):
         (torch.Generator(), "manual_seed"),
         (torch.Size([1]), "numel"),
     ],
-    ids=str,
+    ids=case_name,
 )
 def test_values_of_classes_that_are_not_exposed_answer_nothing(value, name, bare):
     with pytest.raises((NotExposed, AttributeError)):
