@@ -1,4 +1,4 @@
-"""A lower bound: the same steps with two processes and two sockets, and no library.
+"""What is the lower bound in Python? The same steps with two sockets, and without a library.
 
 There are no names, contexts, limits, deadlines, errors or threads: each side knows which message
 comes next, and polls for it. A library in Python cannot be faster than this.

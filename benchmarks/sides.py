@@ -209,7 +209,7 @@ def _worker(
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process with its parent: a stopped process cannot see its pipe end."""
+    """Let the kernel end this process with its parent: while stopped it cannot see its pipe end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
