@@ -1,1 +1,1 @@
-"""gradwire beside torch.distributed.rpc, in one invocation: one question to a file."""
+"""Benchmarks of gradwire and torch.distributed.rpc in one invocation; one file per question."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every question, one table; `--quick`, `--only noop`, `--json FILE`."""
+"""`python -m benchmarks`: run all benchmarks, or some with `--only noop,echo`; print a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUESTIONS = [
     "memory",
     "flood",
 ]
-"""In the order of the table: from one call to a whole training step, then what a worker costs."""
+"""In the order of the table: from one call to a training step, then the cost of a worker."""
 
 
 def ask(question: str, run: Run) -> Iterator[Row]:
@@ -39,7 +39,7 @@ def ask(question: str, run: Run) -> Iterator[Row]:
 
 
 def make_run(*, quick: bool = False, rounds: int | None = None, peers: bool = False) -> Run:
-    """As many rounds, and as long, as the command asks for."""
+    """A Run with the number and length of rounds that the command asks for."""
     modules = [f"benchmarks.{question}" for question in QUESTIONS if question != "two_trainers"]
     run = Run(modules=modules, peers=peers)
     if quick:
@@ -50,7 +50,7 @@ def make_run(*, quick: bool = False, rounds: int | None = None, peers: bool = Fa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, store it."""
+    """Run the benchmarks, print the table and store it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", default="", help=f"some of {', '.join(QUESTIONS)}")
     parser.add_argument("--quick", action="store_true", help="few and short rounds")

@@ -1,4 +1,4 @@
-"""The calls that both sides have, under one name each: a program of this package is for both."""
+"""The calls of both libraries under common names, so that one program measures both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIDES = (TORCH, GRADWIRE)
 
 @dataclass(frozen=True)
 class Api:
-    """What a program calls, and how a worker of this side begins and ends."""
+    """The functions that a program calls, and how a worker of this side starts and ends."""
 
     begin: Callable[..., None]
     end: Callable[[], None]
@@ -29,12 +29,12 @@ class Api:
 
 
 def secret_beside(place: str) -> Path:
-    """The file with the secret of those who meet at a place."""
+    """The file with the secret of the workers of this rendezvous."""
     return Path(place).with_name("secret")
 
 
 def load(side: str) -> Api:
-    """Import that side, and nothing of the other."""
+    """Import this side only."""
     return _torch() if side == TORCH else _gradwire()
 
 
@@ -47,7 +47,7 @@ def _torch() -> Api:
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
 
     def optimizer(*args: Any, **settings: Any) -> Any:
-        with warnings.catch_warnings():  # of TorchScript, which it is made of
+        with warnings.catch_warnings():  # it warns that it uses TorchScript
             warnings.simplefilter("ignore")
             from torch.distributed.optim import DistributedOptimizer
 
@@ -68,12 +68,12 @@ def _torch() -> Api:
 
 
 def certificates_beside(place: str) -> Path:
-    """The certificates of those who meet at a place, if they have some."""
+    """The folder with the certificates of the workers of this rendezvous, if they use TLS."""
     return Path(place).with_name("certificates")
 
 
 def checksum_beside(place: str) -> Path:
-    """A file that is there if tensors are to have checksums."""
+    """A file that exists if tensors have checksums."""
     return Path(place).with_name("checksum")
 
 
@@ -123,11 +123,11 @@ _HERE = _Here()
 
 
 def settle(api: Api) -> None:
-    """Make this process one of that side's."""
+    """Make this process a worker of that side."""
     _HERE.api = api
 
 
 def here() -> Api:
-    """The side that this worker process is of; for functions that peers run here."""
+    """The side of this worker process; for functions that peers run here."""
     assert _HERE.api is not None, "only in a worker process of benchmarks.sides"
     return _HERE.api

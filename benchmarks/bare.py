@@ -1,10 +1,10 @@
-"""What is the least that Python needs? Two processes, two sockets, and nothing that a library does.
+"""What is the lower bound in Python? The same steps with two sockets, and without a library.
 
-No names, contexts, limits, deadlines, errors or threads; each side knows what comes next. Both look
-for the next message again and again. A library in Python cannot be faster than this.
+There are no names, contexts, limits, deadlines, errors or threads: each side knows which message
+comes next, and polls for it. A library in Python cannot be faster than this.
 
-Beside it, what torch alone takes for a Function there and back, in a loop and after a while of
-looking for something else: how fast a core forgets.
+Also measured is forward and backward of one local Function, in a loop and after a pause of polling
+a clock: the difference is the cost of cold caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.sides import SECONDS, apart, end_with_parent, pin
 BARE = "bare Python"
 _FLOATS = 16
 _LOOKING = 200e-6
-"""As long as one side of a step takes."""
+"""About the time that one side of a step takes."""
 
 
 class Wire:
@@ -35,11 +35,11 @@ class Wire:
         self._socket, self._room = end, memoryview(bytearray(1 << 16))
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Send its bytes."""
+        """Send the bytes of a tensor."""
         self._socket.send(tensor.numpy().data.cast("B"))
 
     def get(self) -> torch.Tensor:
-        """The next one, as soon as it is there."""
+        """Poll for the next tensor and return it."""
         return torch.frombuffer(bytearray(self.wait()), dtype=torch.float32)
 
     def say(self) -> None:
@@ -47,7 +47,7 @@ class Wire:
         self._socket.send(b"x")
 
     def wait(self) -> memoryview:
-        """Look until something is there."""
+        """Poll until a byte arrives."""
         while True:
             try:
                 return self._room[: self._socket.recv_into(self._room, 0, socket.MSG_DONTWAIT)]
@@ -56,7 +56,7 @@ class Wire:
 
 
 class Send(Function):
-    """Its backward waits for the gradient."""
+    """The Send node: its backward waits for the gradient."""
 
     @staticmethod
     def forward(node: Any, wire: Wire, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,23 +66,23 @@ class Send(Function):
 
     @staticmethod
     def backward(node: Any, _: torch.Tensor) -> Any:
-        """What the other side sends."""
+        """The gradient that the other side sends."""
         return None, node.wire.get()
 
 
 class Recv(Function):
-    """Its backward sends the gradient."""
+    """The Recv node: its backward sends the gradient."""
 
     @staticmethod
     def forward(node: Any, wire: Wire, tensor: torch.Tensor, *links: torch.Tensor) -> torch.Tensor:
-        """The tensor, alive: one of the links wants a gradient."""
+        """The tensor; it requires grad, because one of the links does."""
         node.wire, node.nothing = wire, (None,) * (2 + len(links))
         node.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(node: Any, gradient: torch.Tensor) -> Any:
-        """Off it goes."""
+        """Send the gradient."""
         node.wire.put(gradient.contiguous())
         return node.nothing
 
@@ -168,16 +168,16 @@ def _caller(measure: str, rounds: int, seconds: float) -> list[list[float]]:
 
 
 class Alone(Function):
-    """There and back without anybody else."""
+    """A local Function, without communication."""
 
     @staticmethod
     def forward(node: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Another one."""
+        """A copy."""
         return tensor.clone()
 
     @staticmethod
     def backward(node: Any, gradient: torch.Tensor) -> Any:
-        """As it comes."""
+        """The gradient, unchanged."""
         return gradient
 
 
@@ -205,7 +205,7 @@ def _alone(looking: float, rounds: int, seconds: float) -> list[list[float]]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """As noop and hops measure them; then torch alone."""
+    """The steps of noop and hops; then torch alone."""
     for measure in _STEPS:
         yield row("bare", measure, {BARE: apart(_caller, measure, run.rounds, run.seconds)})
     for when, looking in (("in a loop", 0.0), ("after 200 µs", _LOOKING)):

@@ -28,7 +28,7 @@ def backward(nodes: int) -> list[float]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """One send with all of it behind."""
+    """One Send with the whole graph behind it."""
     (nodes,) = run.sizes(NODES, tiny=100)
     samples = run.compare(run.worlds(2), backward, nodes)
     yield row("big_graph", f"backward through {nodes} local nodes behind one send", samples)

@@ -13,7 +13,7 @@ from benchmarks.report import RESULTS, load
 
 WHERE = Path(__file__).parents[1] / "docs" / "benchmarks"
 _LEAST = 1 / 128
-"""Bars end there, and at the other side as far away; their numbers are the true ones."""
+"""The least ratio that is drawn, and the inverse of the largest; the printed numbers are exact."""
 _BETTER, _WORSE = "#1b7837", "#b2182b"
 _LAYOUT = {
     "svg.hashsalt": "gradwire",  # the same numbers give the same file

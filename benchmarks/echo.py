@@ -1,4 +1,4 @@
-"""How long does a tensor take there and back, from 1 KiB to 256 MiB, on either road?"""
+"""How long does a tensor of 1 KiB to 256 MiB take there and back, on one machine and over TCP?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COPIED = 64 * MIB
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
-    """What is called."""
+    """The called function."""
     return x
 
 
@@ -28,7 +28,7 @@ def echo(size: int, seconds: float) -> list[float]:
 
 
 def copies(size: int, seconds: float) -> list[float]:
-    """No call at all: so many bytes copied from one tensor to another, twice."""
+    """For comparison: copy so many bytes from one tensor to another twice, without a call."""
     x, y = torch.ones(size // 4), torch.empty(size // 4)
     return timed(lambda: y.copy_(x) is x.copy_(y), seconds)
 
@@ -39,7 +39,7 @@ def spoken(size: int) -> str:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """What each side uses on one machine, then TCP on both."""
+    """The default transport of each side on one machine, then TCP for both."""
     for road, tcp in (("one machine", False), ("TCP", True)):
         worlds = run.worlds(2, tcp=tcp)
         for size in run.sizes(*SIZES):

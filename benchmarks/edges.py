@@ -1,4 +1,4 @@
-"""Does an edge cost more when a context has many?"""
+"""Does an edge cost more in a context with many edges?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forward_and_backward(edges: int) -> list[tuple[float, float]]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """100, 1 000 and 10 000 edges, the time for each."""
+    """The time per edge, with 100, 1 000 and 10 000 edges."""
     for edges in run.sizes(100, 1000, 10_000, tiny=10):
         both = run.compare(run.worlds(2), forward_and_backward, edges)
         for n, way in enumerate(("forward", "backward")):

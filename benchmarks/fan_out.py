@@ -1,4 +1,4 @@
-"""How long do forward and backward take when one caller asks many workers at once?"""
+"""How long do forward and backward take when one caller calls many workers at once?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.measure import Row, Run, row, timed
 
 
 def forward_and_backward(workers: int, seconds: float) -> list[float]:
-    """All of them take the same tensor, and what they return is added."""
+    """All workers get the same tensor, and their results are added."""
     api, x = here(), torch.ones(64, 64, requires_grad=True)
 
     def step() -> None:

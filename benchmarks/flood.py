@@ -1,8 +1,8 @@
 """Does a slow receiver's memory stay under a limit while a caller floods it?
 
-The caller sends 1 MiB with each `rpc_async` as fast as it is let; the receiver takes them one by
-one, 20 ms each. A side that queues without end is stopped at `MOST_WAITING` calls not answered.
-Shared memory that nobody has mapped is in no process's account, so the machine's is looked at too.
+The caller sends 1 MiB with each `rpc_async` as fast as it can; the receiver serves one call at a
+time, in 20 ms each. A side that queues without limit is stopped at `MOST_WAITING` unanswered calls.
+Shared memory that no process has mapped belongs to none, so that of the machine is measured too.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ SIZE = 1 << 20
 PAUSE = 0.02
 MOST_WAITING = 1024
 LIMIT_MIB = 512
-"""How much the receiver, and shared memory, may grow."""
+"""The limit on the growth of the receiver and of shared memory."""
 
 _TURN = threading.Lock()
 
 
 def slowly(x: torch.Tensor, pause: float) -> int:
-    """What is called."""
+    """The called function."""
     with _TURN:
         time.sleep(pause)
     return x.numel()
 
 
 def flood(seconds: float, pause: float) -> tuple[int, int, float]:
-    """How many calls were made, the most that were under way, and MiB of shared memory then."""
+    """The number of calls, the most in flight, and the MiB of shared memory then."""
     rpc_async, x = here().rpc_async, torch.ones(SIZE // 4)
     waiting: deque = deque()
     made = most = 0
@@ -59,7 +59,7 @@ def flood(seconds: float, pause: float) -> tuple[int, int, float]:
 
 
 def shared_memory() -> float:
-    """MiB of it in the whole machine."""
+    """MiB of shared memory on this machine."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("Shmem:"):
             return int(line.split()[1]) / 1024
@@ -67,7 +67,7 @@ def shared_memory() -> float:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """By how much each end has grown at its highest."""
+    """The largest growth of each end."""
     seconds, pause = (0.02, 0.001) if run.tiny else (min(SECONDS, 60 * run.seconds), PAUSE)
     callers: Samples = {}
     receivers: Samples = {}

@@ -1,4 +1,4 @@
-"""How long do forward and backward take over calls in sequence?"""
+"""How long do forward and backward take over a chain of calls?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.measure import Row, Run, row, timed
 
 
 def forward_and_backward(hops: int, seconds: float) -> list[float]:
-    """Each call takes what the one before returned; then all the way back."""
+    """Forward through a chain of calls, then backward."""
     api, x = here(), torch.ones(16, requires_grad=True)
 
     def step() -> None:

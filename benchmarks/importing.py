@@ -25,7 +25,7 @@ print(perf_counter() - begin, perf_counter() - middle)
 
 
 def seconds_of(side: str) -> tuple[float, float]:
-    """Of the whole, and of what is not torch alone, in a fresh interpreter."""
+    """Seconds of the whole import, and without that of torch, in a fresh interpreter."""
     program = PROGRAM.format(statement=IMPORTS[side])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -39,7 +39,7 @@ def seconds_of(side: str) -> tuple[float, float]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """With torch, and beside it."""
+    """The import with torch, and after torch."""
     samples: list[Samples] = [{side: [] for side in run.sides} for _ in range(2)]
     for n in range(run.rounds if run.tiny else run.rounds + 1):
         for side in run.sides:

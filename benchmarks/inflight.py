@@ -1,4 +1,4 @@
-"""How many calls a second, with 64 of them on their way?"""
+"""How many calls per second, with 64 in flight?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ IN_FLIGHT = 64
 
 
 def nothing() -> None:
-    """What is called."""
+    """The called function."""
 
 
 def calls_a_second(calls: int, with_tensor: bool) -> list[float]:
-    """The oldest call is waited for, then the next is made: 64 are always under way."""
+    """Wait for the oldest call, then make the next: 64 are always in flight."""
     rpc_async, x = here().rpc_async, torch.ones(16)
     target = (torch.neg, (x,)) if with_tensor else (nothing, ())
     waiting: deque = deque()
@@ -35,7 +35,7 @@ def calls_a_second(calls: int, with_tensor: bool) -> list[float]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """Calls without anything, and of an operator."""
+    """Empty calls, and calls of an operator."""
     calls = 100 if run.tiny else int(4000 * run.seconds)
     for measure, with_tensor in (("no-op", False), ("torch.neg of 16 floats", True)):
         samples = run.compare(run.worlds(2), calls_a_second, calls, with_tensor)

@@ -1,4 +1,4 @@
-"""Rounds that take turns, and what is said of them: medians, spread, ratio."""
+"""Alternating rounds of both sides, and their statistics: medians, percentiles, ratio."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.api import GRADWIRE, SIDES, TORCH
 from benchmarks.sides import World
 
 Samples = dict[str, list[list[float]]]
-"""By side: for each round, what was measured in it."""
+"""The samples of each round, by side."""
 
 
 def timed(step: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of each run of `step`, again and again for about so long; at least once."""
+    """Repeat `step` for about so many seconds, at least once; the seconds of each run."""
     samples = []
     begin = perf_counter()
     end = begin + seconds
@@ -46,7 +46,7 @@ class Summary:
 
 
 def summary_of(rounds: list[list[float]]) -> Summary:
-    """What many samples come to."""
+    """The summary of the samples of all rounds."""
     pooled = sorted(value for samples in rounds for value in samples)
     return Summary(
         median=statistics.median(pooled),
@@ -58,7 +58,7 @@ def summary_of(rounds: list[list[float]]) -> Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Between the two nearest samples, in proportion."""
+    """A percentile, interpolated between the two nearest samples."""
     at = (len(ordered) - 1) * percent / 100
     below = int(at)
     above = min(below + 1, len(ordered) - 1)
@@ -72,7 +72,7 @@ class Row:
     question: str
     measure: str
     unit: str
-    """s, MiB, or what is counted"""
+    """s, MiB, or the name of what is counted"""
     sides: dict[str, Summary]
     more_is_better: bool = False
     note: str = ""
@@ -88,14 +88,14 @@ class Row:
 
 
 def row(question: str, measure: str, samples: Samples, unit: str = "s", **more: Any) -> Row:
-    """A row of what `Run.compare` returned."""
+    """A row from the samples that `Run.compare` returned."""
     sides = {side: summary_of(rounds) for side, rounds in samples.items()}
     return Row(question, measure, unit, sides, **more)
 
 
 @dataclass
 class Run:
-    """How much is measured, and the worlds that are up."""
+    """How much is measured, and the worlds that are running."""
 
     rounds: int = 7
     seconds: float = 0.5
@@ -114,7 +114,7 @@ class Run:
         return [all_of_them[0] if tiny is None else tiny]
 
     def worlds(self, size: int, *, tcp: bool = False) -> list[World]:
-        """One world of each side, of that many workers; they stay up for other questions."""
+        """One world of each side with so many workers; other questions reuse them."""
         roomy = [key for key in self._open if self.tiny and key[0] >= size and key[1] == tcp]
         key = roomy[0] if roomy else (size, tcp)
         if key not in self._open:
@@ -123,13 +123,13 @@ class Run:
         return self._open[key]
 
     def fresh(self, side: str, size: int, **settings: bool) -> World:
-        """A world for the caller, who closes it."""
+        """A new world; the caller closes it."""
         return World(side, size, exposed=self.modules, **settings)
 
     def compare(
         self, worlds: list[World], block: Callable[..., list[float]], *args: Any
     ) -> Samples:
-        """Run `block` on w0 of each world in turn, round after round; the first is to warm up."""
+        """Run `block` on w0 of each world in alternating rounds; the first is a warm-up."""
         self._say(f"{block.__module__.rpartition('.')[2]}{args}")
         samples: Samples = {world.side: [] for world in worlds}
         for n in range(self.rounds + 1):
@@ -141,7 +141,7 @@ class Run:
 
     @contextmanager
     def alone(self, side: str, size: int) -> Iterator[World]:
-        """A fresh world of one side, for a question about the whole process."""
+        """A new world of one side, for questions about the whole process."""
         if self.tiny:
             yield self.worlds(size)[list(self.sides).index(side)]
             return
@@ -157,7 +157,7 @@ class Run:
         self._open.clear()
 
     def keep(self, *sizes: int) -> None:
-        """End the worlds of other sizes than these."""
+        """End all worlds except those of these sizes."""
         if self.tiny:
             return
         for key in [key for key in self._open if key[0] not in sizes]:

@@ -23,7 +23,7 @@ def resident(field: str = "VmRSS") -> float:
 
 
 def steps(n: int) -> None:
-    """So many times forward and backward over one call."""
+    """Forward and backward over one call, so many times."""
     api, x = here(), torch.ones(16, requires_grad=True)
     for _ in range(n):
         with api.context() as context:
@@ -31,7 +31,7 @@ def steps(n: int) -> None:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """Resident memory of both workers of a fresh world: after 10 steps, and after many more."""
+    """Resident memory of both workers of a new world after 10 steps, and after many more."""
     stops = (10, *run.sizes(*STEPS, tiny=20))
     samples: dict[int, Samples] = {stop: {} for stop in stops}
     for side in run.sides:

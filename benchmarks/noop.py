@@ -14,11 +14,11 @@ from benchmarks.sides import busy_cores
 
 
 def nothing() -> None:
-    """What is called."""
+    """The called function."""
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
-    """What is called with a tensor."""
+    """The called function that takes a tensor."""
     return x
 
 
@@ -41,7 +41,7 @@ def call_operator(seconds: float) -> list[float]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """A quiet machine, then one whose cores others want too."""
+    """On a quiet machine, then while other processes keep all cores busy."""
     worlds = run.worlds(2)
     for measure, block in (
         ("no-op", call_nothing),

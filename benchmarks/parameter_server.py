@@ -1,4 +1,4 @@
-"""How long is one step of a trainer whose model lives on a server?"""
+"""How long is one training step if the model lives on a server?"""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Server:
         self.model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
 
     def parameters(self):
-        """A reference to each."""
+        """References to the parameters."""
         return [here().RRef(parameter) for parameter in self.model.parameters()]
 
     def forward(self, x):
-        """What the trainer differentiates."""
+        """The output, which the trainer differentiates."""
         return self.model(x)
 
 

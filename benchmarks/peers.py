@@ -1,10 +1,10 @@
-"""Other libraries beside the two, where they are installed: the smallest call, and echoes.
+"""Other libraries, if they are installed: the smallest call, and echoes.
 
-That is what all of them can do; hivemind differentiates through its calls too, the others do not.
-Each is used as its own first pages use it, between two processes of one machine, the caller on the
-first core. Its rounds come after those of the two sides, not between them. Tensors travel as each
-library's users send them; pyzmq and gRPC move bytes only, so there the tensor is a view of the
-bytes, which is the least that anybody could do.
+All of them can do these two; only hivemind also differentiates through its calls. Each is used as
+in its own introduction, between two processes of one machine, the caller on the first core. Its
+rounds come after those of the two sides, not between them. Tensors are sent as the users of each
+library send them. pyzmq and gRPC send only bytes, so there the tensor is a view of the bytes, which
+is the cheapest way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MODULES = {
     "pyzmq": "zmq",
     "grpcio": "grpc",
 }
-"""The module of each library."""
+"""The module to import, by library."""
 
 
 def installed() -> list[str]:
-    """Those that can be imported here."""
+    """The libraries that can be imported here."""
     return [name for name, module in MODULES.items() if _is_there(module)]
 
 
@@ -39,12 +39,12 @@ def _is_there(module: str) -> bool:
 
 
 def calls(run: Run) -> Samples:
-    """The smallest call of each that is installed."""
+    """The smallest call of each installed library."""
     return _samples(run, 0)
 
 
 def echoes(run: Run, size: int) -> Samples:
-    """There and back with `size` bytes, of each that is installed."""
+    """An echo of `size` bytes with each installed library."""
     return _samples(run, size)
 
 
@@ -72,7 +72,7 @@ def _caller(name: str, size: int, rounds: int, seconds: float) -> list[list[floa
 
 
 Started = tuple[Callable[[], object], Callable[[], object]]
-"""One call, and what ends the callee."""
+"""A function that makes one call, and one that ends the callee."""
 
 
 def _with_callee(target: Callable[..., None], address: str) -> Callable[[], None]:

@@ -1,8 +1,8 @@
 """How well do three stages with eight micro-batches overlap?
 
-A stage stands for an accelerator: it takes one micro-batch at a time, for a known time in forward
-and another in backward, and needs no core meanwhile. So two cores are enough for three stages, and
-the ideal is known: (micro-batches + stages - 1) times the two.
+A stage simulates an accelerator: it takes one micro-batch at a time, for a fixed time in forward
+and another in backward, and uses no core meanwhile. So two cores are enough for three stages, and
+the ideal time is known: (micro-batches + stages - 1) times the sum of the two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FORWARD, BACKWARD = 0.005, 0.010
 
 
 class Work(torch.autograd.Function):
-    """What the accelerator does: the same numbers, later."""
+    """The work of the accelerator: returns its input after a while."""
 
     @staticmethod
     def forward(ctx, x, turn):
-        """For `FORWARD` seconds."""
+        """Takes `FORWARD` seconds."""
         ctx.turn = turn
         with turn:
             time.sleep(FORWARD)
@@ -35,7 +35,7 @@ class Work(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """For `BACKWARD` seconds."""
+        """Takes `BACKWARD` seconds."""
         with ctx.turn:
             time.sleep(BACKWARD)
         return gradient, None
@@ -50,11 +50,11 @@ class Stage(nn.Module):
         self.turn = threading.Lock()
 
     def forward(self, x):
-        """One micro-batch, fetched from where it is."""
+        """Fetch one micro-batch and run it."""
         return Work.apply(x.to_here() * self.weight, self.turn)
 
     def is_ready(self):
-        """It is, if it can say so."""
+        """Always true; the answer shows that the stage exists."""
         return True
 
 
@@ -64,7 +64,7 @@ def gradients(context: int) -> int:
 
 
 def forward_and_backward(model: list, batch: torch.Tensor, *, checks: bool = False) -> None:
-    """Forward of all micro-batches, then backward; the caller hands out references."""
+    """Forward of all micro-batches, passed by reference, then backward."""
     api = here()
     with api.context() as context:
         outputs = []
@@ -80,10 +80,10 @@ def forward_and_backward(model: list, batch: torch.Tensor, *, checks: bool = Fal
 
 
 def steps(stages: int, seconds: float) -> list[float]:
-    """A step whose gradients are looked at, then those that are timed.
+    """One step whose gradients are checked, then the timed steps.
 
-    All stages are there before: torch.distributed.rpc loses the graph of calls on an object that is
-    still being made.
+    All stages are created before: torch.distributed.rpc loses the graph of calls on an object that
+    is still being created.
     """
     model = [here().remote(f"w{n + 1}", Stage) for n in range(stages)]
     assert all(stage.rpc_sync().is_ready() for stage in model)
@@ -93,7 +93,7 @@ def steps(stages: int, seconds: float) -> list[float]:
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """Time of a step; and the ideal time, as a share of it."""
+    """The time of a step, and the ratio of the ideal time to it."""
     (stages,) = run.sizes(3, tiny=1)
     ideal = (MICRO_BATCHES + stages - 1) * (FORWARD + BACKWARD)
     samples = run.compare(run.worlds(stages + 1), steps, stages, run.seconds)

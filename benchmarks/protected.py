@@ -1,4 +1,4 @@
-"""What does it cost that nobody else can read or change what travels? Of gradwire alone."""
+"""What do checksums on tensors and TLS cost? gradwire alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROADS = {
     "plain TCP, checksums on tensors": {"tcp": True, "checksum": True},
     "TLS 1.3": {"tcp": True, "tls": True},
 }
-"""By name: how the world is made whose messages go that way."""
+"""The settings of the world for each kind of protection."""
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """The same echo on each road; torch.distributed.rpc has the first alone."""
+    """The same echo with each protection; torch.distributed.rpc has only plain TCP."""
     for road, settings in ROADS.items():
         with run.fresh(GRADWIRE, 2, **settings) as world:
             for size in run.sizes(*SIZES):

@@ -1,4 +1,4 @@
-"""The table for a reader, the file for a chart, and the machine that both are about."""
+"""The printed table, the stored file, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def facts(run: Run, arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _versions(names: Sequence[str]) -> dict[str, str]:
-    """Of those that are there."""
+    """The versions of the installed packages."""
     return {name: version for name in names if (version := _maybe_version(name))}
 
 
 def _maybe_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # perhaps used from where it lies
+    except importlib.metadata.PackageNotFoundError:  # perhaps not installed, but on the path
         found = importlib.util.find_spec(name) and importlib.import_module(name)
         return getattr(found, "__version__", None)
 
@@ -70,7 +70,7 @@ def _memory() -> int:
 
 
 def table(rows: Sequence[Row], known: dict[str, Any]) -> str:
-    """What `make bench` prints."""
+    """The table that `make bench` prints."""
     others = sorted({side for row in rows for side in row.sides} - set(SIDES))
     head = ["measure", TORCH, GRADWIRE, "ratio", *others]
     lines = [head] + [_cells(row, others) for row in rows]
@@ -93,7 +93,7 @@ def _cell(row: Row, side: str) -> str:
 
 
 def spoken(summary: Summary, unit: str) -> str:
-    """The median and, in brackets, from where to where eight in ten samples lie."""
+    """The median and, in brackets, the 10th and the 90th percentile."""
     scale = 1.0
     if unit == "s":
         unit, scale = next((u, s) for least, u, s in _TIMES if summary.median >= least)
@@ -133,20 +133,20 @@ def _legend(rows: Sequence[Row]) -> list[str]:
 
 
 def dated_file(known: dict[str, Any]) -> Path:
-    """Where a whole run is stored."""
+    """The file for a whole run."""
     moment = known["date"].partition("+")[0].replace(":", "")
     return RESULTS / f"{moment}.json"
 
 
 def save(path: Path, rows: Sequence[Row], known: dict[str, Any]) -> None:
-    """Write what the table says, and the median of every round."""
+    """Write the rows of the table, with the median of every round."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**known, "rows": [{**asdict(row), "ratio": row.ratio} for row in rows]}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """What `save` has written."""
+    """Read what `save` has written."""
     known = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for stored in known.pop("rows"):

@@ -1,8 +1,8 @@
-"""Worlds of worker processes, one for each side, that stay up and are told what to run.
+"""A world of worker processes for each side, which stays up and runs blocks on request.
 
-The rounds of two sides take turns while both worlds are there. Between its blocks a world is
+The rounds of the two sides alternate while both worlds exist. Between its blocks a world is
 stopped (SIGSTOP): a process of torch.distributed.rpc polls its shared memory without a pause, and
-would take most of a core from the other side. Nothing is in flight then: no deadline notices.
+would take most of a core from the other side. Nothing is in flight then, so no deadline passes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from benchmarks.api import certificates_beside, checksum_beside, load, secret_be
 _PR_SET_PDEATHSIG = 1
 _CORES = "BENCHMARK_CORES"
 SECONDS = 300.0
-"""What one block, one start or one end may take."""
+"""The longest time for one block, one start or one end."""
 
 
 class BlockFailed(Exception):
-    """A worker process raised, or died, or said nothing in time."""
+    """A worker process raised, died or did not answer in time."""
 
 
 def cores() -> list[int]:
-    """The cores that may be used, also by a process whose parent keeps to one of them."""
+    """The cores that may be used; also in a process whose parent is pinned to one of them."""
     ours = " ".join(map(str, sorted(os.sched_getaffinity(0))))
     return [int(n) for n in os.environ.setdefault(_CORES, ours).split()]
 
 
 def pin(n: int) -> None:
-    """Keep this process, and the threads it will start, on one core; round robin."""
+    """Pin this process, and the threads it will start, to one core; round robin."""
     allowed = cores()
     os.sched_setaffinity(0, {allowed[n % len(allowed)]})
 
 
 class World:
-    """The workers w0, w1, … of one side, each in a process of its own, on a core of its own.
+    """The workers w0, w1, … of one side, each in its own process, pinned to a core.
 
     `starting` and `joining` are seconds: until all have imported their side, and from there until
     all have joined.
@@ -104,7 +104,7 @@ class World:
         return [process.pid for process in self._processes]
 
     def run(self, function: Callable[..., Any], *args: Any, on: int = 0) -> Any:
-        """`function(*args)` in the process of one worker; what it returned."""
+        """Run `function(*args)` in the process of one worker and return its result."""
         self._signal(signal.SIGCONT)
         try:
             self._pipes[on].send((function, args))
@@ -113,7 +113,7 @@ class World:
             self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """Let all workers leave; end those that do not."""
+        """Let all workers leave; kill those that do not."""
         try:
             self._signal(signal.SIGCONT)
             self._tell_all(None)
@@ -124,7 +124,7 @@ class World:
             self.kill()
 
     def kill(self) -> None:
-        """End the processes, however they are."""
+        """Kill the processes, stopped or not."""
         self._signal(signal.SIGCONT)
         for process in self._processes:
             process.join(2.0 if process.exitcode is None else 0)
@@ -184,7 +184,7 @@ def _worker(
 ) -> None:
     end_with_parent()
     pin(rank)
-    warnings.showwarning = lambda *_, **__: None  # what torch says, always, about its own calls
+    warnings.showwarning = lambda *_, **__: None  # torch warns about its own calls
     import torch
 
     torch.set_num_threads(1)
@@ -200,8 +200,8 @@ def _worker(
             pipe.send(_answer(*command))
         api.end()
         pipe.send((True, None))
-        os._exit(0)  # what the interpreter does at its end is not ours to wait for
-    except EOFError:  # whoever started this is gone
+        os._exit(0)  # skips the finalization of the interpreter
+    except EOFError:  # the parent is gone
         os._exit(1)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -209,13 +209,13 @@ def _worker(
 
 
 def end_with_parent() -> None:
-    """A process that is stopped hears nothing, not even that its pipe has ended."""
+    """Let the kernel end this process with its parent: while stopped it cannot see its pipe end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own; whatever that starts ends with it."""
+    """Run a function in a new process, and end everything that it started; its result."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_apart, args=(theirs, function, args))
@@ -252,7 +252,7 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, 
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
-    """Keep every core busy with a process that has nothing to do with either side."""
+    """Keep every core busy with a process that belongs to neither side."""
     spawn = multiprocessing.get_context("spawn")
     burners = [spawn.Process(target=_burn, args=(n,), daemon=True) for n in range(len(cores()))]
     for burner in burners:

@@ -9,7 +9,7 @@ from benchmarks.measure import Row, Run, Samples, row
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """From nothing to 2, 8 and 16 workers; and of it, from all imported to all joined."""
+    """The start of 2, 8 and 16 workers; of it, the time from all imported to all joined."""
     for size in run.sizes(2, 8, 16, tiny=1):
         whole: Samples = {side: [] for side in run.sides}
         joining: Samples = {side: [] for side in run.sides}

@@ -1,10 +1,10 @@
-"""When does each stage of a pipeline work, and when do its gradients leave?
+"""When does each stage of a pipeline work, and when does it send its gradients?
 
     python -m benchmarks.trace
 
 Draws one step of the pipeline of pipeline.py, over four workers in this process: a column is 5 ms,
 a digit is the micro-batch that a stage works on. Below the backward of a stage, a bar is a message
-with gradients that leaves; the first stage has none to send.
+with gradients that the stage sends; the first stage sends none.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Span(NamedTuple):
 
 SPANS: list[Span] = []
 LEFT: list[tuple[str, float]] = []
-"""the workers from which gradients left, and when"""
+"""the workers that sent gradients, and when"""
 
 
 class Work(torch.autograd.Function):
-    """As in pipeline.py, and noted."""
+    """As in pipeline.py, and recorded."""
 
     @staticmethod
     def forward(ctx, x, stage, batch):
@@ -66,7 +66,7 @@ class Stage(nn.Module):
         self.weight = nn.Parameter(torch.ones(64))
 
     def forward(self, x, batch):
-        """One micro-batch, fetched from where it is."""
+        """Fetch one micro-batch and run it."""
         return Work.apply(x.to_here() * self.weight, self, batch)
 
     def work(self, kind, batch, seconds):
@@ -90,7 +90,7 @@ def step(model: list) -> None:
 
 
 def traced() -> None:
-    """Two steps, of which the second is noted."""
+    """Two steps, of which the second is recorded."""
     with cluster(STAGES + 1) as workers, ExitStack() as around:
         model = workers[0].run(
             lambda: [gradwire.remote(f"w{n + 1}", Stage, args=(n + 1,)) for n in range(STAGES)]
@@ -121,7 +121,7 @@ def drawn(stage: int, kind: str, first: float) -> str:
 
 
 def bars(stage: int, first: float) -> str:
-    """Where its gradients leave."""
+    """The row that shows when a stage sends gradients."""
     columns = {int((when - first) / COLUMN) for who, when in LEFT if who == f"w{stage}"}
     return "".join(
         "|" if column in columns else " " for column in range(max(columns, default=-1) + 1)
@@ -129,7 +129,7 @@ def bars(stage: int, first: float) -> str:
 
 
 def main() -> None:
-    """Run it, and draw it."""
+    """Run and draw one step."""
     traced()
     first = min(span.begin for span in SPANS)
     for stage in range(1, STAGES + 1):

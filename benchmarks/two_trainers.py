@@ -1,8 +1,8 @@
-"""Two trainers on one server: a step in place, one that waits, and one that swaps storage.
+"""Two trainers, one model: a step in place, one that waits, and one with new storage.
 
 The slow trainer computes for a while between its forward and its backward; the fast one does not.
-Counted while the slow one takes its steps: the steps of the fast one, and those that raise.
-Three workers in one process, of gradwire alone: it is about a choice of ours.
+While the slow one takes its steps, the steps of the fast one are counted, and those that raise.
+Three workers in one process; gradwire alone, because it compares three designs of gradwire.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOW_STEPS, PAUSE, SECONDS = 40, 0.05, 30.0
 
 @gradwire.expose
 class Server:
-    """The shared model, with steps of its own: in place, or after all who use the weights."""
+    """The shared model, with two ways to step: in place, or after all contexts that use it."""
 
     def __init__(self, waits):
         torch.manual_seed(0)
@@ -37,7 +37,7 @@ class Server:
         return [gradwire.RRef(parameter) for parameter in self.model.parameters()]
 
     def forward(self, context, x):
-        with self.changed:  # a step that waits goes first, or it would wait for ever
+        with self.changed:  # a waiting step goes first, or it would wait forever
             assert self.changed.wait_for(lambda: not self.waits or not self.stepping, SECONDS)
             self.using.add(context)
         return self.model(x)
@@ -62,7 +62,7 @@ class Server:
 
 @gradwire.expose
 def train(server, swaps, pause, steps, over):
-    """How many steps were taken, and how many of them raised."""
+    """The number of steps, and of those that raised."""
     refs = server.rpc_sync().parameters()
     optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, refs, lr=0.01) if swaps else None
     taken = raised = 0
@@ -89,7 +89,7 @@ OVER = {}
 
 
 def both_trainers(how, slow_steps):
-    """Steps of the fast trainer, and those that raised, of the fast and of the slow."""
+    """The steps of the fast trainer; those that raised, of the fast and of the slow one."""
     server = gradwire.RRef(Server(how == "waits"))
     OVER[how] = threading.Event()
     args = [
@@ -102,7 +102,7 @@ def both_trainers(how, slow_steps):
 
 
 def rows(run: Run) -> Iterator[Row]:
-    """Steps of the fast trainer while the slow one takes its own; how many raised is noted."""
+    """The steps of the fast trainer while the slow one takes its own; notes say which raised."""
     (slow_steps,) = run.sizes(SLOW_STEPS, tiny=2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

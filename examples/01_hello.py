@@ -1,4 +1,4 @@
-"""Hello: run a function on another worker, on all of them at once, and see one fail.
+"""Hello: call a function on one worker, call it on all at once, and catch a remote error.
 
 `gradwire.run` starts three worker processes named w0, w1 and w2, and calls `main` in w0.
 """
@@ -9,7 +9,7 @@ import gradwire
 
 
 def greet(who):
-    """Runs on whichever worker is called."""
+    """Runs on the called worker."""
     me = gradwire.get_worker_info()
     return f"{me.name} greets {who}", os.getpid()
 
@@ -24,17 +24,17 @@ def main():
     assert text == "w1 greets w0"
 
     futures = [gradwire.rpc_async(f"w{n}", greet, args=("everyone",)) for n in range(3)]
-    answers = [future.wait() for future in futures]  # all three were on their way at once
+    answers = [future.wait() for future in futures]  # all three ran at the same time
     for text, _ in answers:
         print(text)
     assert [text for text, _ in answers] == [f"w{n} greets everyone" for n in range(3)]
-    assert len({process for _, process in answers}) == 3  # each worker is a process of its own
+    assert len({process for _, process in answers}) == 3  # each worker is its own process
 
     story = "nothing was raised"
     try:
         gradwire.rpc_sync("w2", divide, args=(1, 0))
-    except ZeroDivisionError as error:  # its own type
-        story = str(error)  # with the traceback of w2
+    except ZeroDivisionError as error:  # the original type
+        story = str(error)  # includes the traceback of w2
     print(story.splitlines()[0])
     assert story.startswith("ZeroDivisionError on w2: division by zero")
     assert "in divide" in story

@@ -1,4 +1,4 @@
-"""The first gradient: `loss.backward()` through two other workers, and the same in one process.
+"""The first gradient: `loss.backward()` through two other workers, compared with one process.
 
        w0                      w1                  w2 (owns the weight)
        x  ------------------>  sin
@@ -7,7 +7,7 @@
        y  <---------------------------------------  .
        loss
 
-The backward pass takes the same way back. It leaves `x.grad` on w0 and the weight's on w2.
+The backward pass takes the same way back. It leaves `x.grad` on w0 and `weight.grad` on w2.
 """
 
 import torch
@@ -25,7 +25,7 @@ def gradient_of(weight):
 
 
 def in_one_process(weight, x):
-    """The same program, with ordinary calls. Its gradients are the ones to find."""
+    """The same program with ordinary calls, which gives the expected gradients."""
     y = torch.tanh(torch.sin(x) @ weight)
     loss = y.square().mean()
     loss.backward()
@@ -43,7 +43,7 @@ def train():
         loss.backward()
     weight_grad = gradwire.rpc_sync("w2", gradient_of, args=(weight,))
 
-    with torch.no_grad():  # a value for its own sake: its gradient need not find the way back
+    with torch.no_grad():  # only the value is needed, so it is not part of the graph
         local_weight = weight.to_here().requires_grad_()
     local_x = x.detach().clone().requires_grad_()
     expected = in_one_process(local_weight, local_x)

@@ -1,8 +1,8 @@
-"""A pipeline: three stages on three workers, with several micro-batches on their way at once.
+"""A pipeline: three stages on three workers, with several micro-batches in flight.
 
-`remote` returns a reference at once, before the stage has run. So the loop in `pipelined` hands out
-all the work without waiting, and a stage fetches its input straight from the stage before it: while
-w2 works on one micro-batch, w1 may work on the next and w0 on the one after.
+`remote` returns a reference before the stage has run. So the loop in `pipelined` starts all work
+without waiting, and each stage fetches its input from the stage before it. While w2 works on one
+micro-batch, w1 can work on the next and w0 on the one after that.
 """
 
 import threading
@@ -27,7 +27,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.turn = threading.Condition()
         self.times = []
-        self.compute(torch.zeros(1, WIDTH))  # the first run of all is slow, and not of interest
+        self.compute(torch.zeros(1, WIDTH))  # warm up: the first run is slow
 
     def forward(self, n, x):
         x = x.to_here()
@@ -61,7 +61,7 @@ def pipelined(stages, batch):
 
 
 def draw(stages, columns=60):
-    """Who worked when: a row for each worker, a digit for the micro-batch it was at."""
+    """When each stage worked: a row for each worker, a digit for the micro-batch."""
     rows = [stage.rpc_sync().forward_times() for stage in stages]
     begin, end = rows[0][0][0], rows[-1][-1][1]
     for stage, row in zip(stages, rows, strict=True):
@@ -75,7 +75,7 @@ def draw(stages, columns=60):
 
 def main():
     stages = [gradwire.remote(f"w{n}", Stage, args=(n,)) for n in range(3)]
-    assert all(stage.rpc_sync().forward_times() == [] for stage in stages)  # all are ready
+    assert all(stage.rpc_sync().forward_times() == [] for stage in stages)  # all exist
     batch = torch.randn(128 * MICRO_BATCHES, WIDTH)
     with gradwire.context():
         loss = pipelined(stages, batch)

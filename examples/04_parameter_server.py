@@ -25,7 +25,7 @@ class Server:
         return [gradwire.RRef(parameter) for parameter in self.model.parameters()]
 
     def forward(self, x):
-        """The output, and the weights that each layer has used."""
+        """Returns the output, and the weights that each layer used."""
         used = []
         for layer in self.model:
             x, weights = self.through(layer, x)
@@ -33,7 +33,7 @@ class Server:
         return x, used
 
     def through(self, layer, x):
-        """One layer, again if the other trainer has stepped in the middle of it."""
+        """Run one layer; repeat it if the other trainer stepped meanwhile."""
         while True:
             weights = [weight.detach() for weight in layer.parameters()]
             y = layer(x)
@@ -46,19 +46,19 @@ class Server:
         return [by_leaf[weight] for weight in self.model.parameters()]
 
     def held_out_loss(self):
-        """The loss on numbers that no trainer has seen."""
+        """The loss on data that no trainer has seen."""
         x = torch.randn(256, 2, generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
             return nn.functional.mse_loss(self.model(x), product(x)).item()
 
 
 def product(x):
-    """What is to be learned."""
+    """The function to learn."""
     return x[:, :1] * x[:, 1:]
 
 
 def train(server, seed):
-    """Runs on a trainer. The number of steps whose gradients it checked."""
+    """Runs on a trainer; returns the number of steps whose gradients it checked."""
     torch.manual_seed(seed)
     parameters = server.rpc_sync().parameters()
     optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, parameters, lr=RATE)
@@ -75,7 +75,7 @@ def train(server, seed):
 
 
 def check(used, gradients, x, y):
-    """The gradients are those of the very weights that were used, computed here again."""
+    """Check the gradients against those of a local model with the weights that were used."""
     local = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     with torch.no_grad():
         for weight, value in zip(local.parameters(), used, strict=True):

@@ -1,8 +1,8 @@
-"""Second order: a gradient penalty on a critic that is spread over two other workers.
+"""Second derivatives: a gradient penalty on a critic that is split over two other workers.
 
-The penalty wants the critic's slope at x to be 1. The slope is itself a gradient, found with
-`torch.autograd.grad(..., create_graph=True)`; the backward of the penalty differentiates through
-that backward, across the workers, and ends in the critic's weights.
+The penalty pushes the norm of the critic's gradient at x to 1. This gradient is computed with
+`torch.autograd.grad(..., create_graph=True)`. The backward of the penalty differentiates through
+it, across the workers, and reaches the critic's weights.
 """
 
 import torch
@@ -32,7 +32,7 @@ LOWER, UPPER = (1, 4, 8), (2, 8, 1)  # seed, inputs, outputs
 
 
 def penalty_of(critic, x):
-    """How far the critic's slope at x is from 1: plain torch, wherever the critic is."""
+    """Plain torch; it does not know that the critic is remote."""
     (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
     return (slope.norm(dim=1) - 1).square().mean()
 

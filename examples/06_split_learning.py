@@ -1,10 +1,10 @@
 """Split learning: two organisations train one model, and neither sees the data of the other.
 
 The clinic has the inputs and the lower half of the model, the lab has the labels and the upper
-half. Each is a process with a certificate and a key of its own; between them is TLS. What crosses
-is data: activations one way, their gradients the other way, and the loss. No code does.
+half. Each is a process with its own certificate and key, and they connect over TLS. Only data is
+sent: activations in one direction, their gradients in the other, and the loss.
 
-A name without an underscore is what the other organisation may call, so there is only `Lab`.
+The other organisation may call the names without an underscore, so `Lab` is the only one.
 """
 
 import logging
@@ -22,13 +22,13 @@ import gradwire
 from gradwire.launch.certs import Folder, make
 
 STEPS, RATE, BATCH = 60, 1.0, 64
-_HOST = "127.0.0.1"  # two machines in earnest: then the address of each, and the same files
+_HOST = "127.0.0.1"  # with two machines: the address of each
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 
 
 def _both_tables():
-    """What no one has at one place: the clinic keeps the first, the lab the second."""
+    """The inputs, which only the clinic has, and the labels, which only the lab has."""
     x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))
     y = (x[:, :1] > x[:, 1:2].abs() - 0.5).double()
     return x, y
@@ -47,7 +47,7 @@ def _step(model):
 
 
 class Lab:
-    """The upper half and the labels. It lives in the lab, which tells the loss and no label."""
+    """The upper half and the labels. It lives in the lab and returns the loss, but no label."""
 
     def __init__(self):
         _, self._labels = _both_tables()
@@ -74,7 +74,7 @@ def _train(bottom, lab, x, step):
 
 
 def _options(files, name, port):
-    """All that one organisation needs to know."""
+    """The options of one organisation."""
     tls = gradwire.Tls(
         certificate=files / f"{name}.pem",
         key=files / f"{name}.key",
@@ -85,7 +85,7 @@ def _options(files, name, port):
 
 
 def _be_the_lab(files, port):
-    logging.getLogger("gradwire").setLevel("ERROR")  # else its log says what it refused, and whom
+    logging.getLogger("gradwire").setLevel("ERROR")  # do not log the calls that it refuses
     gradwire.init_rpc("lab", rank=1, world_size=2, options=_options(files, "lab", port))
     gradwire.shutdown()  # serves until the clinic is done
 
@@ -135,7 +135,7 @@ def _in_one_place():
 
 
 def _hand_out(folder, names):
-    """What is done once: `gradwire certs`, and each gets what is its own. Also a shared secret."""
+    """Create the certificates, as `gradwire certs` does, and the secret; distribute them."""
     made = Folder(folder / "authority")
     make(made, names, days=1)
     for name in names:

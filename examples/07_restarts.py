@@ -1,8 +1,8 @@
-"""Workers die, and training goes on: each step is tried again until nobody is lost in it.
+"""Training continues after workers die: a step is retried until no worker is lost in it.
 
-w1 and w2 hold half of a model each. Twice one of them is killed in the middle of a step. `run`
-starts it again; `retrying` waits until it is back, calls `restore`, and tries the step once more.
-The losses are those of an no_collection training in one process, bit for bit.
+w1 and w2 each hold half of a model. Twice, one of them is killed during a step. `run` restarts it;
+`retrying` waits until it is back, calls `restore`, and runs the step again. The losses are bit for
+bit those of training in one process.
 """
 
 import logging
@@ -20,7 +20,7 @@ torch.set_default_dtype(torch.float64)
 
 
 class Half(nn.Module):
-    """One half; its first weights depend on its number alone."""
+    """Half of the model; its initial weights depend only on its number."""
 
     def __init__(self, n):
         super().__init__()
@@ -43,7 +43,7 @@ def loss_of(halves, step):
 
 
 class Training:
-    """The model on its workers, made from the last checkpoint."""
+    """The model on its workers, and the last checkpoint."""
 
     def __init__(self):
         self.saved, self.restored = None, 0

@@ -1,8 +1,8 @@
 """An optimizer over three workers: a model in three parts, one Adam, a schedule and clipping.
 
-Every part lives on a worker of its own. The optimizer holds references to the parameters, steps
-them where they are, and is a torch.optim.Optimizer to whoever asks: StepLR sets its rate. The same
-program in one process gives the same weights, bit for bit.
+Each part lives on its own worker. The optimizer holds references to the parameters and updates them
+where they are. It is a torch.optim.Optimizer, so StepLR can set its learning rate. The same program
+in one process gives the same weights, bit for bit.
 """
 
 import torch
@@ -33,7 +33,7 @@ class Part(nn.Module):
 
 
 def batches():
-    """The same numbers for whoever asks."""
+    """The same data each time."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
         x = torch.rand(32, 8, generator=generator)
@@ -41,7 +41,7 @@ def batches():
 
 
 def in_one_process():
-    """The losses and the weights after training, without any other worker."""
+    """The losses and the weights after training in one process."""
     model = nn.Sequential(*(Part(seed) for seed in range(3)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
@@ -58,7 +58,7 @@ def in_one_process():
 
 
 def over_workers():
-    """The same, with a part on each of w0, w1 and w2."""
+    """The same on three workers, with a part on each of w0, w1 and w2."""
     parts = [gradwire.remote(f"w{n}", Part, args=(n,)) for n in range(3)]
     parameters = [ref for part in parts for ref in part.rpc_sync().references()]
     optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, parameters, lr=0.02)

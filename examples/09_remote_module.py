@@ -1,7 +1,7 @@
-"""RemoteModule: the layers of one model on three workers, used like layers of this one.
+"""RemoteModule: a model with layers on three workers, used like a local model.
 
-The model below holds its first and last layer elsewhere and its middle one here. It is trained and
-saved as any model is; the weights never leave their workers but in `state_dict`.
+The first and the last layer of the model are on other workers, the middle one is local. It is
+trained and saved like any model. Weights leave their workers only in `state_dict`.
 """
 
 import torch
@@ -14,7 +14,7 @@ torch.set_default_dtype(torch.float64)
 
 
 class Spread(nn.Module):
-    """Words on w1, a layer here, a layer on w2."""
+    """An embedding on w1, a layer here, a layer on w2."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Whole(nn.Module):
 
 
 def descend(module):
-    """A step of gradient descent. Runs where the module is."""
+    """One step of gradient descent; runs on the worker of the module."""
     if isinstance(module, gradwire.RRef):
         module = module.local_value()
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """`make demo`: train a small model that is split over three worker processes, and check it.
 
-A progress bar with the falling loss; then the gradients of the three workers beside those of one
-process; then what a step cost. What is printed is asserted.
+It shows a progress bar with the loss, then the gradients of the three workers beside those of one
+process, then the time of a step. The printed gradients are also asserted.
 """
 
 import os
@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # three processes share a machine that may be small
 
 
 class Part(nn.Module):
-    """A third of the model, and its own optimizer beside it."""
+    """A third of the model, with its own optimizer."""
 
     def __init__(self, n):
         super().__init__()
@@ -42,7 +42,7 @@ class Part(nn.Module):
         return self.linear(x) if self.last else torch.tanh(self.linear(x))
 
     def learn(self):
-        """Take a step, and remember the gradients it was taken with."""
+        """Take a step, and keep its gradients."""
         self.used = [parameter.grad for parameter in self.parameters()]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -75,14 +75,14 @@ def step_in_one_process(parts, x, y):
 
 
 def two_spirals():
-    """Points of two spirals that wind around each other, and which is which."""
+    """Points of two interleaved spirals, and their labels."""
     arm = torch.arange(POINTS) % 2
     turn = torch.linspace(0.5, 3.0, POINTS) * torch.pi
     angle, radius = turn + arm * torch.pi, turn / (3 * torch.pi)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], 1), arm[:, None].float()
 
 
-# -- what is shown
+# -- output
 
 
 def columns():
@@ -91,7 +91,7 @@ def columns():
 
 @contextmanager
 def progress():
-    """Inside the block: a function to be told of each loss, which shows it."""
+    """A progress bar; the block gets a function that shows a loss."""
     if not sys.stdout.isatty():
         yield print_now_and_then()
     elif rich_progress is None:
@@ -133,7 +133,7 @@ def say(text):
 
 
 def print_row(on, *cells):
-    """Four columns that fit a narrow terminal, too."""
+    """Four columns that also fit a narrow terminal."""
     print(f"{on:<3} " + " ".join(f"{cell:>13}" for cell in cells[:2]) + f" {cells[-1]:>8}")
 
 
@@ -141,7 +141,7 @@ def print_row(on, *cells):
 
 
 def train(parts, step, points, show):
-    """The losses, and the seconds of a typical step."""
+    """The losses, and the median seconds of a step."""
     losses, seconds = [], []
     for _ in range(STEPS):
         begin = time.perf_counter()
@@ -152,7 +152,7 @@ def train(parts, step, points, show):
 
 
 def compare_gradients(parts, local, points):
-    """One more step from the same weights, on the workers and here; both sets of gradients."""
+    """One more step from the same weights, on the workers and here; returns both gradients."""
     for part, twin in zip(parts, local, strict=True):
         twin.load_state_dict(part.rpc_sync().weights())
     step_on_workers(parts, *points)
