@@ -10,6 +10,7 @@ SECONDS ?= 600
 ROUNDS ?= 500
 MINUTES ?= 30
 TIMES ?= 20
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
@@ -23,13 +24,13 @@ demo: $(STAMP) ## train a model over three worker processes, and compare with on
 	@$(PY) examples/demo.py
 
 test: $(STAMP) ## everything that must be green
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 test-fast: $(STAMP) ## what runs inside one process and is short: for between two edits
 	$(PY) -m pytest -q -m "not slow and not processes" tests/wire tests/transport tests/agent tests/autograd tests/rpc tests/optim tests/nn
 
 long: $(STAMP) ## the tests with all seeds of the random suites, then oracle, simulator, kills and soak
-	GRADWIRE_LONG=1 $(PY) -m pytest
+	GRADWIRE_LONG=1 $(PY) -m pytest $(PARALLEL)
 	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)
 	$(PY) -m gradwire.testing.simulate --seeds 5000 --jobs $(JOBS)
 	$(PY) -m tests.kills --rounds 200

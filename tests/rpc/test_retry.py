@@ -119,10 +119,10 @@ def _train(lose) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_bit_for_bit(workers, w0):
-    no_collection = _train(lambda n: None)
+    undisturbed = _train(lambda n: None)
     assert gradwire.incarnation("w1") == 0
 
-    assert _train(lambda n: n in (2, 4) and workers.restart(n // 2)) == no_collection
+    assert _train(lambda n: n in (2, 4) and workers.restart(n // 2)) == undisturbed
 
     assert (gradwire.incarnation("w1"), gradwire.incarnation("w2")) == (1, 1)
 
