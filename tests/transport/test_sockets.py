@@ -411,7 +411,7 @@ def test_a_reset_is_told_as_a_close_is(already_sent):
     theirs.sendall(BYTES[:already_sent])
     began = Background(channel.recv)
     if already_sent:  # a reset would discard what has not been read yet
-        assert eventually(lambda: channel.watches_itself)
+        assert eventually(lambda: not channel.needs_heartbeat)
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
     errors = [began.error(PeerLost), raised(PeerLost, channel.recv)]

@@ -25,8 +25,8 @@ from gradwire.transport.base import (
     CLOSED_BY_PEER,
     MAX_BUFFERED_BYTES,
     closed_here,
-    hear_timed_out,
     never,
+    recv_raw_timed_out,
     send_timed_out,
 )
 from gradwire.transport.buffer_pool import BlockPool
@@ -65,7 +65,7 @@ class _Pipe:
         self._put_bytes = self._got_bytes = 0
         self._waiting = 0
         self._ended = False
-        self.taken = 0
+        self.frames_received = 0
         """items that were removed"""
         self._room = threading.Condition(threading.RLock())
 
@@ -124,7 +124,7 @@ class _Pipe:
         """Remove and count an item; see Note [Reading inside a read] in sockets/reader.py."""
         (item,) = map(self._items.get, block)
         if item is not None:
-            self.taken += 1
+            self.frames_received += 1
             self._got_bytes += item.size
         return item
 
@@ -165,7 +165,7 @@ class MemoryChannel:
 
     peer_names: tuple[str, ...] | None = None
     binding: bytes = b""
-    watches_itself = True
+    needs_heartbeat = False
 
     def __init__(
         self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool
@@ -184,31 +184,31 @@ class MemoryChannel:
         return f"<MemoryChannel to {self.remote}: {self._close_reason or 'open'}>"
 
     @property
-    def taken(self) -> int:
-        """See `Channel.taken`."""
-        return self._incoming.taken
+    def frames_received(self) -> int:
+        """See `Channel.frames_received`."""
+        return self._incoming.frames_received
 
-    def say(self, words: bytes, deadline: float) -> None:
-        """Queue the bytes; see `Channel.say`."""
-        self._put(_Item(words, None, len(words)), deadline)
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """Queue the bytes; see `Channel.send_raw`."""
+        self._put(_Item(data, None, len(data)), deadline)
 
-    def hear(self, length: int, deadline: float) -> bytes:
-        """Take raw bytes from the queue; see `Channel.hear`."""
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """Take raw bytes from the queue; see `Channel.recv_raw`."""
         while len(self._heard) < length:
             item = self._maybe_take(deadline)
             if item is None:
-                raise hear_timed_out(self.remote)
+                raise recv_raw_timed_out(self.remote)
             head = item.frame.head if item.frame is not None else b""
             self._heard += item.prefix + head
         heard, self._heard = self._heard[:length], self._heard[length:]
         return heard
 
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`; there is no send lock here."""
+    def release_send_lock(self) -> bool:
+        """See `Channel.release_send_lock`; there is no send lock here."""
         return False
 
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
+    def reacquire_send_lock(self) -> None:
+        """See `Channel.release_send_lock`."""
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""

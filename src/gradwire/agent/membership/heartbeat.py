@@ -82,7 +82,7 @@ class Heartbeat:
 
 
 def _sign(reader: ChannelReader) -> int | None:
-    return None if reader.channel.watches_itself else reader.reads
+    return reader.reads if reader.channel.needs_heartbeat else None
 
 
 def _ping(channel: Channel, *, asks: bool) -> None:

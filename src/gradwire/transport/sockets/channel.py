@@ -16,7 +16,7 @@ from typing import final
 
 from gradwire.errors import PeerLost
 from gradwire.options import Limits, Timeouts
-from gradwire.transport.base import closed_here, hear_timed_out, never
+from gradwire.transport.base import closed_here, never, recv_raw_timed_out
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SharedMemory
 from gradwire.transport.sockets.reader import FrameReader
@@ -66,8 +66,8 @@ class SocketChannel:
         self._writer = FrameWriter(
             sock, self._closer, self._sending, remote, stall=stall, flags=flags, shared=shared
         )
-        self.send, self.lend_turn = self._writer.send, self._writer.lend_turn
-        self.take_turn_back = self._writer.take_turn_back
+        self.send, self.release_send_lock = self._writer.send, self._writer.release_send_lock
+        self.reacquire_send_lock = self._writer.reacquire_send_lock
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_timeval(stall))
@@ -82,14 +82,14 @@ class SocketChannel:
         self._reader.limits = limits
 
     @property
-    def watches_itself(self) -> bool:
-        """See `Channel.watches_itself`."""
-        return self._reader.is_midway
+    def needs_heartbeat(self) -> bool:
+        """See `Channel.needs_heartbeat`."""
+        return not self._reader.is_midway
 
     @property
-    def taken(self) -> int:
-        """See `Channel.taken`."""
-        return self._reader.taken
+    def frames_received(self) -> int:
+        """See `Channel.frames_received`."""
+        return self._reader.frames_received
 
     def __repr__(self) -> str:
         return f"<SocketChannel to {self.remote}: {self._closer.close_reason or 'open'}>"
@@ -98,12 +98,12 @@ class SocketChannel:
         """Shut the connection down; see `Channel.close`."""
         self._closer.end(closed_here(reason))
 
-    def say(self, words: bytes, deadline: float) -> None:
-        """Send raw bytes; see `Channel.say`."""
-        self._writer.transmit([words], (), deadline)
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """Send raw bytes; see `Channel.send_raw`."""
+        self._writer.transmit([data], (), deadline)
 
-    def hear(self, length: int, deadline: float) -> bytes:
-        """Read raw bytes; see `Channel.hear`."""
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """Read raw bytes; see `Channel.recv_raw`."""
         try:
             with self._receiving:
                 if self._closer.close_reason is not None:
@@ -113,7 +113,7 @@ class SocketChannel:
             if self._closer.close_reason is not None:
                 self._closer.close_if_unused()
         if heard is None:
-            raise hear_timed_out(self.remote)
+            raise recv_raw_timed_out(self.remote)
         return heard
 
     def recv(self) -> Frame:

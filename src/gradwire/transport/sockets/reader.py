@@ -96,7 +96,7 @@ class FrameReader:
         self.limits = limits
         self.is_midway = False
         """whether it is waiting for the rest of a frame"""
-        self.taken = 0
+        self.frames_received = 0
         """the number of frames taken; counted before `_start` moves past the frame"""
         self._sock, self._closer, self._stall = sock, closer, stall
         self._pool, self._shared = pool, shared
@@ -258,7 +258,7 @@ class FrameReader:
         frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
         if self._turn != turn:  # an inner read has taken it
             return None
-        self.taken += 1
+        self.frames_received += 1
         self._turn = turn + 1
         self._start = after
         return frame
@@ -305,7 +305,7 @@ class FrameReader:
             return None
         # Take the frame in one step: from here on an inner read completes the bytes of it, and
         # returns the one after it.
-        self.taken += 1
+        self.frames_received += 1
         self._turn = turn + 1
         self._start += ahead
         self._rest = rest

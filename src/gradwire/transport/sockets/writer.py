@@ -170,16 +170,16 @@ class FrameWriter:
             )
         self._send(parts, ancillary, deadline)
 
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`. The interrupted send checks its state before each step."""
+    def release_send_lock(self) -> bool:
+        """See `Channel.release_send_lock`; an interrupted send checks its state at each step."""
         if self._sender != get_ident() or self._is_blocked:
             return False
         self._sender = 0
         self._sending.release()
         return True
 
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
+    def reacquire_send_lock(self) -> None:
+        """See `Channel.release_send_lock`."""
         me = get_ident()
         # A closed channel sends nothing, and in a forked process the holder may not exist: then
         # do not wait forever.
