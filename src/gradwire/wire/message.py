@@ -132,6 +132,6 @@ def check_leaving(data: _Data, most: int) -> None:
     """Raise NotSerializable if a peer with the same limits would refuse the data."""
     if len(data) > most and has_more_than(data, most):
         raise NotSerializable(
-            f"more than {most} numbers, texts and containers do not travel in one message",
+            f"more than {most} numbers, texts and containers do not fit in one message",
             hint="send them as a tensor or a numpy array, or raise Limits(elements=…) on both ends",
         )
