@@ -549,7 +549,7 @@ def test_an_interrupt_within_a_message_leaves_what_came_for_the_next_who_reads(p
     ours, theirs = pair
     theirs.sendall(BYTES[:26])
     channel = as_channel(ours)
-    interrupt_this_thread_once_it_is_in("_has_more")
+    interrupt_this_thread_once_it_is_in("_wait_for_more")
     with pytest.raises(Interrupted):
         channel.recv()
     theirs.sendall(BYTES[26:])

@@ -37,7 +37,13 @@ from zlib import crc32
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.base import CLOSED_BY_PEER, Reentered, closed_here, never
+from gradwire.transport.base import (
+    CLOSED_BY_PEER,
+    Reentered,
+    closed_here,
+    never,
+    recv_raw_timed_out,
+)
 from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
 from gradwire.transport.shared_memory import (
     ANCILLARY_ROOM,
@@ -54,6 +60,7 @@ from gradwire.transport.sockets.stream import (
     SocketLike,
     close_reason_of,
     stalled,
+    wait_until_ready,
 )
 from gradwire.wire.frame import (
     IN_BLOCK,
@@ -69,7 +76,6 @@ from gradwire.wire.frame import (
 )
 
 _READ_AHEAD: Final = 1 << 16
-_LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
 _LARGEST_HEAD: Final = _READ_AHEAD - PREFIX.size - NOTE.size
@@ -81,12 +87,17 @@ _NOT_SUMMED: Final = 4
 
 @final
 class FrameReader:
-    """Reads frames from a socket, into a read-ahead buffer and into payload blocks."""
+    """Reads frames from a socket, into a read-ahead buffer and into payload blocks.
+
+    `receiving` is the lock of the reading thread, which `closer` checks too.
+    """
 
     def __init__(
         self,
         sock: SocketLike,
         closer: SocketCloser,
+        receiving: threading.RLock,
+        remote: str,
         *,
         limits: Limits,
         stall: float,
@@ -98,7 +109,8 @@ class FrameReader:
         """whether it is waiting for the rest of a frame"""
         self.frames_received = 0
         """the number of frames taken; counted before `_start` moves past the frame"""
-        self._sock, self._closer, self._stall = sock, closer, stall
+        self._sock, self._closer, self._receiving = sock, closer, receiving
+        self._remote, self._stall = remote, stall
         self._pool, self._shared = pool, shared
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
@@ -114,54 +126,72 @@ class FrameReader:
         self._is_plain = isinstance(sock, socket.socket)
         self._slab = Slab()
         self._spin = Spin()
-        self._first_bytes: Callable[[int], Any]
-        """reads ahead, with the given flags"""
         self._patiently = 0 if shared is None else READ_FLAGS
         self._at_once = self._patiently | _AT_ONCE
-        if shared is None:
-            self._first_bytes = partial(sock.recv_into, self._ahead, 0)
-        else:
-            self._first_bytes = partial(sock.recvmsg_into, (self._ahead,), ANCILLARY_ROOM)
+        self._read_first = self._reading(self._ahead)
 
-    def next(self, until: float, done: Callable[[], bool]) -> Frame | None:
-        """The next frame; None if none has begun by `until`, or soon after `done()` is true.
+    def _reading(self, view: memoryview) -> Callable[[int], Any]:
+        """A read into the view with the flags that it is given."""
+        if self._shared is None:
+            return partial(self._sock.recv_into, view, 0)
+        return partial(self._sock.recvmsg_into, (view,), ANCILLARY_ROOM)
+
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
+        """Wait for the next frame; see `Channel.maybe_recv`.
 
         Reentered if it interrupts a read that cannot be resumed (see the Note).
-        """
-        if self._is_blocked:
-            raise Reentered
-        while True:
-            if self._rest is not None:
-                self._read_fully(self._rest)
-            if self._start == self._end and not self._await_frame(until, done):
-                return None
-            if self._beside is not None:
-                self._keep_descriptors(self._beside)
-            frame = self._maybe_whole()
-            if frame is None:
-                frame = self._maybe_read_frame()
-            if frame is not None:
-                return frame
 
-    def exactly(self, length: int, until: float) -> bytes | None:
-        """Exactly `length` raw bytes; None if some are missing at `until`.
+        hot: benchmarks of round trips and of bandwidth
+        """
+        closer = self._closer
+        try:
+            with self._receiving:
+                if closer.close_reason is not None:
+                    raise PeerLost(closer.close_reason)
+                if self._is_blocked:
+                    raise Reentered
+                while True:
+                    if self._rest is not None:
+                        self._read_fully(self._rest)
+                    if self._start == self._end and not self._await_frame(until, done):
+                        return None
+                    if self._beside is not None:
+                        self._keep_descriptors(self._beside)
+                    frame = self._maybe_whole()
+                    if frame is None:
+                        frame = self._maybe_read_frame()
+                    if frame is not None:
+                        return frame
+        finally:
+            if closer.close_reason is not None:
+                closer.close_if_unused()
+
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """Read raw bytes; see `Channel.recv_raw`.
 
         Uses recv, not recvmsg, so that the kernel closes any descriptors sent along.
         """
-        heard = bytearray()
-        while len(heard) < length:
-            try:
-                came = self._sock.recv(length - len(heard), _AT_ONCE)
-            except BlockingIOError:
-                if not self._wait_for_bytes(until, never):
-                    return None
-                continue
-            except OSError as error:
-                self._closer.fail(close_reason_of(error), error)
-            if not came:
-                self._closer.fail(CLOSED_BY_PEER)
-            heard += came
-        return bytes(heard)
+        closer, data = self._closer, bytearray()
+        try:
+            with self._receiving:
+                while len(data) < length:
+                    if closer.close_reason is not None:
+                        raise PeerLost(closer.close_reason)
+                    try:
+                        came = self._sock.recv(length - len(data), _AT_ONCE)
+                    except BlockingIOError:
+                        if not self._wait_for_bytes(deadline, never):
+                            raise recv_raw_timed_out(self._remote) from None
+                        continue
+                    except OSError as error:
+                        closer.fail(close_reason_of(error), error)
+                    if not came:
+                        closer.fail(CLOSED_BY_PEER)
+                    data += came
+        finally:
+            if closer.close_reason is not None:
+                closer.close_if_unused()
+        return bytes(data)
 
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
         """Read ahead the first bytes of a frame; False if there are none by `until`.
@@ -169,7 +199,7 @@ class FrameReader:
         An inner read may have left some bytes in the buffer: then there is nothing to do.
         """
         looks = until > 0 and self._spin.begin()
-        read, at_once, patiently = self._first_bytes, (self._at_once,), (self._patiently,)
+        read, at_once, patiently = self._read_first, (self._at_once,), (self._patiently,)
         while self._start == self._end:
             try:
                 blocks = not looks and until == math.inf
@@ -213,10 +243,7 @@ class FrameReader:
         left = until - time.monotonic()
         if left <= 0 or done():
             return False
-        longest = _LONGEST_POLL if done is never else 0.0
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.poll(1 + int(1000 * min(left, longest)))
+        wait_until_ready(self._sock, select.POLLIN, left if done is never else 0.0)
         return True
 
     def _maybe_whole(self) -> Frame | None:
@@ -352,14 +379,7 @@ class FrameReader:
             self._end = unread
         while self._turn == turn and self._end - self._start < wanted:
             end = self._end
-            view = self._ahead[end:]
-            if self._shared is None:
-                reads: Iterator[Any] = map(self._sock.recv_into, (view,), (0,), (_AT_ONCE,))
-            else:
-                room, flags = (ANCILLARY_ROOM,), (self._at_once,)
-                recvmsg: Callable[..., Any] = self._sock.recvmsg_into
-                reads = map(recvmsg, ((view,),), room, flags)
-            self._read_some(reads, end, turn)
+            self._read_some(map(self._reading(self._ahead[end:]), (self._at_once,)), end, turn)
             if self._beside is not None:
                 self._keep_descriptors(self._beside)
         return self._turn == turn
@@ -383,30 +403,28 @@ class FrameReader:
                 if came[1]:
                     self._beside = came
             self._end = end + count
-        except BlockingIOError:
-            self._is_blocked = False
-            if not self._has_more(lambda: self._turn != turn or self._end != end):
-                self._closer.fail(stalled(self._stall))
         except OSError as error:
             self._is_blocked = False
-            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
+            self._wait_for_more(error, lambda: self._turn != turn or self._end != end)
         finally:
             self.is_midway = False
         if count == 0:
             self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
 
-    def _has_more(self, is_done: Callable[[], bool]) -> bool:
-        """Wait for more of a frame; False if none came for `stall` seconds.
+    def _wait_for_more(self, error: OSError, is_done: Callable[[], bool]) -> None:
+        """After a read that found no byte of a frame, wait for some; fail after other errors.
 
         In short steps: if an inner read has taken all bytes, poll is not woken.
         """
+        if not isinstance(error, BlockingIOError):
+            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
         until = time.monotonic() + self._stall
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        while (left := until - time.monotonic()) > 0 and not is_done():
-            if poller.poll(1 + int(1000 * min(left, _POLL_SECONDS))):
-                return True
-        return is_done()
+        while not is_done():
+            left = until - time.monotonic()
+            if left <= 0:
+                self._closer.fail(stalled(self._stall))
+            if wait_until_ready(self._sock, select.POLLIN, min(left, _POLL_SECONDS)):
+                return
 
     def _read_fully(self, rest: _Rest) -> None:
         """Complete the rest of a frame, from the buffer and then from the kernel."""
@@ -447,13 +465,11 @@ class FrameReader:
             (count,) = reads
             self._is_blocked = was_blocked
             rest.ready = ready + count
-        except BlockingIOError:
-            self._is_blocked = was_blocked
-            if blocks or not self._has_more(lambda: rest.ready != ready):
-                self._closer.fail(stalled(self._stall))
         except OSError as error:
             self._is_blocked = was_blocked
-            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
+            if blocks and isinstance(error, BlockingIOError):  # it has waited for `stall` seconds
+                self._closer.fail(stalled(self._stall))
+            self._wait_for_more(error, lambda: rest.ready != ready)
         finally:
             self.is_midway = False
         if count == 0:

@@ -33,6 +33,7 @@ from gradwire.transport.sockets.stream import (
     SocketLike,
     close_reason_of,
     stalled,
+    wait_until_ready,
 )
 from gradwire.wire.frame import (
     IN_BLOCK,
@@ -45,7 +46,6 @@ from gradwire.wire.frame import (
 )
 
 _MOST_PARTS: Final = 1024
-_LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
@@ -127,13 +127,17 @@ class FrameWriter:
         """hot: benchmarks of bandwidth"""
         loan = self._shared.place(frame.payload) if self._shared is not None else None
         if loan is None:
-            self.transmit(_parts_of(frame, self._flags), (), deadline)
+            self._transmit(_parts_of(frame, self._flags), (), deadline)
             return
         with loan:
             prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-            self.transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
+            self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
 
-    def transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """Send raw bytes; see `Channel.send_raw`."""
+        self._transmit([data], (), deadline)
+
+    def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send the buffers as one unit."""
         if not self._wait_for_turn(deadline, get_ident()):
             self._send_inside(parts, ancillary, deadline)
@@ -260,7 +264,7 @@ class FrameWriter:
             if blocks and left > self._stall:
                 self._push(_PATIENTLY)
             else:
-                is_ready = self._poll(min(left, self._stall))
+                is_ready = wait_until_ready(self._sock, select.POLLOUT, min(left, self._stall))
                 self._push(_AT_ONCE)
             is_idle = not is_ready and self._unsent is unsent and self._sent == sent
             if is_idle and left > self._stall:
@@ -340,12 +344,7 @@ class FrameWriter:
         left = deadline - time.monotonic()
         if left <= 0:
             raise send_timed_out(self._remote)
-        self._poll(left)
-
-    def _poll(self, left: float) -> bool:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLOUT)
-        return bool(poller.poll(1 + int(1000 * min(left, _LONGEST_POLL))))
+        wait_until_ready(self._sock, select.POLLOUT, left)
 
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False

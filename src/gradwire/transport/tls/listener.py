@@ -13,10 +13,9 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Final, final
 
 from gradwire import threads
@@ -33,7 +32,6 @@ _log = logging.getLogger("gradwire")
 HANDSHAKE_SECONDS: Final = 5.0
 MAX_PENDING_HANDSHAKES: Final = 256
 _MOST_READY: Final = 1024
-_MOST_LOGGED: Final = 1024
 _MAX_HANDSHAKE_BYTES: Final = 1 << 16
 _READ: Final = 1 << 14
 _JOIN_SECONDS: Final = 5.0
@@ -91,32 +89,42 @@ class _PendingHandshake:
 
 
 @final
-class TlsAcceptor:
-    """Accepts and authenticates connections, on one thread. Owns the listening socket.
+class TlsListener:
+    """A listener for authenticated workers, with its thread; see `Listener`.
 
-    `wrap` makes a channel from an authenticated connection.
+    `session` begins the TLS session of a new connection, `wrap` makes a channel from an
+    authenticated one, and `on_refused(why, remote)` is called for each other connection.
     """
 
     def __init__(
         self,
         sock: socket.socket,
+        address: str,
+        worker: str,
         session: Callable[[], TlsSession],
         wrap: Callable[[socket.socket, TlsSession], SocketChannel],
         patience: float,
         pending_handshakes: int,
-        refused: Callable[[str, str], None] | None = None,
+        on_refused: Callable[[str, str], None],
     ) -> None:
+        self.address = address
         self._sock, self._session, self._wrap = sock, session, wrap
         self._patience, self._pending_handshakes = patience, pending_handshakes
-        self._on_refused = refused or self._log_once
+        self._on_refused = on_refused
         self._pending: dict[_PendingHandshake, None] = {}
+        """the oldest first"""
         self._selector = selectors.DefaultSelector()
+        self._ready: deque[SocketChannel] = deque()
+        self._changed = threading.Condition()
         self._stopped = threading.Event()
-        self._logged: set[tuple[str, str]] = set()
-        self.refused: Counter[str] = Counter()
-        """The number of refused connections by reason."""
+        self._close_reason: str | None = None
         sock.setblocking(False)
         call_after_fork(self)
+        self._thread = threads.thread(f"gradwire {worker} tls", self._work)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<TlsListener on {self.address}: {self._close_reason or 'open'}>"
 
     def forked(self) -> None:
         """Close the copies of a forked process.
@@ -127,26 +135,50 @@ class TlsAcceptor:
         for sock in (self._sock, *(pending.sock for pending in tuple(self._pending))):
             sock.close()
 
-    def work(self, admit: Callable[[SocketChannel], bool]) -> None:
-        """Run until `stop`. `admit` queues a new channel, or returns False if the queue is full."""
-        self._selector.register(self._sock, selectors.EVENT_READ)
-        while not self._stopped.is_set():
-            for key, _ in self._selector.select(self._until_next_deadline()):
-                if key.data is None:
-                    self._accept_one()
-                else:
-                    self._continue(key.data, admit)
-            self._refuse_overdue()
-        for pending in tuple(self._pending):
-            self._drop(pending)
-        self._selector.close()
-        self._sock.close()
+    def accept(self) -> SocketChannel:
+        """Block for the next authenticated connection; see `Listener.accept`."""
+        with self._changed:
+            while not self._ready and self._close_reason is None:
+                self._changed.wait(_LONGEST_WAIT)
+            if self._close_reason is not None:
+                raise PeerLost(f"{self.address} was {self._close_reason}")
+            return self._ready.popleft()
 
-    def stop(self) -> None:
-        """Accept no more connections, and end `work`; from any thread."""
+    def close(self, reason: str = "close() was called") -> None:
+        """Stop listening; see `Listener.close`."""
+        with self._changed:
+            if self._close_reason is None:
+                self._close_reason = closed_here(reason)
+            unwanted, self._ready = self._ready, deque()
+            self._changed.notify_all()
         self._stopped.set()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+        for channel in unwanted:
+            channel.close(reason)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    # --- on the thread ---
+
+    def _work(self) -> None:
+        self._selector.register(self._sock, selectors.EVENT_READ)
+        while not self._stopped.is_set():
+            oldest = next(iter(self._pending), None)
+            left = max(0.0, oldest.deadline - time.monotonic()) if oldest else _LONGEST_WAIT
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._accept_one()
+                elif key.data in self._pending:  # else an earlier event has dropped it
+                    self._continue(key.data)
+            now = time.monotonic()
+            for pending in [pending for pending in self._pending if pending.deadline <= now]:
+                self._refuse(pending, "took too long for the handshake")
+        for pending in tuple(self._pending):
+            self._forget(pending)
+            pending.sock.close()
+        self._selector.close()
+        self._sock.close()
 
     def _accept_one(self) -> None:
         try:
@@ -168,9 +200,7 @@ class TlsAcceptor:
         self._pending[pending] = None
         self._selector.register(sock, selectors.EVENT_READ, pending)
 
-    def _continue(self, pending: _PendingHandshake, admit: Callable[[SocketChannel], bool]) -> None:
-        if pending not in self._pending:
-            return  # dropped by an earlier event of the same select
+    def _continue(self, pending: _PendingHandshake) -> None:
         try:
             if not pending.advance():
                 return
@@ -186,89 +216,22 @@ class TlsAcceptor:
             _log.exception("the TLS handshake with %s failed", pending.host)
             self._refuse(pending, type(error).__name__)
         else:
-            if not admit(channel):
-                channel.close("too many connections wait to be accepted")
+            self._admit(channel)
 
-    def _until_next_deadline(self) -> float:
-        if not self._pending:
-            return _LONGEST_WAIT
-        return max(0.0, next(iter(self._pending)).deadline - time.monotonic())
-
-    def _refuse_overdue(self) -> None:
-        now = time.monotonic()
-        for pending in tuple(self._pending):
-            if pending.deadline > now:
-                return
-            self._refuse(pending, "took too long for the handshake")
-
-    def _refuse(self, pending: _PendingHandshake, why: str) -> None:
-        self.refused[why] += 1
-        self._drop(pending)
-        self._on_refused(why, f"tls://{pending.host}")
-
-    def _log_once(self, why: str, remote: str) -> None:
-        if (remote, why) not in self._logged and len(self._logged) < _MOST_LOGGED:
-            self._logged.add((remote, why))
-            _log.warning("refused %s: %s", remote, why)
-
-    def _drop(self, pending: _PendingHandshake) -> None:
-        self._forget(pending)
-        pending.sock.close()
-
-    def _forget(self, pending: _PendingHandshake) -> None:
-        if self._pending.pop(pending, pending) is None:
-            self._selector.unregister(pending.sock)
-
-
-@final
-class TlsListener:
-    """A listener for authenticated workers; see `Listener`."""
-
-    def __init__(self, acceptor: TlsAcceptor, address: str, worker: str) -> None:
-        self.address = address
-        self._acceptor = acceptor
-        self._ready: deque[SocketChannel] = deque()
-        self._changed = threading.Condition()
-        self._close_reason: str | None = None
-        self._thread = threads.thread(
-            f"gradwire {worker} tls", partial(self._acceptor.work, self._admit)
-        )
-        self._thread.start()
-
-    def __repr__(self) -> str:
-        return f"<TlsListener on {self.address}: {self._close_reason or 'open'}>"
-
-    @property
-    def refused(self) -> Counter[str]:
-        """The number of refused connections by reason."""
-        return Counter(self._acceptor.refused)
-
-    def accept(self) -> SocketChannel:
-        """Block for the next authenticated connection; see `Listener.accept`."""
-        with self._changed:
-            while not self._ready and self._close_reason is None:
-                self._changed.wait(_LONGEST_WAIT)
-            if self._close_reason is not None:
-                raise PeerLost(f"{self.address} was {self._close_reason}")
-            return self._ready.popleft()
-
-    def close(self, reason: str = "close() was called") -> None:
-        """Stop listening; see `Listener.close`."""
-        with self._changed:
-            if self._close_reason is None:
-                self._close_reason = closed_here(reason)
-            unwanted, self._ready = self._ready, deque()
-            self._changed.notify_all()
-        self._acceptor.stop()
-        for channel in unwanted:
-            channel.close(reason)
-        if self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_SECONDS)
-
-    def _admit(self, channel: SocketChannel) -> bool:
+    def _admit(self, channel: SocketChannel) -> None:
         with self._changed:
             has_room = self._close_reason is None and len(self._ready) < _MOST_READY
             if has_room:
                 self._ready.append(channel)
                 self._changed.notify()
-        return has_room
+        if not has_room:
+            channel.close("too many connections wait to be accepted")
+
+    def _refuse(self, pending: _PendingHandshake, why: str) -> None:
+        self._forget(pending)
+        pending.sock.close()
+        self._on_refused(why, f"tls://{pending.host}")
+
+    def _forget(self, pending: _PendingHandshake) -> None:
+        if self._pending.pop(pending, pending) is None:
+            self._selector.unregister(pending.sock)
