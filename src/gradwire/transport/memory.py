@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -30,7 +30,7 @@ from gradwire.transport.base import (
     send_timed_out,
 )
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
+from gradwire.wire.frame import Frame, decode_prefix, encode_prefix
 
 _POLL_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 1.0
@@ -78,14 +78,14 @@ class _Pipe:
         if self._ended:
             return False
         self._put_bytes += item.size
-        self._items.put(item)
-        self._wake_reader()
+        self._append(item)
         return True
 
     def _is_full(self) -> bool:
         return self._put_bytes - self._got_bytes >= self._capacity
 
-    def _wake_reader(self) -> None:
+    def _append(self, item: _Item | None) -> None:
+        self._items.put(item)
         if self._nonempty.locked():
             with suppress(RuntimeError):  # another thread was first
                 self._nonempty.release()
@@ -112,8 +112,7 @@ class _Pipe:
         """The next item, or None after the last; raises Empty if there is none by `until`."""
         item = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
         if item is None:
-            self._items.put(None)
-            self._wake_reader()
+            self._append(None)
             return None
         if self._waiting:
             with self._room:
@@ -143,20 +142,17 @@ class _Pipe:
         """Accept no more items; those in the queue can still be read."""
         if not self._ended:
             self._ended = True
-            self._items.put(None)
-            self._wake_reader()
+            self._append(None)
             with self._room:
                 self._room.notify_all()
 
     def drop(self) -> None:
         """End, and discard the items: the reader is gone."""
         self.end()
-        try:
+        with suppress(Empty):
             while True:
                 self._items.get_nowait()
-        except Empty:
-            self._items.put(None)
-            self._wake_reader()
+        self._append(None)
 
 
 @final
@@ -164,21 +160,17 @@ class MemoryChannel:
     """One end of a connection: a pipe in each direction."""
 
     peer_names: tuple[str, ...] | None = None
-    binding: bytes = b""
+    binding = b""
     needs_heartbeat = False
 
     def __init__(
         self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool
     ) -> None:
-        self.remote = remote
-        self.limits = limits
-        self.peer_names: tuple[str, ...] | None = None
-        self.binding = b""
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._pool = pool
+        self.remote, self.limits = remote, limits
+        self._incoming, self._outgoing, self._pool = incoming, outgoing, pool
         self._close_reason: str | None = None
-        self._heard = b""
+        self._raw = b""
+        """bytes received for `recv_raw` and not yet returned"""
 
     def __repr__(self) -> str:
         return f"<MemoryChannel to {self.remote}: {self._close_reason or 'open'}>"
@@ -194,14 +186,14 @@ class MemoryChannel:
 
     def recv_raw(self, length: int, deadline: float) -> bytes:
         """Take raw bytes from the queue; see `Channel.recv_raw`."""
-        while len(self._heard) < length:
+        while len(self._raw) < length:
             item = self._maybe_take(deadline)
             if item is None:
                 raise recv_raw_timed_out(self.remote)
             head = item.frame.head if item.frame is not None else b""
-            self._heard += item.prefix + head
-        heard, self._heard = self._heard[:length], self._heard[length:]
-        return heard
+            self._raw += item.prefix + head
+        data, self._raw = self._raw[:length], self._raw[length:]
+        return data
 
     def release_send_lock(self) -> bool:
         """See `Channel.release_send_lock`; there is no send lock here."""
@@ -212,15 +204,26 @@ class MemoryChannel:
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""
-        self._put(self._pack(frame), deadline)
+        prefix = encode_prefix(frame)
+        payload: tuple[memoryview, ...] = ()
+        length = sum(map(len, frame.payload)) if frame.payload else 0
+        if length:
+            block, begin = self._pool.take(length), 0
+            for part in frame.payload:
+                end = begin + len(part)
+                block[begin:end] = part
+                begin = end
+            payload = (block,)
+        size = len(prefix) + len(frame.head) + length
+        self._put(_Item(prefix, replace(frame, payload=payload), size), deadline)
 
     def _put(self, item: _Item, deadline: float) -> None:
         self._check_open()
         try:
-            taken = self._outgoing.put(item, deadline)
+            was_put = self._outgoing.put(item, deadline)
         except TimeoutError:
             raise send_timed_out(self.remote) from None
-        if not taken:
+        if not was_put:
             self._check_open()
             raise PeerLost(CLOSED_BY_PEER)
 
@@ -236,7 +239,7 @@ class MemoryChannel:
         if item is None:
             return None
         try:
-            if item.frame is None or self._heard:
+            if item.frame is None or self._raw:
                 raise BadMessage("raw bytes after the handshake")
             decode_prefix(item.prefix, self.limits)
         except BadMessage as refusal:
@@ -273,23 +276,6 @@ class MemoryChannel:
         if self._close_reason is not None:
             raise PeerLost(self._close_reason)
 
-    def _pack(self, frame: Frame) -> _Item:
-        parts = frame.payload
-        length = sum(map(len, parts)) if parts else 0
-        payload = (self._snapshot(parts, length),) if length else ()
-        prefix = encode_prefix(frame)
-        size = len(prefix) + len(frame.head) + length
-        return _Item(prefix, replace(frame, payload=payload), size)
-
-    def _snapshot(self, parts: Sequence[Buffer], length: int) -> memoryview:
-        block = self._pool.take(length)
-        begin = 0
-        for part in parts:
-            end = begin + len(part)
-            block[begin:end] = part
-            begin = end
-        return block
-
 
 @final
 class MemoryListener:
@@ -317,7 +303,11 @@ class MemoryListener:
                 return
             self._close_reason = closed_here(reason)
         self._network.forget(self)
-        self._refuse_waiting()
+        with suppress(Empty):
+            while True:
+                waiting = self._backlog.get_nowait()
+                if waiting is not None:
+                    waiting.close("the listener was closed")
         self._backlog.put(None)
 
     def enqueue(self, channel: MemoryChannel) -> bool:
@@ -326,15 +316,6 @@ class MemoryListener:
             if self._close_reason is None:
                 self._backlog.put(channel)
             return self._close_reason is None
-
-    def _refuse_waiting(self) -> None:
-        try:
-            while True:
-                waiting = self._backlog.get_nowait()
-                if waiting is not None:
-                    waiting.close("the listener was closed")
-        except Empty:
-            return
 
 
 @final
@@ -348,8 +329,7 @@ class MemoryNetwork:
         capacity: int = MAX_BUFFERED_BYTES,
         pool: BlockPool | None = None,
     ) -> None:
-        self._limits = limits or Limits()
-        self._capacity = capacity
+        self._limits, self._capacity = limits or Limits(), capacity
         self._pool = pool or BlockPool()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count(1)
@@ -359,7 +339,8 @@ class MemoryNetwork:
         """Listen under the name, or under a new one if it is empty."""
         name = _name_in(address)
         with self._lock:
-            name = name or self._fresh_name()
+            fresh = (f"listener-{number}" for number in self._numbers)
+            name = name or next(name for name in fresh if name not in self._listeners)
             if name in self._listeners:
                 raise UsageError(f"cannot listen on {address}: the name is taken")
             listener = MemoryListener(self, f"memory://{name}")
@@ -385,10 +366,6 @@ class MemoryNetwork:
         """Release the name of a listener."""
         with self._lock:
             self._listeners.pop(_name_in(listener.address), None)
-
-    def _fresh_name(self) -> str:
-        names = (f"listener-{number}" for number in self._numbers)
-        return next(name for name in names if name not in self._listeners)
 
     def _connect(self, remote: str, other_remote: str) -> tuple[MemoryChannel, MemoryChannel]:
         there, back = _Pipe(self._capacity), _Pipe(self._capacity)
