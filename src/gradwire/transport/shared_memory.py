@@ -88,8 +88,7 @@ class Loan:
     def begin(self, length: int) -> None:
         """Reserve the block for a payload of this length."""
         self.block.state = SENT
-        self.is_filling = True
-        self.length = length
+        self.is_filling, self.length = True, length
 
     def __enter__(self) -> None:
         """Begin to send the frame; if that fails, no byte was sent or the channel ended."""
@@ -117,22 +116,17 @@ class Lender:
     """The blocks that one end of a channel makes and fills."""
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self._limit = limit
-        self._smallest = smallest
+        self._limit, self._smallest = limit, smallest
         self._lock = threading.RLock()
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
         """whether this thread holds the lock: then a finalizer or signal handler is asking"""
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
-        self._bytes = 0
+        self.bytes = 0
+        """the size of all blocks that exist now"""
         self._numbers = count(1)
         self._is_closed = False
-        self._has_complained = False
-
-    @property
-    def bytes(self) -> int:
-        """The size of all blocks that exist now."""
-        return self._bytes
+        self._has_warned = False
 
     def place(self, payload: Sequence[Buffer]) -> Loan | None:
         """Copy the payload into a block; None if it must go through the socket.
@@ -140,7 +134,7 @@ class Lender:
         hot: benchmarks of bandwidth
         """
         length = sum(map(len, payload))
-        if not 0 < length >= self._smallest:
+        if length < max(1, self._smallest):
             return None
         try:
             loan = self._take(length)
@@ -169,14 +163,14 @@ class Lender:
             for loan in self._loans:
                 loan.close()
             self._loans.clear()
-            self._bytes = 0
+            self.bytes = 0
         finally:
             self._lock.release()
 
     def _take(self, length: int) -> Loan | None:
-        room = size_class(length)
         if self._is_inside():
             return None
+        room = size_class(length)
         with self._lock:
             if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
                 return None
@@ -186,23 +180,19 @@ class Lender:
                 return loan
             if not self._has_room_for(room):
                 return None
-            self._bytes += room
+            self.bytes += room
             self._making += 1
         return self._made(room, length)
 
     def _best_fit(self, length: int) -> Loan | None:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [
-            loan
-            for loan in reversed(self._loans)
-            if loan.block.room in sizes and loan.block.state == FREE
-        ]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda loan: loan.block.room)
-        self._loans.remove(best)
-        self._loans.append(best)
+        fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
+        free = [loan for loan in fitting if loan.block.state == FREE]
+        best = min(free, key=lambda loan: loan.block.room, default=None)
+        if best is not None:
+            self._loans.remove(best)
+            self._loans.append(best)
         return best
 
     def _has_room_for(self, room: int) -> bool:
@@ -210,14 +200,14 @@ class Lender:
         if room > self._limit:
             return False
         free = iter([loan for loan in self._loans if loan.block.state == FREE])
-        while self._bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
+        while self.bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
             loan = next(free, None)
             if loan is None:
                 return False
             loan.block.state = GONE
             loan.close()
             self._loans.remove(loan)
-            self._bytes -= loan.block.room
+            self.bytes -= loan.block.room
         return True
 
     def _made(self, room: int, length: int) -> Loan | None:
@@ -226,21 +216,18 @@ class Lender:
             loan = Loan(*make_block(next(self._numbers), room))
             loan.begin(length)
         except OSError as error:
-            self._complain(room, error)
+            if not self._has_warned:
+                self._has_warned = True
+                text = "cannot allocate %d bytes of shared memory, using the socket: %s"
+                _log.warning(text, room, error)
         finally:
             with self._lock:
                 self._making -= 1
                 if loan is None:
-                    self._bytes -= room
+                    self.bytes -= room
                 else:
                     self._loans.append(loan)
         return loan
-
-    def _complain(self, room: int, error: OSError) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            text = "cannot allocate %d bytes of shared memory, using the socket: %s"
-            _log.warning(text, room, error)
 
 
 def descriptors_in(received: Received) -> list[int]:
@@ -270,9 +257,8 @@ class Borrower:
         """
         number, is_new = NOTE.unpack(note)
         if is_new:
-            block: Block | None = self._introduced(number, descriptor, limits)
-        else:
-            block = self._blocks.get(number)
+            self._adopt(number, descriptor, limits)
+        block = self._blocks.get(number)
         if block is None:
             raise BadMessage(f"shared block {number} is unknown")
         if not 0 < length <= block.room:
@@ -292,7 +278,7 @@ class Borrower:
         while len(self.unclaimed) > _MOST_UNCLAIMED:
             os.close(self.unclaimed.popleft())
 
-    def _introduced(self, number: int, descriptor: int | None, limits: Limits) -> Block:
+    def _adopt(self, number: int, descriptor: int | None, limits: Limits) -> None:
         if descriptor is None:
             raise BadMessage(
                 f"shared block {number} arrived without its descriptor",
@@ -305,7 +291,6 @@ class Borrower:
         if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is known already, or one too many")
         self._blocks[number] = block
-        return block
 
 
 @final
