@@ -9,7 +9,7 @@ comes over the same channel. This inner read must continue where the outer one w
 the state is consistent wherever other code can run: every change of position is a sequence of
 instructions in which CPython runs no other code, that is, without a call, a backward jump or a new
 container. `(self._end,) = map(read, …)` is one: it reads and stores the count in one step. Before
-each such sequence a reader checks that `_turn` has not changed since it began, and starts again if
+each such sequence a reader checks that `_epoch` has not changed since it began, and starts again if
 it has. A frame belongs to the reader that moves `_start` past it. A read cannot be resumed if it
 blocks in the kernel, or if it is not a single call into C (TLS): then `_is_blocked` is set, and an
 inner read raises Reentered. So the main thread, where signal handlers run, polls and never blocks.
@@ -18,7 +18,7 @@ Python 3.11 also collects garbage inside C functions that allocate containers. A
 tuple of its arguments and, with descriptors, some for its result; no finalizer may run then, as the
 count is not stored yet. So the lines with `stock` allocate and drop as many containers as the read
 needs: the interpreter then takes them from its free lists, and does not collect. This must not be a
-function, as other code may run after a call, and it must come before the check of `_turn`. Later
+function, as other code may run after a call, and it must come before the check of `_epoch`. Later
 Pythons collect only between two instructions. A read that raises is safe: it has read nothing.
 """
 
@@ -115,7 +115,7 @@ class FrameReader:
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
-        self._turn = 0
+        self._epoch = 0
         """grows when `_start` moves, or when the buffer is filled from its beginning"""
         self._rest: _Rest | None = None
         """the unread rest of a frame that a reader has taken"""
@@ -194,50 +194,42 @@ class FrameReader:
         return bytes(data)
 
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
-        """Read ahead the first bytes of a frame; False if there are none by `until`.
-
-        An inner read may have left some bytes in the buffer: then there is nothing to do.
-        """
-        looks = until > 0 and self._spin.begin()
+        """Read ahead the first bytes of a frame; False if there are none by `until`."""
+        spins = until > 0 and self._spin.begin()
         read, at_once, patiently = self._read_first, (self._at_once,), (self._patiently,)
-        while self._start == self._end:
+        while True:
+            blocks = not spins and until == math.inf
+            reads = map(read, patiently if blocks else at_once)
             try:
-                blocks = not looks and until == math.inf
-                self._take_first(map(read, patiently if blocks else at_once), blocks)
+                stock = ((self, self, self), (self, self, self, self), [self])
+                del stock  # see the Note; from here to `break` is one step
+                if self._start != self._end:
+                    break  # an inner read has left some bytes
+                self._is_blocked = blocks or not self._is_plain
+                self._start = self._end = 0
+                if self._shared is None:
+                    (self._end,) = reads
+                else:
+                    (first,) = reads
+                    self._end = first[0]
+                    if first[1]:
+                        self._beside = first
+                self._epoch += 1
+                if self._end == 0:
+                    self._closer.fail(CLOSED_BY_PEER)
+                break
             except BlockingIOError:
-                self._is_blocked = False
-                looks = looks and not done() and self._spin.should_continue()
-                if not looks and not self._wait_for_bytes(until, done):
-                    return self._start != self._end
+                pass
             except OSError as error:
-                self._is_blocked = False
                 self._closer.fail(close_reason_of(error), error)
-            except BaseException:
+            finally:
                 self._is_blocked = False
-                raise
-        if looks:
+            spins = spins and not done() and self._spin.should_continue()
+            if not spins and not self._wait_for_bytes(until, done):
+                return self._start != self._end
+        if spins:
             self._spin.found()
         return True
-
-    def _take_first(self, reads: Iterator[Any], blocks: bool) -> None:
-        """Read ahead unless the buffer has bytes, in one step up to `_turn += 1`: see the Note."""
-        stock = ((self, self, self), (self, self, self, self), [self])
-        del stock  # see the Note
-        if self._start != self._end:
-            return
-        self._is_blocked = blocks or not self._is_plain
-        self._start = self._end = 0
-        if self._shared is None:
-            (self._end,) = reads
-        else:
-            (first,) = reads
-            self._end = first[0]
-            if first[1]:
-                self._beside = first
-        self._is_blocked = False
-        self._turn += 1
-        if self._end == 0:
-            self._closer.fail(CLOSED_BY_PEER)
 
     def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
         left = until - time.monotonic()
@@ -254,7 +246,7 @@ class FrameReader:
 
         hot: every small message
         """
-        turn = self._turn
+        epoch = self._epoch
         ahead, start = self._ahead, self._start
         content = start + PREFIX.size
         if content > self._end:
@@ -283,10 +275,10 @@ class FrameReader:
         if flags & TAKES_BLOCKS and self._shared is not None:
             self._shared.peer_takes_blocks = True
         frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
-        if self._turn != turn:  # an inner read has taken it
+        if self._epoch != epoch:  # an inner read has taken it
             return None
         self.frames_received += 1
-        self._turn = turn + 1
+        self._epoch = epoch + 1
         self._start = after
         return frame
 
@@ -305,13 +297,13 @@ class FrameReader:
             raise
 
     def _taken_apart(self) -> Frame | None:
-        turn = self._turn
-        if not self._fill(PREFIX.size, turn):
+        epoch = self._epoch
+        if not self._fill(PREFIX.size, epoch):
             return None
         try:
             prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
         except BadMessage:
-            if self._turn != turn:  # an inner read took it and overwrote the buffer
+            if self._epoch != epoch:  # an inner read took it and overwrote the buffer
                 return None
             raise
         flags, length, head_length = prefix.flags, prefix.payload_length, prefix.head_length
@@ -320,7 +312,7 @@ class FrameReader:
         lies_beside = bool(self._shared is not None and flags & IN_BLOCK)
         note = bytearray(NOTE.size if lies_beside and large else 0)
         ahead = PREFIX.size + (0 if large else head_length + NOTE.size * lies_beside)
-        if not self._fill(ahead, turn):
+        if not self._fill(ahead, epoch):
             return None
         seen = bytes(self._ahead[self._start + PREFIX.size : self._start + ahead])
         block = self._block_for(0 if lies_beside else length)
@@ -328,12 +320,12 @@ class FrameReader:
         is_new = bool(lies_beside and not large and NOTE.unpack_from(seen, head_length)[1])
         unclaimed = self._unclaimed
         descriptor: int | None = None
-        if self._turn != turn:
+        if self._epoch != epoch:
             return None
         # Take the frame in one step: from here on an inner read completes the bytes of it, and
         # returns the one after it.
         self.frames_received += 1
-        self._turn = turn + 1
+        self._epoch = epoch + 1
         self._start += ahead
         self._rest = rest
         self._is_blocked = bool(note)
@@ -367,31 +359,31 @@ class FrameReader:
         except MemoryError as error:
             self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
 
-    def _fill(self, wanted: int, turn: int) -> bool:
-        """Read ahead until the buffer has `wanted` bytes; False if `_turn` changed."""
+    def _fill(self, wanted: int, epoch: int) -> bool:
+        """Read ahead until the buffer has `wanted` bytes; False if `_epoch` changed."""
         if self._end - self._start < wanted and self._start + wanted > _READ_AHEAD:
             unread = self._end - self._start
             moved, target = self._ahead[self._start : self._end], self._ahead[:unread]
-            if self._turn != turn:
+            if self._epoch != epoch:
                 return False
             target[_ALL] = moved
             self._start = 0
             self._end = unread
-        while self._turn == turn and self._end - self._start < wanted:
+        while self._epoch == epoch and self._end - self._start < wanted:
             end = self._end
-            self._read_some(map(self._reading(self._ahead[end:]), (self._at_once,)), end, turn)
+            self._read_some(map(self._reading(self._ahead[end:]), (self._at_once,)), end, epoch)
             if self._beside is not None:
                 self._keep_descriptors(self._beside)
-        return self._turn == turn
+        return self._epoch == epoch
 
-    def _read_some(self, reads: Iterator[Any], end: int, turn: int) -> None:
+    def _read_some(self, reads: Iterator[Any], end: int, epoch: int) -> None:
         """Append received bytes to the buffer at `end`, or wait for some."""
         self.is_midway = True
         count = -1
         try:
             stock = ((self, self, self), (self, self, self, self), [self])
             del stock  # see the Note
-            if self._turn != turn or self._end != end:
+            if self._epoch != epoch or self._end != end:
                 return
             self._is_blocked = not self._is_plain
             (came,) = reads
@@ -405,7 +397,7 @@ class FrameReader:
             self._end = end + count
         except OSError as error:
             self._is_blocked = False
-            self._wait_for_more(error, lambda: self._turn != turn or self._end != end)
+            self._wait_for_more(error, lambda: self._epoch != epoch or self._end != end)
         finally:
             self.is_midway = False
         if count == 0:
@@ -433,17 +425,17 @@ class FrameReader:
             view = rest.next()
             if view is None:
                 break
-            turn, start = self._turn, self._start
+            epoch, start = self._epoch, self._start
             count = min(self._end - start, len(view))
             if not count:
                 self._read_rest(rest, ready, view)
                 continue
             source, target = self._ahead[start : start + count], view[:count]
-            if rest.ready != ready or self._turn != turn:
+            if rest.ready != ready or self._epoch != epoch:
                 continue
             target[_ALL] = source
             rest.ready = ready + count
-            self._turn = turn + 1
+            self._epoch = epoch + 1
             self._start = start + count
         if self._rest is rest:
             self._rest = None

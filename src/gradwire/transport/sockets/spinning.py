@@ -36,22 +36,16 @@ class Spin:
         return now >= self._rests_until
 
     def should_continue(self) -> bool:
-        """Whether to poll once more."""
+        """Whether to poll once more; after a failure, rest twice as long as after the last."""
         now = self._now()
-        if now - self._last > _DESCHEDULED_SECONDS:
-            self._pause(now)
-            return False
+        was_descheduled = now - self._last > _DESCHEDULED_SECONDS
         self._last = now
-        if now - self._began > SPIN_SECONDS:
-            self._pause(now)
-            return False
-        return True
+        if not was_descheduled and now - self._began <= SPIN_SECONDS:
+            return True
+        self._rests_until = now + self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+        return False
 
     def found(self) -> None:
         """The spin succeeded: bytes arrived."""
         self._rest = _REST_SECONDS
-
-    def _pause(self, now: float) -> None:
-        """Do not spin for a while; the pause doubles with each failure."""
-        self._rests_until = now + self._rest
-        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
