@@ -4,7 +4,7 @@ The first send of a frame does not block: if no byte can go out before the deadl
 not sent at all. A frame that has begun must be finished, or no other could follow: `send` continues
 until the deadline, and after that a new thread sends the rest.
 
-A thread must hold the send lock (the turn). A finalizer or a signal handler may interrupt it
+A thread must hold the send lock. A finalizer or a signal handler may interrupt it
 anywhere and send too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`,
 which change in the same step as the system call: see Note [Reading inside a read] in reader.py.
 An inner send first sends this rest.
@@ -92,11 +92,11 @@ class FrameWriter:
             self._send_large(frame, deadline)
             return
         me = get_ident()
-        for has_turn in self._taking:  # noqa: B007
+        for has_lock in self._taking:  # noqa: B007
             break
-        if has_turn:
+        if has_lock:
             self._sender = me
-        elif not self._wait_for_turn(deadline, me):
+        elif not self._acquire(deadline, me):
             self._send_inside([small], (), deadline)
             return
         try:
@@ -121,7 +121,7 @@ class FrameWriter:
             else:
                 self._finish_by(deadline, small)
         finally:
-            self._give_up_turn()
+            self._release()
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
@@ -134,20 +134,20 @@ class FrameWriter:
             self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
 
     def send_raw(self, data: bytes, deadline: float) -> None:
-        """Send raw bytes; see `Channel.send_raw`."""
+        """See `Channel.send_raw`."""
         self._transmit([data], (), deadline)
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send the buffers as one unit."""
-        if not self._wait_for_turn(deadline, get_ident()):
+        if not self._acquire(deadline, get_ident()):
             self._send_inside(parts, ancillary, deadline)
             return
         try:
             self._send(parts, ancillary, deadline)
         finally:
-            self._give_up_turn()
+            self._release()
 
-    def _wait_for_turn(self, deadline: float, me: int) -> bool:
+    def _acquire(self, deadline: float, me: int) -> bool:
         """Acquire the send lock; False if this thread holds it, in a send that was interrupted.
 
         The lock is acquired and `_sender` set in one step: see Note [Reading inside a read].
@@ -155,8 +155,8 @@ class FrameWriter:
         if self._sender == me:
             return False
         left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-        (has_turn,) = map(self._sending.acquire, (True,), (left,))
-        if has_turn:
+        (has_lock,) = map(self._sending.acquire, (True,), (left,))
+        if has_lock:
             self._sender = me
             return True
         raise send_timed_out(self._remote)
@@ -191,10 +191,11 @@ class FrameWriter:
         (_,) = map(self._sending.acquire, (True,), (patience,))
         self._sender = me
 
-    def _give_up_turn(self) -> None:
+    def _release(self) -> None:
         """Release the send lock, or give it to a new thread that finishes a frame."""
         if self._unsent is not None and self._closer.close_reason is None:
-            self._finish_later()
+            self._sender = 0
+            threads.thread(f"gradwire send {self._remote}", self._finish).start()
             return
         self._unsent = None
         self._is_blocked = False
@@ -271,11 +272,6 @@ class FrameWriter:
                 self._closer.fail(stalled(self._stall))
         return True
 
-    def _finish_later(self) -> None:
-        self._sender = 0
-        name = f"gradwire send {self._remote}"
-        threads.thread(name, self._finish).start()
-
     def _finish(self) -> None:
         self._sender = get_ident()
         try:
@@ -286,7 +282,7 @@ class FrameWriter:
             # An interrupt of the sending thread at this moment may have ended the channel and
             # released the lock.
             with suppress(RuntimeError):
-                self._give_up_turn()
+                self._release()
 
     def _begin(self, parts: list[Buffer], ancillary: Ancillary) -> bool:
         """Send the first bytes of a new frame, as many as the kernel accepts; False if none."""
