@@ -49,8 +49,7 @@ from gradwire.testing import cluster
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SharedMemory
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.wire.frame import Frame, encode_prefix, pack_prefix
-from gradwire.wire.message import Kinds, Message, encode, kind_of
+from gradwire.wire.message import Frame, Kinds, Message, encode, encode_prefix, kind_of, pack_prefix
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.fuzz import exposed, handshake
 from tests.leftovers import eventually

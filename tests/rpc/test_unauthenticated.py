@@ -30,8 +30,7 @@ from gradwire.transport.address import Transports
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import encode, kind_of
+from gradwire.wire.message import Frame, encode, kind_of
 from tests.leftovers import eventually
 from tests.rpc import far_open as far
 

@@ -9,7 +9,7 @@ import pytest
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memory import MemoryNetwork
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 
 FRAME = Frame(1, 0, 0, b"head", [b"payload"])
 

@@ -24,8 +24,8 @@ from gradwire.transport.memfd import can_share, make_block
 from gradwire.transport.shared_memory import MOST_BLOCKS, NOTE, Lender, SharedMemory
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Frame
-from gradwire.wire.frame import pack_prefix as prefix_of
+from gradwire.wire.message import IN_BLOCK, TAKES_BLOCKS, Frame
+from gradwire.wire.message import pack_prefix as prefix_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system has no memfd")

@@ -26,7 +26,7 @@ from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets import reader
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.listener import SocketListener
-from gradwire.wire.frame import Frame, encode_prefix, pack_prefix
+from gradwire.wire.message import Frame, encode_prefix, pack_prefix
 from tests.leftovers import eventually
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])

@@ -27,7 +27,7 @@ from gradwire.transport.tls import transport as tls_module
 from gradwire.transport.tls.identity import Identity
 from gradwire.transport.tls.stream import TlsSession, TlsStream
 from gradwire.transport.tls.transport import TlsTransport
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 from tests import certificates
 from tests.certificates import DAY, job, other_job
 from tests.leftovers import eventually

@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwire.errors import BadMessage, NotSerializable
 from gradwire.options import Limits
-from gradwire.wire.frame import ALIGNMENT
+from gradwire.wire.message import ALIGNMENT
 from gradwire.wire.tensor import (
     DTYPE_CODES,
     DTYPES,

@@ -22,7 +22,7 @@ from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.testing.background import PATIENCE, Background, expect, raised
 from gradwire.transport.base import MAX_BUFFERED_BYTES, Channel
-from gradwire.wire.frame import Buffer, Frame
+from gradwire.wire.message import Buffer, Frame
 
 MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
 Check: TypeAlias = Callable[[MakePair], None]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from gradwire.errors import DeadlinePassed
 from gradwire.options import Limits
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 
 MAX_BUFFERED_BYTES = 1 << 24
 """Bytes that a channel may buffer for a peer that does not read; the frame that reaches the limit

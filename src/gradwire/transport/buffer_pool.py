@@ -22,7 +22,7 @@ from typing import TypeAlias, final
 import numpy
 from numpy.typing import NDArray
 
-from gradwire.wire.frame import ALIGNMENT
+from gradwire.wire.message import ALIGNMENT
 
 # numpy.empty rather than bytearray, which fills a new block with zeros: that doubles the work, and
 # the mere prefix of a large payload would make this process touch that much memory.

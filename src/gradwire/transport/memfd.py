@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradwire.errors import BadMessage
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 _Memory: TypeAlias = NDArray[numpy.uint8]
 

@@ -30,7 +30,7 @@ from gradwire.transport.base import (
     send_timed_out,
 )
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.wire.frame import Frame, decode_prefix, encode_prefix
+from gradwire.wire.message import Frame, decode_prefix, encode_prefix
 
 _POLL_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 1.0

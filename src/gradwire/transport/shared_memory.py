@@ -29,7 +29,7 @@ from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import size_class
 from gradwire.transport.memfd import FREE, GONE, SENT, Block, adopt, make_block
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 _log = logging.getLogger("gradwire")
 

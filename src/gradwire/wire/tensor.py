@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
-from gradwire.wire.frame import ALIGNMENT, Buffer
+from gradwire.wire.message import ALIGNMENT, Buffer
 
 REQUIRES_GRAD = 1
 INFERENCE = 2

@@ -15,7 +15,7 @@ from gradwire.agent.links.readers import ChannelReader, ChannelReaders
 from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import IS_ANSWER, Frame
 from tests.leftovers import eventually
 
 

@@ -56,7 +56,7 @@ from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.threads import MAKE_IT_ELSEWHERE, check_may_wait, taking
 from gradwire.transport.base import Channel, Reentered
-from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
 

@@ -29,7 +29,7 @@ from gradwire.torch_private import (
     is_inside_transform,
     wrapped_by_transform,
 )
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     REQUIRES_GRAD,
     TensorHeader,

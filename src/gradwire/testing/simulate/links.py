@@ -31,7 +31,7 @@ from gradwire.transport.base import (
     recv_raw_timed_out,
     send_timed_out,
 )
-from gradwire.wire.frame import PREFIX, Frame, check_content, decode_prefix, encode_prefix
+from gradwire.wire.message import PREFIX, Frame, check_content, decode_prefix, encode_prefix
 
 _PROOF = "proof"
 """What words of a handshake are called."""

@@ -20,7 +20,7 @@ from gradwire.transport.shared_memory import SharedMemory
 from gradwire.transport.sockets.reader import FrameReader
 from gradwire.transport.sockets.stream import SocketCloser, SocketLike
 from gradwire.transport.sockets.writer import FrameWriter
-from gradwire.wire.frame import SUMS_PAYLOAD, TAKES_BLOCKS, Frame
+from gradwire.wire.message import SUMS_PAYLOAD, TAKES_BLOCKS, Frame
 
 LIMITS: Final = Limits()
 STALL: Final = Timeouts().stall

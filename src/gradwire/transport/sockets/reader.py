@@ -62,7 +62,7 @@ from gradwire.transport.sockets.stream import (
     stalled,
     wait_until_ready,
 )
-from gradwire.wire.frame import (
+from gradwire.wire.message import (
     IN_BLOCK,
     IS_ANSWER,
     PREFIX,

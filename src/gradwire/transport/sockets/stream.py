@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
 

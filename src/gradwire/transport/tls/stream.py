@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NoReturn, final
 
 from gradwire.transport.sockets.stream import INTERRUPTED, Ancillary, stalled
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 _READ: Final = 1 << 17
 _CHUNK: Final = 1 << 16

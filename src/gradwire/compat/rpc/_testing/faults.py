@@ -15,8 +15,7 @@ from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
 from gradwire.transport.base import Channel, never
-from gradwire.wire.frame import IS_ANSWER, Frame
-from gradwire.wire.message import Kinds, kind_of
+from gradwire.wire.message import IS_ANSWER, Frame, Kinds, kind_of
 
 _CALLS = Kinds([Call])
 _NAMES = {
