@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
@@ -279,20 +280,19 @@ class MemoryChannel:
 
 @final
 class MemoryListener:
-    """A listener under a name of a network."""
+    """A listener under a name of a network; `lock` guards the names and the order of closing."""
 
-    def __init__(self, network: MemoryNetwork, address: str) -> None:
+    def __init__(self, address: str, lock: threading.Lock, forget: Callable[[], object]) -> None:
         self.address = address
-        self._network = network
-        self._backlog: SimpleQueue[MemoryChannel | None] = SimpleQueue()
+        self.backlog: SimpleQueue[MemoryChannel | None] = SimpleQueue()
+        self._lock, self._forget = lock, forget
         self._close_reason: str | None = None
-        self._lock = threading.Lock()
 
     def accept(self) -> MemoryChannel:
         """Block for the next connection; see `Listener.accept`."""
-        channel = self._backlog.get()
+        channel = self.backlog.get()
         if channel is None:
-            self._backlog.put(None)
+            self.backlog.put(None)
             raise PeerLost(f"{self.address} was {self._close_reason}")
         return channel
 
@@ -302,70 +302,52 @@ class MemoryListener:
             if self._close_reason is not None:
                 return
             self._close_reason = closed_here(reason)
-        self._network.forget(self)
+            self._forget()
         with suppress(Empty):
-            while True:
-                waiting = self._backlog.get_nowait()
-                if waiting is not None:
-                    waiting.close("the listener was closed")
-        self._backlog.put(None)
-
-    def enqueue(self, channel: MemoryChannel) -> bool:
-        """Queue a channel for `accept`; False if the listener is closed."""
-        with self._lock:
-            if self._close_reason is None:
-                self._backlog.put(channel)
-            return self._close_reason is None
+            while waiting := self.backlog.get_nowait():
+                waiting.close("the listener was closed")
+        self.backlog.put(None)
 
 
 @final
 class MemoryNetwork:
     """An in-process transport with its own names."""
 
-    def __init__(
-        self,
-        *,
-        limits: Limits | None = None,
-        capacity: int = MAX_BUFFERED_BYTES,
-        pool: BlockPool | None = None,
-    ) -> None:
-        self._limits, self._capacity = limits or Limits(), capacity
-        self._pool = pool or BlockPool()
+    def __init__(self, *, limits: Limits | None = None, capacity: int = MAX_BUFFERED_BYTES) -> None:
+        self._limits, self._capacity, self._pool = limits or Limits(), capacity, BlockPool()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count(1)
         self._lock = threading.Lock()
 
     def listen(self, address: str) -> MemoryListener:
         """Listen under the name, or under a new one if it is empty."""
-        name = _name_in(address)
+        name = parse_address(address, "memory").place
         with self._lock:
             fresh = (f"listener-{number}" for number in self._numbers)
             name = name or next(name for name in fresh if name not in self._listeners)
             if name in self._listeners:
                 raise UsageError(f"cannot listen on {address}: the name is taken")
-            listener = MemoryListener(self, f"memory://{name}")
-            self._listeners[name] = listener
+            forget = partial(self._listeners.pop, name)
+            listener = self._listeners[name] = MemoryListener(
+                f"memory://{name}", self._lock, forget
+            )
         return listener
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> MemoryChannel:
         """Connect to the listener of that name; this never waits."""
-        with self._lock:
-            listener = self._listeners.get(_name_in(address))
         here, there = self._connect(address, f"{address} (connection {next(self._numbers)})")
-        if listener is None or not listener.enqueue(there):
-            refusal = ConnectionRefusedError(f"nobody listens at {address}")
-            raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
-        return here
+        with self._lock:
+            listener = self._listeners.get(parse_address(address, "memory").place)
+            if listener is not None:
+                listener.backlog.put(there)
+                return here
+        refusal = ConnectionRefusedError(f"nobody listens at {address}")
+        raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
 
     def pair(self) -> tuple[MemoryChannel, MemoryChannel]:
         """Two connected channels without a listener, for a worker that calls itself."""
         number = next(self._numbers)
         return self._connect(f"memory://pair-{number}/b", f"memory://pair-{number}/a")
-
-    def forget(self, listener: MemoryListener) -> None:
-        """Release the name of a listener."""
-        with self._lock:
-            self._listeners.pop(_name_in(listener.address), None)
 
     def _connect(self, remote: str, other_remote: str) -> tuple[MemoryChannel, MemoryChannel]:
         there, back = _Pipe(self._capacity), _Pipe(self._capacity)
@@ -373,10 +355,3 @@ class MemoryNetwork:
             MemoryChannel(remote, back, there, limits=self._limits, pool=self._pool),
             MemoryChannel(other_remote, there, back, limits=self._limits, pool=self._pool),
         )
-
-
-def _name_in(address: str) -> str:
-    parsed = parse_address(address)
-    if parsed.scheme != "memory":
-        raise UsageError(f"{address} is not a memory address", hint="memory://name")
-    return parsed.place

@@ -63,7 +63,7 @@ def listening(
     address: str, scheme: str, *, this_host_only: bool = False
 ) -> tuple[socket.socket, str]:
     """A listening socket, and its address with the actual port."""
-    where = _parse(address, scheme)
+    where = parse_address(address, scheme)
     host = where.place or _DEFAULT_HOST
     try:
         family, place = _resolve(address, host, where.port or 0, this_host_only)[0]
@@ -77,7 +77,7 @@ def connected(
     address: str, scheme: str, deadline: float, stall: float, *, this_host_only: bool = False
 ) -> socket.socket:
     """A socket connected to the listener at the address."""
-    where = _parse(address, scheme)
+    where = parse_address(address, scheme)
     if not (where.place and where.port):
         raise UsageError(f"{address} does not say which host and port to connect to")
     with connecting_to(address):
@@ -121,13 +121,6 @@ def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEAR_BUFFER)
     return str(Address(scheme, host, port))
-
-
-def _parse(address: str, scheme: str) -> Address:
-    parsed = parse_address(address)
-    if parsed.scheme != scheme:
-        raise UsageError(f"{address} is not a {scheme} address", hint=f"{scheme}://host:port")
-    return parsed
 
 
 def _resolve(address: str, host: str, port: int, this_host_only: bool) -> list[_Resolved]:

@@ -66,7 +66,7 @@ class UnixTransport:
 
     def listen(self, address: str) -> SocketListener:
         """Make the socket; `close` removes it, and the directory made for it."""
-        path = _path_in(address)
+        path = parse_address(address, "unix").place
         directory = None if path else _own_directory()
         path = path or os.path.join(str(directory), _SOCKET)
         try:
@@ -90,7 +90,7 @@ class UnixTransport:
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Connect to the listener at the path."""
-        path = _path_in(address)
+        path = parse_address(address, "unix").place
         if not path:
             raise UsageError(f"{address} does not say which path to connect to")
         _check_length(path)
@@ -152,13 +152,6 @@ def _is_listened_to(path: str) -> bool:
     except (ConnectionRefusedError, FileNotFoundError):
         return False
     return True
-
-
-def _path_in(address: str) -> str:
-    parsed = parse_address(address)
-    if parsed.scheme != "unix":
-        raise UsageError(f"{address} is not a unix address", hint="unix:///path")
-    return parsed.place
 
 
 def _check_length(path: str) -> None:
