@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 from zlib import crc32
 
 from gradwire.errors import BadMessage, PeerLost
@@ -134,7 +134,7 @@ class FrameReader:
         """A read into the view with the flags that it is given."""
         if self._shared is None:
             return partial(self._sock.recv_into, view, 0)
-        return partial(self._sock.recvmsg_into, (view,), ANCILLARY_ROOM)
+        return partial(cast(socket.socket, self._sock).recvmsg_into, (view,), ANCILLARY_ROOM)
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
         """Wait for the next frame; see `Channel.maybe_recv`.

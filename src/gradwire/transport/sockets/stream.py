@@ -1,4 +1,4 @@
-"""What all sockets share: their interface, how they are closed, and what their errors mean.
+"""What all sockets share: how they are waited for and closed, and what their errors mean.
 
 Reads and writes block, with kernel timeouts; with MSG_DONTWAIT they do not. If nothing can be read
 or written in time, they raise BlockingIOError.
@@ -12,54 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, final
 
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
 from gradwire.wire.message import Buffer
 
-Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
+if TYPE_CHECKING:
+    from gradwire.transport.tls.stream import TlsStream
 
+SocketLike: TypeAlias = "socket.socket | TlsStream"
+Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
 Use: TypeAlias = "threading.Lock | threading.RLock"
 _LONGEST_WAIT: Final = 86400.0
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
-
-
-class SocketLike(Protocol):
-    """The methods of a connected socket that a channel uses; `TlsStream` has them too."""
-
-    def fileno(self) -> int:
-        """The descriptor to poll after a read or write raised BlockingIOError."""
-
-    def recv(self, length: int, flags: int = 0, /) -> bytes:
-        """Read at most `length` bytes; empty at the end."""
-
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """Read into the buffer; returns the number of bytes, 0 at the end."""
-
-    def recvmsg_into(
-        self, buffers: Iterable[memoryview], room: int = 0, flags: int = 0, /
-    ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
-        """Like `recv_into`, with ancillary data; for unix sockets."""
-
-    def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """Send some of the bytes; returns how many."""
-
-    def sendmsg(self, buffers: Iterable[Buffer], beside: Ancillary = (), flags: int = 0, /) -> int:
-        """Send some bytes of the buffers; returns how many in total."""
-
-    def setblocking(self, flag: bool, /) -> None:
-        """Called once by the channel, with True."""
-
-    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """Called by the channel to set its timeouts."""
-
-    def shutdown(self, how: int, /) -> None:
-        """End the connection, and wake all blocked threads."""
-
-    def close(self) -> None:
-        """Close the descriptor."""
 
 
 @final
