@@ -14,7 +14,7 @@ import gradwire  # noqa: F401  (every message is defined once this is imported)
 from docs.generate.source import field_types, field_words, markdown, table
 from gradwire.agent.links import handshake_state
 from gradwire.rpc.codec import walk
-from gradwire.transport import memfd
+from gradwire.transport import shared_memory
 from gradwire.transport.shared_memory import MOST_BLOCKS
 from gradwire.wire import message, tensor
 from gradwire.wire.message import Message, kind_of
@@ -167,11 +167,11 @@ def _frame() -> str:
     ]
     text = _FRAME.format(size=message.PREFIX.size, alignment=message.ALIGNMENT)
     blocks = _SHARED.format(
-        page=memfd.FIRST_PAGE,
-        free=memfd.FREE,
-        sent=memfd.SENT,
-        read=memfd.READ,
-        gone=memfd.GONE,
+        page=shared_memory.FIRST_PAGE,
+        free=shared_memory.FREE,
+        sent=shared_memory.SENT,
+        read=shared_memory.READ,
+        gone=shared_memory.GONE,
         most=MOST_BLOCKS,
     )
     return f"{text}\n{table(('prefix', 'type', 'meaning'), rows)}\n\n{blocks}"

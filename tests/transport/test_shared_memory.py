@@ -20,8 +20,14 @@ from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.memfd import can_share, make_block
-from gradwire.transport.shared_memory import MOST_BLOCKS, NOTE, Lender, SharedMemory
+from gradwire.transport.shared_memory import (
+    MOST_BLOCKS,
+    NOTE,
+    Lender,
+    SharedMemory,
+    can_share,
+    make_block,
+)
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.message import IN_BLOCK, TAKES_BLOCKS, Frame

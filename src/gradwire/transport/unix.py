@@ -24,8 +24,7 @@ from gradwire.errors import NotTrusted, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.memfd import can_share
-from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory
+from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory, can_share
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel, as_timeval
 from gradwire.transport.sockets.listener import SocketListener, listening_socket
 from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
