@@ -113,6 +113,21 @@ def test_a_large_payload_lies_in_shared_memory_and_a_small_one_does_not(pair):
     assert not is_shared(carried(pair, frame_of(1, 1000)))
 
 
+def test_a_payload_in_a_block_may_follow_a_large_head(pair):
+    here, there = pair
+    frames = [
+        Frame(1, 0, n, bytes([n]) * size, [bytes([n]) * LARGE])
+        for n, size in enumerate((65496, 65497, 300_000, 10, 300_000))
+    ]
+    sending = threading.Thread(target=lambda: [here.send(frame, soon()) for frame in frames])
+    sending.start()
+    for frame in frames:
+        received = there.recv()
+        assert (received.head, bytes(received.payload[0])) == (frame.head, frame.payload[0])
+        assert is_shared(received.payload[0])  # type: ignore[arg-type]
+    sending.join()
+
+
 def test_a_payload_in_a_block_is_aligned_and_writable_and_of_its_own_length(pair):
     payload = carried(pair, frame_of(1, LARGE + 1))
     assert (len(payload), payload.format, payload.readonly) == (LARGE + 1, "B", False)

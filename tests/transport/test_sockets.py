@@ -241,6 +241,22 @@ def test_a_frame_is_the_same_however_it_is_cut_on_its_way(frames, sizes, checksu
             assert received(receiver) == expected
 
 
+@pytest.mark.parametrize("before", [0, 1, 1000])
+@pytest.mark.parametrize("size", [65503, 65504, 65505, 65536, 300_000])
+def test_a_head_that_does_not_fit_into_the_read_ahead_buffer_is_read(pair, size, before):
+    ours, theirs = map(as_channel, pair)
+    small = [Frame(2, 0, n, bytes([n % 256]), ()) for n in range(before)]
+    large = Frame(1, 0, 7, bytes(range(256)) * (size // 256) + bytes(size % 256), [b"x" * 5000])
+    frames = [*small, large, FRAME, large, FRAME]
+
+    sending = in_background(lambda: [ours.send(frame, soon()) for frame in frames])
+    for frame in frames:
+        expected = (frame.kind, 0, frame.request, frame.head, b"".join(frame.payload))
+        assert received(theirs) == expected
+    sending.join()
+    assert len(theirs._reader._ahead) == 1 << 16
+
+
 def test_what_the_kernel_takes_of_a_small_frame_in_parts_is_finished(pair):
     ours, theirs = pair
     sending = Parcelled(ours, iter([10, 1, 1000]))

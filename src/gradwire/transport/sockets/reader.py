@@ -68,7 +68,6 @@ from gradwire.wire.message import (
     PREFIX,
     SUMS_PAYLOAD,
     TAKES_BLOCKS,
-    Buffer,
     Frame,
     Prefix,
     check_content,
@@ -78,7 +77,6 @@ from gradwire.wire.message import (
 _READ_AHEAD: Final = 1 << 16
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
-_LARGEST_HEAD: Final = _READ_AHEAD - PREFIX.size - NOTE.size
 _ALL: Final = slice(None)
 _POLL_SECONDS: Final = 0.05
 _NOT_SUMMED: Final = 4
@@ -113,7 +111,7 @@ class FrameReader:
         self._remote, self._stall = remote, stall
         self._pool, self._shared = pool, shared
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
-        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._ahead = self._usual = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
         self._epoch = 0
         """grows when `_start` moves, or when the buffer is filled from its beginning"""
@@ -128,7 +126,7 @@ class FrameReader:
         self._spin = Spin()
         self._patiently = 0 if shared is None else READ_FLAGS
         self._at_once = self._patiently | _AT_ONCE
-        self._read_first = self._reading(self._ahead)
+        self._read_first = self._reading(self._usual)
 
     def _reading(self, view: memoryview) -> Callable[[int], Any]:
         """A read into the view with the flags that it is given."""
@@ -306,18 +304,16 @@ class FrameReader:
             if self._epoch != epoch:  # an inner read took it and overwrote the buffer
                 return None
             raise
-        flags, length, head_length = prefix.flags, prefix.payload_length, prefix.head_length
-        # A head that does not fit into the buffer is read like a payload.
-        large = bytearray(head_length if head_length > _LARGEST_HEAD else 0)
-        lies_beside = bool(self._shared is not None and flags & IN_BLOCK)
-        note = bytearray(NOTE.size if lies_beside and large else 0)
-        ahead = PREFIX.size + (0 if large else head_length + NOTE.size * lies_beside)
+        lies_beside = self._shared is not None and bool(prefix.flags & IN_BLOCK)
+        head_end = PREFIX.size + prefix.head_length
+        ahead = head_end + (NOTE.size if lies_beside else 0)
         if not self._fill(ahead, epoch):
             return None
-        seen = bytes(self._ahead[self._start + PREFIX.size : self._start + ahead])
-        block = self._block_for(0 if lies_beside else length)
-        rest = _Rest([memoryview(large), memoryview(note), block])
-        is_new = bool(lies_beside and not large and NOTE.unpack_from(seen, head_length)[1])
+        start = self._start
+        head = bytes(self._ahead[start + PREFIX.size : start + head_end])
+        note = bytes(self._ahead[start + head_end : start + ahead])
+        rest = _Rest(self._block_for(0 if lies_beside else prefix.payload_length))
+        is_new = lies_beside and NOTE.unpack(note)[1]
         unclaimed = self._unclaimed
         descriptor: int | None = None
         if self._epoch != epoch:
@@ -326,32 +322,30 @@ class FrameReader:
         # returns the one after it.
         self.frames_received += 1
         self._epoch = epoch + 1
-        self._start += ahead
         self._rest = rest
-        self._is_blocked = bool(note)
+        if self._ahead is self._usual:
+            self._start += ahead
+        else:  # a buffer made for this head: see `_fill`
+            self._ahead = self._usual
+            self._start = self._end = 0
         if is_new and unclaimed:
             descriptor = unclaimed[0]
             del unclaimed[0]
         self._read_fully(rest)
-        head = bytes(large) if large else seen[:head_length]
-        return self._made(prefix, head, note or seen[head_length:], block, descriptor)
+        return self._made(prefix, head, note, rest.block, descriptor)
 
     def _made(
-        self, prefix: Prefix, head: bytes, note: Buffer, block: memoryview, descriptor: int | None
+        self, prefix: Prefix, head: bytes, note: bytes, block: memoryview, descriptor: int | None
     ) -> Frame:
-        flags, length = prefix.flags, prefix.payload_length
         payload: tuple[memoryview, ...] = (block,) if len(block) else ()
         if self._shared is not None:
-            if flags & TAKES_BLOCKS:
+            if prefix.flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
-            if flags & IN_BLOCK:
-                if self._is_blocked and self._unclaimed and NOTE.unpack(note)[1]:
-                    descriptor = self._unclaimed.popleft()
-                borrower = self._shared.borrower
+            if note:
+                length, borrower = prefix.payload_length, self._shared.borrower
                 payload = (borrower.open(note, length, self.limits, descriptor),)
-        self._is_blocked = False
         check_content(prefix, head, payload)
-        return Frame(prefix.kind, flags & IS_ANSWER, prefix.request, head, payload)
+        return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
 
     def _block_for(self, length: int) -> memoryview:
         try:
@@ -360,13 +354,18 @@ class FrameReader:
             self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
 
     def _fill(self, wanted: int, epoch: int) -> bool:
-        """Read ahead until the buffer has `wanted` bytes; False if `_epoch` changed."""
-        if self._end - self._start < wanted and self._start + wanted > _READ_AHEAD:
+        """Read ahead until the buffer has `wanted` bytes; False if `_epoch` changed.
+
+        If they do not fit, the unread bytes move to its beginning, or to a buffer of this size.
+        """
+        if self._end - self._start < wanted and self._start + wanted > len(self._ahead):
             unread = self._end - self._start
-            moved, target = self._ahead[self._start : self._end], self._ahead[:unread]
+            ahead = self._usual if wanted <= _READ_AHEAD else memoryview(bytearray(wanted))
+            moved, target = self._ahead[self._start : self._end], ahead[:unread]
             if self._epoch != epoch:
                 return False
             target[_ALL] = moved
+            self._ahead = ahead
             self._start = 0
             self._end = unread
         while self._epoch == epoch and self._end - self._start < wanted:
@@ -422,8 +421,8 @@ class FrameReader:
         """Complete the rest of a frame, from the buffer and then from the kernel."""
         while True:
             ready = rest.ready
-            view = rest.next()
-            if view is None:
+            view = rest.block[ready:]
+            if not view:
                 break
             epoch, start = self._epoch, self._start
             count = min(self._end - start, len(view))
@@ -445,7 +444,6 @@ class FrameReader:
         blocks = threading.get_ident() != threading.main_thread().ident
         flags = socket.MSG_WAITALL if blocks else _AT_ONCE
         reads = map(self._sock.recv_into, (view,), (0,), (flags,))
-        was_blocked = self._is_blocked
         self.is_midway = True
         count = -1
         try:
@@ -453,12 +451,12 @@ class FrameReader:
             del stock  # see the Note
             if rest.ready != ready:
                 return
-            self._is_blocked = was_blocked or blocks or not self._is_plain
+            self._is_blocked = blocks or not self._is_plain
             (count,) = reads
-            self._is_blocked = was_blocked
+            self._is_blocked = False
             rest.ready = ready + count
         except OSError as error:
-            self._is_blocked = was_blocked
+            self._is_blocked = False
             if blocks and isinstance(error, BlockingIOError):  # it has waited for `stall` seconds
                 self._closer.fail(stalled(self._stall))
             self._wait_for_more(error, lambda: rest.ready != ready)
@@ -479,19 +477,10 @@ class FrameReader:
 
 @final
 class _Rest:
-    """The missing bytes of a frame that was taken: their targets, and how many are there."""
+    """The payload of a frame that was taken, and how many bytes of it are there."""
 
-    __slots__ = ("ready", "targets")
+    __slots__ = ("block", "ready")
 
-    def __init__(self, targets: list[memoryview]) -> None:
-        self.targets = targets
+    def __init__(self, block: memoryview) -> None:
+        self.block = block
         self.ready = 0
-
-    def next(self) -> memoryview | None:
-        """The target of the next bytes; None if all are there."""
-        passed = 0
-        for target in self.targets:
-            if self.ready < passed + len(target):
-                return target[self.ready - passed :]
-            passed += len(target)
-        return None
