@@ -552,7 +552,7 @@ def test_an_interrupt_while_a_full_pipe_is_waited_for_leaves_the_channel_usable(
     ours, theirs = pair
     taken = fill(ours)
     channel = as_channel(ours)
-    interrupt_this_thread_once_it_is_in("_wait_for_room")
+    interrupt_this_thread_once_it_is_in("wait_until_ready")
     with pytest.raises(Interrupted):
         channel.send(FRAME, soon())
     read_exactly(theirs, taken)

@@ -47,16 +47,15 @@ class TcpTransport:
     def listen(self, address: str) -> SocketListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
         sock, bound = listening(address, "tcp", this_host_only=self._this_host_only)
-        return SocketListener(sock, bound, self._accepted)
+        return SocketListener(
+            sock, bound, lambda sock: self._channel(sock, tuned(sock, "tcp", self._stall))
+        )
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Connect to the first address of the host that answers."""
         near = self._this_host_only
         sock = connected(address, "tcp", deadline, self._stall, this_host_only=near)
         return self._channel(sock, address)
-
-    def _accepted(self, sock: socket.socket) -> SocketChannel:
-        return self._channel(sock, tuned(sock, "tcp", self._stall))
 
 
 def listening(

@@ -375,7 +375,6 @@ def _put_together(
 
 
 def _malformed(why: str) -> BadMessage:
-    """The error for a header that no correct peer sends."""
     return BadMessage(f"a tensor header is wrong: {why}")
 
 

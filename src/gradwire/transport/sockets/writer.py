@@ -206,21 +206,21 @@ class FrameWriter:
 
     def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Finish a frame begun before, then begin this one and send it until the deadline."""
-        waiting = False
+        is_waiting = True
         try:
-            while True:
-                waiting = True
-                if not self._go_on(deadline):
-                    raise send_timed_out(self._remote)
-                waiting = False
+            while self._go_on(deadline):
+                is_waiting = False
                 if self._begin(parts, ancillary):
+                    self._finish_by(deadline, parts)
+                    return
+                is_waiting = True
+                left = deadline - time.monotonic()
+                if left <= 0:
                     break
-                waiting = True
-                self._wait_for_room(deadline)
-            waiting = False
-            self._finish_by(deadline, parts)
+                wait_until_ready(self._sock, select.POLLOUT, left)
+            raise send_timed_out(self._remote)
         except BaseException as error:
-            if not waiting:
+            if not is_waiting:
                 self._failed_midway(error)
             raise
 
@@ -335,12 +335,6 @@ class FrameWriter:
         if len(parts) == 1:
             return map(self._sock.send, (parts[0],), (flags,))
         return map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
-
-    def _wait_for_room(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise send_timed_out(self._remote)
-        wait_until_ready(self._sock, select.POLLOUT, left)
 
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False

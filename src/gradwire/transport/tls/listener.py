@@ -78,14 +78,11 @@ class _PendingHandshake:
         except ssl.SSLError as error:
             raise _Refused(words_of(error)) from error
         finally:
-            self._answer()
+            # The answer fits into any socket buffer, unless the peer does not read.
+            answer = self.session.outgoing.read()
+            if answer and self.sock.send(answer, _AT_ONCE) != len(answer):
+                raise _Refused("does not read during the handshake")
         return is_over
-
-    def _answer(self) -> None:
-        """Send the answer. It fits into any socket buffer, unless the peer does not read."""
-        said = self.session.outgoing.read()
-        if said and self.sock.send(said, _AT_ONCE) != len(said):
-            raise _Refused("does not read during the handshake")
 
 
 @final
@@ -216,16 +213,13 @@ class TlsListener:
             _log.exception("the TLS handshake with %s failed", pending.host)
             self._refuse(pending, type(error).__name__)
         else:
-            self._admit(channel)
-
-    def _admit(self, channel: SocketChannel) -> None:
-        with self._changed:
-            has_room = self._close_reason is None and len(self._ready) < _MOST_READY
-            if has_room:
-                self._ready.append(channel)
-                self._changed.notify()
-        if not has_room:
-            channel.close("too many connections wait to be accepted")
+            with self._changed:
+                has_room = self._close_reason is None and len(self._ready) < _MOST_READY
+                if has_room:
+                    self._ready.append(channel)
+                    self._changed.notify()
+            if not has_room:
+                channel.close("too many connections wait to be accepted")
 
     def _refuse(self, pending: _PendingHandshake, why: str) -> None:
         self._forget(pending)
