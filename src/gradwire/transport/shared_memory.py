@@ -403,13 +403,26 @@ def descriptors_in(received: Received) -> list[int]:
 
 
 @final
-class Borrower:
-    """The peer's blocks that this end of a channel reads; used by one thread at a time."""
+class SharedMemory:
+    """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
 
-    def __init__(self) -> None:
+    Any thread may call `place`, one thread at a time the methods for borrowed blocks.
+    """
+
+    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
+        self.lender = Lender(limit, smallest)
+        self.smallest = smallest
+        self.peer_takes_blocks = False
         self._blocks: dict[int, Block] = {}
+        """the borrowed ones"""
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
+
+    def place(self, payload: Sequence[Buffer]) -> Loan | None:
+        """Copy the payload into a block if the peer takes blocks; None otherwise."""
+        if not payload or not self.peer_takes_blocks:
+            return None
+        return self.lender.place(payload)
 
     def open(
         self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
@@ -431,7 +444,11 @@ class Borrower:
         return block.lend(length)
 
     def close(self) -> None:
-        """Forget all blocks; tensors in them keep their memory alive."""
+        """Forget all blocks; tensors in them keep their memory alive.
+
+        Called when no thread sends or receives any more.
+        """
+        self.lender.close()
         self._blocks.clear()
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
@@ -454,25 +471,3 @@ class Borrower:
         if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is known already, or one too many")
         self._blocks[number] = block
-
-
-@final
-class SharedMemory:
-    """The shared memory of one channel, in both directions."""
-
-    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self.lender = Lender(limit, smallest)
-        self.smallest = smallest
-        self.borrower = Borrower()
-        self.peer_takes_blocks = False
-
-    def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block if the peer takes blocks; None otherwise."""
-        if not payload or not self.peer_takes_blocks:
-            return None
-        return self.lender.place(payload)
-
-    def close(self) -> None:
-        """Forget all blocks; called when no thread sends or receives any more."""
-        self.lender.close()
-        self.borrower.close()

@@ -53,7 +53,6 @@ from gradwire.transport.shared_memory import (
     SharedMemory,
     descriptors_in,
 )
-from gradwire.transport.sockets.spinning import Spin
 from gradwire.transport.sockets.stream import (
     INTERRUPTED,
     SocketCloser,
@@ -79,6 +78,10 @@ _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
 _ALL: Final = slice(None)
 _POLL_SECONDS: Final = 0.05
+SPIN_SECONDS: Final = 1e-3
+_DESCHEDULED_SECONDS: Final = 500e-6
+_REST_SECONDS: Final = 0.02
+_LONGEST_REST_SECONDS: Final = 0.1
 _NOT_SUMMED: Final = 4
 """The length of the checksum at the end of a prefix."""
 
@@ -119,7 +122,7 @@ class FrameReader:
         """the unread rest of a frame that a reader has taken"""
         self._beside: Received | None = None
         """the last read that brought descriptors, until they are stored"""
-        self._unclaimed = deque[int]() if shared is None else shared.borrower.unclaimed
+        self._unclaimed = deque[int]() if shared is None else shared.unclaimed
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
         self._slab = Slab()
@@ -342,8 +345,8 @@ class FrameReader:
             if prefix.flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
             if note:
-                length, borrower = prefix.payload_length, self._shared.borrower
-                payload = (borrower.open(note, length, self.limits, descriptor),)
+                length = prefix.payload_length
+                payload = (self._shared.open(note, length, self.limits, descriptor),)
         check_content(prefix, head, payload)
         return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
 
@@ -472,7 +475,7 @@ class FrameReader:
         if self._beside is came:
             self._beside = None
             self._unclaimed += fresh
-        self._shared.borrower.forget_unclaimed()
+        self._shared.forget_unclaimed()
 
 
 @final
@@ -484,3 +487,42 @@ class _Rest:
     def __init__(self, block: memoryview) -> None:
         self.block = block
         self.ready = 0
+
+
+@final
+class Spin:
+    """How long a reader polls the socket before it blocks.
+
+    Waking a blocked thread costs more than a short call, so a reader polls for a moment before it
+    blocks, if that succeeded lately. On a busy machine spinning is harmful: the peer needs the
+    core. Then the reader is descheduled between two polls, which shows in their times: it stops at
+    once and does not spin again for a while.
+    """
+
+    __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = self._last = 0.0
+        self._rest = _REST_SECONDS
+        self._rests_until = 0.0
+
+    def begin(self) -> bool:
+        """Start a spin; whether to spin at all."""
+        now = self._began = self._last = self._now()
+        return now >= self._rests_until
+
+    def should_continue(self) -> bool:
+        """Whether to poll once more; after a failure, rest twice as long as after the last."""
+        now = self._now()
+        was_descheduled = now - self._last > _DESCHEDULED_SECONDS
+        self._last = now
+        if not was_descheduled and now - self._began <= SPIN_SECONDS:
+            return True
+        self._rests_until = now + self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+        return False
+
+    def found(self) -> None:
+        """The spin succeeded: bytes arrived."""
+        self._rest = _REST_SECONDS
