@@ -16,6 +16,7 @@ that was received can grow with `resize_`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -295,9 +296,8 @@ def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:
         # Explicit, since torch.set_default_device changes the default of every factory.
         device = _META if header.device == _META else "cpu"
         strides = strides_of(shape, order)
-        return _retry_after_warning(
-            lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        )
+        make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+        return _retry_after_warning(make)
     flat = block.claim(header.offset, dtype, numel)
     if order is not None:
         return flat.as_strided_(shape, strides_of(shape, order))
@@ -323,8 +323,15 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
         raise _malformed("the indices of a sparse tensor are not integers")  # torch would cast them
     if parts[-1].dtype is not dtype or (coalesced and layout is not torch.sparse_coo):
         raise _malformed(f"the parts do not make a {layout} tensor of {dtype}")
+    # The parts come from a peer: torch must check every index here, as its operators do not.
+    make: Callable[..., Tensor]
+    if layout is torch.sparse_coo:
+        make = partial(torch.sparse_coo_tensor, is_coalesced=coalesced)
+    else:
+        make = partial(torch.sparse_compressed_tensor, layout=layout)
+    make = partial(make, *parts, header.shape, device="cpu", check_invariants=True)
     try:
-        return _retry_after_warning(lambda: _put_together(parts, header.shape, layout, coalesced))
+        return _retry_after_warning(make)
     except (RuntimeError, ValueError, TypeError, IndexError, Warning) as error:
         raise _malformed(f"not a valid {layout} tensor: {error}") from error
 
@@ -354,24 +361,6 @@ def _placed(tensor: Tensor, name: str) -> Tensor:
         return tensor.to(name)
     except RuntimeError as error:
         raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error
-
-
-def _put_together(
-    parts: list[Tensor], shape: tuple[int, ...], layout: torch.layout, coalesced: bool
-) -> Tensor:
-    """Build a sparse tensor from its parts; raises what torch raises if they do not fit.
-
-    The parts may come from a peer: torch must check every index here, as its operators do not.
-    """
-    if layout is torch.sparse_coo:
-        indices, values = parts
-        return torch.sparse_coo_tensor(
-            indices, values, shape, device="cpu", is_coalesced=coalesced, check_invariants=True
-        )
-    compressed, plain, values = parts
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, device="cpu", check_invariants=True
-    )
 
 
 def _malformed(why: str) -> BadMessage:

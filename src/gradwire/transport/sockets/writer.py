@@ -126,12 +126,15 @@ class FrameWriter:
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
         loan = self._shared.place(frame.payload) if self._shared is not None else None
-        if loan is None:
-            self._transmit(_parts_of(frame, self._flags), (), deadline)
+        if loan is not None:
+            with loan:
+                prefix = encode_prefix(frame, self._flags | IN_BLOCK)
+                self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
             return
-        with loan:
-            prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-            self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
+        prefix, head = encode_prefix(frame, self._flags), frame.head
+        # Fewer buffers make a cheaper call.
+        parts: list[Buffer] = [prefix, head] if len(head) > SMALL else [prefix + head]
+        self._transmit([*parts, *frame.payload], (), deadline)
 
     def send_raw(self, data: bytes, deadline: float) -> None:
         """See `Channel.send_raw`."""
@@ -344,14 +347,6 @@ class FrameWriter:
         if not isinstance(error, ConnectionError):
             self._closer.end(close_reason_of(error))
         return PeerLost(self._closer.close_reason or close_reason_of(error))
-
-
-def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
-    """The buffers of a frame; few, as that makes a cheaper call."""
-    prefix, head = encode_prefix(frame, flags), frame.head
-    if len(head) > SMALL:
-        return [prefix, head, *frame.payload]
-    return [prefix + head, *frame.payload]
 
 
 def _listed(unsent: Unsent) -> list[Buffer]:
