@@ -49,10 +49,8 @@ from gradwire.testing import cluster
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SharedMemory
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.wire.frame import Frame, encode_prefix, pack_prefix
-from gradwire.wire.message import Kinds, Message, encode, kind_of
-from gradwire.wire.tensor import decode_tensors, encode_tensors
-from gradwire.wire.tensor_header import TensorHeader
+from gradwire.wire.message import Frame, Kinds, Message, encode, encode_prefix, kind_of, pack_prefix
+from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.fuzz import exposed, handshake
 from tests.leftovers import eventually
 

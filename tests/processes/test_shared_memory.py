@@ -12,7 +12,7 @@ import torch
 import gradwire
 from gradwire import Options
 from gradwire.testing.process_cluster import process_cluster
-from gradwire.transport.memfd import can_share
+from gradwire.transport.shared_memory import can_share
 from tests.leftovers import eventually
 from tests.processes import far
 

@@ -27,10 +27,8 @@ from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import Body, Call
 from gradwire.testing import cluster
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import Kinds, check_arrived, encode, has_more_than, kind_of
-from gradwire.wire.tensor import decode_tensors, encode_tensors
-from gradwire.wire.tensor_header import TensorHeader
+from gradwire.wire.message import Frame, Kinds, check_arrived, encode, has_more_than, kind_of
+from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.gates import GATES
 from tests.leftovers import eventually
 

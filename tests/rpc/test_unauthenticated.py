@@ -30,8 +30,7 @@ from gradwire.transport.address import Transports
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import encode, kind_of
+from gradwire.wire.message import Frame, encode, kind_of
 from tests.leftovers import eventually
 from tests.rpc import far_open as far
 
@@ -134,11 +133,11 @@ def test_a_member_in_the_wrong_place_is_told_so(world, claim, text, kind):
 def test_another_version_is_told_which_one_is_spoken(world):
     channel = world.knock()
     dialling = Dialling(b"k" * 32, world.job, "z", "b", nonce=b"n" * 32)
-    channel.say(with_version(dialling.opening(), VERSION - 1), soon())
+    channel.send_raw(with_version(dialling.opening(), VERSION - 1), soon())
 
-    head = channel.hear(HEAD_BYTES, soon())
+    head = channel.recv_raw(HEAD_BYTES, soon())
     with pytest.raises(NotTrusted, match=f"b does not speak protocol {VERSION}"):
-        dialling.proof(head + channel.hear(body_length(head), soon()))
+        dialling.proof(head + channel.recv_raw(body_length(head), soon()))
     channel.close()
     world.refused(version=1)
 
@@ -156,10 +155,10 @@ def test_another_version_is_told_which_one_is_spoken(world):
 )
 def test_what_is_not_our_protocol_gets_no_answer(world, words):
     channel = world.knock()
-    channel.say(words, soon())
+    channel.send_raw(words, soon())
 
     with pytest.raises(PeerLost, match="by peer"):
-        channel.hear(1, soon())
+        channel.recv_raw(1, soon())
     channel.close()
     world.refused(stranger=1)
 
@@ -172,7 +171,7 @@ def test_a_frame_is_not_decoded_before_the_handshake(world):
         channel.send(Frame(kind_of(Hello), 0, 0, hello, (bytes(100_000),)), soon())
 
     with pytest.raises(PeerLost, match="by peer"):
-        channel.hear(1, soon())
+        channel.recv_raw(1, soon())
     channel.close()
     world.refused(stranger=1)
     assert not world.b.directory.has(7)
@@ -181,13 +180,13 @@ def test_a_frame_is_not_decoded_before_the_handshake(world):
 def test_a_recorded_handshake_is_refused_when_played_again(world):
     recorded: list[bytes] = []
     channel = world.knock()
-    real = channel.say
+    real = channel.send_raw
 
     class Recorder:
-        binding, peer_names, hear = b"", None, staticmethod(channel.hear)
+        binding, peer_names, recv_raw = b"", None, staticmethod(channel.recv_raw)
 
         @staticmethod
-        def say(words: bytes, deadline: float) -> None:
+        def send_raw(words: bytes, deadline: float) -> None:
             recorded.append(words)
             real(words, deadline)
 
@@ -196,10 +195,10 @@ def test_a_recorded_handshake_is_refused_when_played_again(world):
 
     again = world.knock()
     opening, proof = recorded
-    again.say(opening, soon())
-    again.hear(HEAD_BYTES + 32, soon())
-    again.say(proof, soon())
-    answer = again.hear(HEAD_BYTES + 1, soon())
+    again.send_raw(opening, soon())
+    again.recv_raw(HEAD_BYTES + 32, soon())
+    again.send_raw(proof, soon())
+    answer = again.recv_raw(HEAD_BYTES + 1, soon())
     again.close()
 
     assert answer[-1] == 5  # the reason: another secret
@@ -212,12 +211,12 @@ def test_who_takes_too_long_is_cut_off(world, part):
     said = {"nothing": b"", "the beginning of a word": opening[:4], "all but the proof": opening}
     doorstep(world.b)._seconds = 0.05  # only now: a and b know each other already
     channel = world.knock()
-    channel.say(said[part], soon())
+    channel.send_raw(said[part], soon())
     if part == "all but the proof":
-        channel.hear(HEAD_BYTES + 32, soon())
+        channel.recv_raw(HEAD_BYTES + 32, soon())
 
     with pytest.raises(PeerLost, match="by peer"):
-        channel.hear(1, soon())
+        channel.recv_raw(1, soon())
     channel.close()
     world.refused(slow=1)
 
@@ -337,11 +336,11 @@ def test_an_impostor_that_listens_for_a_peer_is_noticed_before_anything_is_said_
     said = []
 
     def answer(channel):
-        said.append(channel.hear(HEAD_BYTES + 8 + len("jobw0w1") + 32, soon()))
-        channel.say(b"gradwire" + struct.pack(">HBH", VERSION, 2, 32) + b"n" * 32, soon())
-        said.append(channel.hear(HEAD_BYTES + 32, soon()))
-        channel.say(said[-1], soon())  # the proof is reflected
-        said.append(channel.hear(1, soon()))
+        said.append(channel.recv_raw(HEAD_BYTES + 8 + len("jobw0w1") + 32, soon()))
+        channel.send_raw(b"gradwire" + struct.pack(">HBH", VERSION, 2, 32) + b"n" * 32, soon())
+        said.append(channel.recv_raw(HEAD_BYTES + 32, soon()))
+        channel.send_raw(said[-1], soon())  # the proof is reflected
+        said.append(channel.recv_raw(1, soon()))
 
     error = refusal_of(lonely, answer)
 

@@ -12,7 +12,7 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.errors import NotExposed, OverLimit, PeerLost
 from gradwire.options import Limits, Options
 from gradwire.testing import cluster
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 from tests.leftovers import eventually
 
 HERE = sys.modules[__name__]

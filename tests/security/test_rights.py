@@ -39,8 +39,7 @@ from gradwire.rpc.messages import (
 )
 from gradwire.rpc.refs.refs import Value
 from gradwire.testing import cluster
-from gradwire.wire.frame import IS_ANSWER, Frame
-from gradwire.wire.message import encode, kind_of
+from gradwire.wire.message import IS_ANSWER, Frame, encode, kind_of
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 

@@ -68,6 +68,18 @@ def test_a_view_sliced_from_a_block_keeps_it_from_being_used_again():
     assert bytes(sliced) == b"mine"
 
 
+def test_a_block_comes_back_with_the_last_slice_whoever_else_refers_to_its_memory():
+    pool = BlockPool()
+    view = pool.take(5000)
+    sliced = view[10:20][2:4]
+    references = list(pool._lent.values())  # a count of references would take these for slices
+    del view
+    assert pool.cached == 0
+    del sliced
+    assert pool.cached == size_class(5000)
+    assert len(references) == 1
+
+
 def test_a_block_in_a_garbage_cycle_is_let_go():
     pool = BlockPool()
     cycle: list[object] = [torch.frombuffer(pool.take(5000), dtype=torch.uint8)]

@@ -22,7 +22,7 @@ from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 from tests.certificates import job
 
 WAYS: dict[str, tuple[Callable[[], Transport], str]] = {

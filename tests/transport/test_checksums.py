@@ -13,7 +13,7 @@ from gradwire.options import Limits
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SharedMemory
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.wire.frame import (
+from gradwire.wire.message import (
     PREFIX,
     SUMS_PAYLOAD,
     Frame,

@@ -21,7 +21,7 @@ from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 from tests.certificates import job
 
 FRAME = Frame(1, 0, 7, b"head", [b"payload"])
@@ -192,8 +192,11 @@ def test_tcp_refuses_other_schemes():
 
 
 def test_tcp_sends_at_once_and_watches_for_a_host_that_vanished():
-    with socket.socket() as sock:
-        tcp._tune(sock, stall=15.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sock,
+    ):
+        tcp.tuned(sock, "tcp", stall=15.0)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
@@ -202,12 +205,13 @@ def test_tcp_sends_at_once_and_watches_for_a_host_that_vanished():
         assert 15 <= idle + pause * probes <= 16
 
 
-def test_a_socket_that_met_itself_counts_as_refused():
+def test_a_socket_that_met_itself_counts_as_refused(monkeypatch):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        sock.connect(sock.getsockname())
-        with pytest.raises(ConnectionRefusedError):
-            tcp._refuse_own_echo(sock)
+        address = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+        monkeypatch.setattr(tcp.socket, "socket", lambda *_: sock)
+        with pytest.raises(PeerLost, match=f"cannot reach {address}: connection refused"):
+            TcpTransport().connect(address, soon())
 
 
 # --- unix ---

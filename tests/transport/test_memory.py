@@ -7,9 +7,8 @@ import time
 import pytest
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
-from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memory import MemoryNetwork
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 
 FRAME = Frame(1, 0, 0, b"head", [b"payload"])
 
@@ -87,8 +86,9 @@ def test_a_frame_larger_than_the_whole_pipe_goes_when_it_is_empty():
 
 
 def test_frames_that_nobody_will_receive_are_let_go():
-    pool = BlockPool()
-    here, there = MemoryNetwork(pool=pool).pair()
+    network = MemoryNetwork()
+    pool = network._pool
+    here, there = network.pair()
     here.send(Frame(1, 0, 0, b"", [bytes(4096)]), soon())
     assert pool.cached == 0
     there.close()

@@ -20,12 +20,18 @@ from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.memfd import can_share, make_block
-from gradwire.transport.shared_memory import MOST_BLOCKS, NOTE, Lender, SharedMemory
+from gradwire.transport.shared_memory import (
+    MOST_BLOCKS,
+    NOTE,
+    Lender,
+    SharedMemory,
+    can_share,
+    make_block,
+)
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import IN_BLOCK, TAKES_BLOCKS, Frame
-from gradwire.wire.frame import pack_prefix as prefix_of
+from gradwire.wire.message import IN_BLOCK, TAKES_BLOCKS, Frame
+from gradwire.wire.message import pack_prefix as prefix_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system has no memfd")
@@ -105,6 +111,21 @@ def is_shared(view: memoryview) -> bool:
 def test_a_large_payload_lies_in_shared_memory_and_a_small_one_does_not(pair):
     assert is_shared(carried(pair, frame_of(1)))
     assert not is_shared(carried(pair, frame_of(1, 1000)))
+
+
+def test_a_payload_in_a_block_may_follow_a_large_head(pair):
+    here, there = pair
+    frames = [
+        Frame(1, 0, n, bytes([n]) * size, [bytes([n]) * LARGE])
+        for n, size in enumerate((65496, 65497, 300_000, 10, 300_000))
+    ]
+    sending = threading.Thread(target=lambda: [here.send(frame, soon()) for frame in frames])
+    sending.start()
+    for frame in frames:
+        received = there.recv()
+        assert (received.head, bytes(received.payload[0])) == (frame.head, frame.payload[0])
+        assert is_shared(received.payload[0])  # type: ignore[arg-type]
+    sending.join()
 
 
 def test_a_payload_in_a_block_is_aligned_and_writable_and_of_its_own_length(pair):

@@ -26,7 +26,7 @@ from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets import reader
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.listener import SocketListener
-from gradwire.wire.frame import Frame, encode_prefix, pack_prefix
+from gradwire.wire.message import Frame, encode_prefix, pack_prefix
 from tests.leftovers import eventually
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])
@@ -241,6 +241,22 @@ def test_a_frame_is_the_same_however_it_is_cut_on_its_way(frames, sizes, checksu
             assert received(receiver) == expected
 
 
+@pytest.mark.parametrize("before", [0, 1, 1000])
+@pytest.mark.parametrize("size", [65503, 65504, 65505, 65536, 300_000])
+def test_a_head_that_does_not_fit_into_the_read_ahead_buffer_is_read(pair, size, before):
+    ours, theirs = map(as_channel, pair)
+    small = [Frame(2, 0, n, bytes([n % 256]), ()) for n in range(before)]
+    large = Frame(1, 0, 7, bytes(range(256)) * (size // 256) + bytes(size % 256), [b"x" * 5000])
+    frames = [*small, large, FRAME, large, FRAME]
+
+    sending = in_background(lambda: [ours.send(frame, soon()) for frame in frames])
+    for frame in frames:
+        expected = (frame.kind, 0, frame.request, frame.head, b"".join(frame.payload))
+        assert received(theirs) == expected
+    sending.join()
+    assert len(theirs._reader._ahead) == 1 << 16
+
+
 def test_what_the_kernel_takes_of_a_small_frame_in_parts_is_finished(pair):
     ours, theirs = pair
     sending = Parcelled(ours, iter([10, 1, 1000]))
@@ -411,7 +427,7 @@ def test_a_reset_is_told_as_a_close_is(already_sent):
     theirs.sendall(BYTES[:already_sent])
     began = Background(channel.recv)
     if already_sent:  # a reset would discard what has not been read yet
-        assert eventually(lambda: channel.watches_itself)
+        assert eventually(lambda: not channel.needs_heartbeat)
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
     errors = [began.error(PeerLost), raised(PeerLost, channel.recv)]
@@ -536,7 +552,7 @@ def test_an_interrupt_while_a_full_pipe_is_waited_for_leaves_the_channel_usable(
     ours, theirs = pair
     taken = fill(ours)
     channel = as_channel(ours)
-    interrupt_this_thread_once_it_is_in("_wait_for_room")
+    interrupt_this_thread_once_it_is_in("wait_until_ready")
     with pytest.raises(Interrupted):
         channel.send(FRAME, soon())
     read_exactly(theirs, taken)
@@ -549,7 +565,7 @@ def test_an_interrupt_within_a_message_leaves_what_came_for_the_next_who_reads(p
     ours, theirs = pair
     theirs.sendall(BYTES[:26])
     channel = as_channel(ours)
-    interrupt_this_thread_once_it_is_in("_has_more")
+    interrupt_this_thread_once_it_is_in("_wait_for_more")
     with pytest.raises(Interrupted):
         channel.recv()
     theirs.sendall(BYTES[26:])

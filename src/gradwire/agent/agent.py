@@ -39,8 +39,7 @@ from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits
 from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
 from gradwire.transport.base import Channel
-from gradwire.wire.frame import IS_ANSWER, Buffer, Frame
-from gradwire.wire.message import Kinds, Message, encode
+from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode
 
 _log = logging.getLogger("gradwire")
 _FAILURE_SECONDS = 10.0

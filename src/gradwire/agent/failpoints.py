@@ -37,8 +37,7 @@ from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
 from gradwire.transport.base import Channel
-from gradwire.wire.frame import IS_ANSWER, Frame
-from gradwire.wire.message import Kinds, kind_of
+from gradwire.wire.message import IS_ANSWER, Frame, Kinds, kind_of
 
 BEFORE_SEND, AFTER_SEND = "before-send", "after-send"
 BEFORE_HANDLE, AFTER_HANDLE = "before-handle", "after-handle"

@@ -9,7 +9,7 @@ import msgspec
 from gradwire.autograd.messages import Crossing
 from gradwire.ids import ContextId, ForkId, RefId, WorkerId
 from gradwire.wire.message import Message, Seconds
-from gradwire.wire.tensor_header import TensorHeader
+from gradwire.wire.tensor import TensorHeader
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):

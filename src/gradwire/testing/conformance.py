@@ -22,7 +22,7 @@ from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.testing.background import PATIENCE, Background, expect, raised
 from gradwire.transport.base import MAX_BUFFERED_BYTES, Channel
-from gradwire.wire.frame import Buffer, Frame
+from gradwire.wire.message import Buffer, Frame
 
 MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
 Check: TypeAlias = Callable[[MakePair], None]
@@ -40,12 +40,13 @@ def frames_keep_their_order(make_pair: MakePair) -> None:
         for number in range(120)
     ]
     with _connected(make_pair) as (here, there):
-        before = there.taken
+        before = there.frames_received
         sender = Background(lambda: _send_all(here, sent))
         for expected in sent:
             _expect_same(there.recv(), expected)
         sender.result()
-        expect(there.taken - before == len(sent), f"{there.taken - before} frames were counted")
+        counted = there.frames_received - before
+        expect(counted == len(sent), f"{counted} frames were counted")
 
 
 def kind_flags_and_request_arrive(make_pair: MakePair) -> None:
@@ -265,11 +266,11 @@ def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
 def words_go_before_frames(make_pair: MakePair) -> None:
     """Bytes arrive as they are, in any portions; the frame that follows them is untouched."""
     with _connected(make_pair) as (here, there):
-        here.say(b"one", _soon())
-        here.say(b"two three", _soon())
+        here.send_raw(b"one", _soon())
+        here.send_raw(b"two three", _soon())
         _send(here, _frame(7, payload=[b"a payload"]))
         for expected in (b"on", b"etwo", b" three"):
-            heard = there.hear(len(expected), _soon())
+            heard = there.recv_raw(len(expected), _soon())
             expect(heard == expected, f"{heard!r} was heard, not {expected!r}")
         _expect_same(there.recv(), _frame(7, payload=[b"a payload"]))
 
@@ -277,16 +278,16 @@ def words_go_before_frames(make_pair: MakePair) -> None:
 def hear_gives_up_at_its_deadline(make_pair: MakePair) -> None:
     """Also if some of the bytes have come; and it is woken by the end of either side."""
     with _connected(make_pair) as (here, there):
-        here.say(b"abc", _soon())
-        late = raised(DeadlinePassed, lambda: there.hear(4, time.monotonic() + _MOMENT))
+        here.send_raw(b"abc", _soon())
+        late = raised(DeadlinePassed, lambda: there.recv_raw(4, time.monotonic() + _MOMENT))
         _expect_says(late, there.remote)
     with _connected(make_pair) as (here, there):
-        listener = Background(lambda: there.hear(4, _soon()))
-        here.say(b"abc", _soon())
+        listener = Background(lambda: there.recv_raw(4, _soon()))
+        here.send_raw(b"abc", _soon())
         here.close()
         _expect_says(listener.error(PeerLost), "by peer")
     with _connected(make_pair) as (_, there):
-        listener = Background(lambda: there.hear(4, _soon()))
+        listener = Background(lambda: there.recv_raw(4, _soon()))
         expect(listener.is_blocked(), "hear returned, though nothing was said")
         there.close("enough")
         _expect_says(listener.error(PeerLost), "closed here: enough")

@@ -28,8 +28,7 @@ from typing import final
 from gradwire.agent.links.handshake_state import HEAD_BYTES, body_length
 from gradwire.errors import UsageError
 from gradwire.transport.address import Address, parse_address
-from gradwire.wire.frame import PREFIX, Prefix
-from gradwire.wire.message import Message, kind_of
+from gradwire.wire.message import PREFIX, Message, Prefix, kind_of
 
 HARMS = ("flip", "truncate", "drop", "duplicate", "swap", "stall", "cut", "reset")
 _HANDSHAKE_MESSAGES = 2  # that each end says before its first frame

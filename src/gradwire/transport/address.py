@@ -14,6 +14,12 @@ from typing import final
 from gradwire.errors import UsageError
 from gradwire.transport.base import Channel, Listener, Transport
 
+_EXAMPLES = {
+    "tcp": "tcp://host:port",
+    "tls": "tls://host:port",
+    "unix": "unix:///path",
+    "memory": "memory://name",
+}
 _HINT = "addresses look like tcp://host:port, tcp://[::1]:port, unix:///path or memory://name"
 _LAST_PORT = 65535
 _WITH_PORT = {"tcp", "tls"}
@@ -40,26 +46,22 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
-    """Parse an address; host, port, path and name may be empty."""
+def parse_address(text: str, expected: str | None = None) -> Address:
+    """Parse an address, of the expected scheme; host, port, path and name may be empty."""
     scheme, separator, rest = text.partition("://")
     if not (scheme and separator):
         raise UsageError(f"{text!r} is not an address", hint=_HINT)
+    if expected is not None and scheme != expected:
+        raise UsageError(f"{text} is not a {expected} address", hint=_EXAMPLES[expected])
     if scheme not in _WITH_PORT:
         return Address(scheme, rest)
-    host, port = _split_port(rest)
+    has_port = rest and not rest.endswith("]")
+    host, _, port = rest.rpartition(":") if has_port else (rest, "", "0")
     if not (port.isascii() and port.isdigit() and int(port) <= _LAST_PORT):
         raise UsageError(f"{text!r} has no port between 0 and {_LAST_PORT}", hint=_HINT)
     if ":" in host.removeprefix("[").removesuffix("]") and not host.startswith("["):
         raise UsageError(f"{text!r} needs brackets around its host", hint=_HINT)
     return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
-
-
-def _split_port(rest: str) -> tuple[str, str]:
-    if not rest or rest.endswith("]"):
-        return rest, "0"
-    host, _, port = rest.rpartition(":")
-    return host, port
 
 
 @final

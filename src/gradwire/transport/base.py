@@ -14,7 +14,7 @@ from typing import Protocol
 
 from gradwire.errors import DeadlinePassed
 from gradwire.options import Limits
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 
 MAX_BUFFERED_BYTES = 1 << 24
 """Bytes that a channel may buffer for a peer that does not read; the frame that reaches the limit
@@ -45,8 +45,8 @@ def never() -> bool:
     return False
 
 
-def hear_timed_out(remote: str) -> DeadlinePassed:
-    """The error of a `hear` whose bytes did not arrive in time."""
+def recv_raw_timed_out(remote: str) -> DeadlinePassed:
+    """The error of a `recv_raw` whose bytes did not arrive in time."""
     return DeadlinePassed(f"{remote} did not say who it is before the deadline")
 
 
@@ -72,38 +72,34 @@ class Channel(Protocol):
     @property
     def peer_names(self) -> tuple[str, ...] | None:
         """The worker names in the peer's verified certificate; None without certificates."""
-        return None
 
     @property
     def binding(self) -> bytes:
         """The channel binding: bytes that only the two ends of this connection know, or empty."""
-        return b""
 
     @property
-    def watches_itself(self) -> bool:
-        """Whether this end notices without heartbeats that the peer is gone or frozen.
+    def needs_heartbeat(self) -> bool:
+        """Whether only heartbeats tell that the peer is frozen or gone.
 
-        True while a frame is being received (`stall` applies), and always where both ends are in
-        one process.
+        False while a frame is being received (`stall` applies), and where both ends are in one
+        process.
         """
-        return False
 
     @property
-    def taken(self) -> int:
+    def frames_received(self) -> int:
         """The number of frames received, even if an interrupt came before one was returned.
 
         After an interrupt it may be one too many, never too few.
         """
-        return 0
 
     @property
     def remote(self) -> str:
         """The address of the other end, for error messages."""
 
-    def say(self, words: bytes, deadline: float) -> None:
+    def send_raw(self, data: bytes, deadline: float) -> None:
         """Send raw bytes without a frame; only during the handshake, before the first frame."""
 
-    def hear(self, length: int, deadline: float) -> bytes:
+    def recv_raw(self, length: int, deadline: float) -> bytes:
         """Receive exactly `length` raw bytes, and read no more; only during the handshake.
 
         DeadlinePassed if some are missing at the deadline; PeerLost if the peer closed before.
@@ -118,16 +114,15 @@ class Channel(Protocol):
         which ends the channel. After PeerLost it is unknown how much of the frame arrived.
         """
 
-    def lend_turn(self) -> bool:
+    def release_send_lock(self) -> bool:
         """Release the send lock that this thread holds; False if it holds none.
 
         For a finalizer or signal handler that interrupted a send and must wait: other threads can
-        send meanwhile. It must call `take_turn_back` afterwards.
+        send meanwhile. It must call `reacquire_send_lock` afterwards.
         """
-        return False
 
-    def take_turn_back(self) -> None:
-        """Acquire the send lock again; see `lend_turn`."""
+    def reacquire_send_lock(self) -> None:
+        """Acquire the send lock again; see `release_send_lock`."""
 
     def recv(self) -> Frame:
         """Block for the next frame; its payload is one block of memory.

@@ -1,8 +1,8 @@
 """A pool of memory blocks for received payloads.
 
 To allocate fresh pages costs as much as to read bytes into them, so blocks are cached and reused.
-A block is lent as one memoryview and returns when that object dies: everything built on the view
-must keep it alive, as `torch.frombuffer` does.
+A block is lent as a memoryview and returns when the last view of it dies: everything built on the
+view must keep it alive, as `torch.frombuffer` does.
 
 Rules of this file:
   1. A view may die in any thread, inside the garbage collector and in the middle of `take`. So
@@ -13,7 +13,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import TypeAlias, final
 import numpy
 from numpy.typing import NDArray
 
-from gradwire.wire.frame import ALIGNMENT
+from gradwire.wire.message import ALIGNMENT
 
 # numpy.empty rather than bytearray, which fills a new block with zeros: that doubles the work, and
 # the mere prefix of a large payload would make this process touch that much memory.
@@ -32,8 +31,6 @@ _Memory: TypeAlias = NDArray[numpy.uint8]
 _SMALLEST = 4096
 SMALL_BLOCK = _SMALLEST // 4
 """Payloads up to this size share a block (`Slab`)."""
-# sys.getrefcount of a block that only the local variable of _came_back refers to.
-_UNSHARED = 2
 
 
 @final
@@ -57,7 +54,7 @@ class BlockPool:
         # Replaced, never changed in place, so that iteration is safe. If two threads replace it at
         # once, one shelf and its blocks may be lost (rule 2).
         self._shelves: dict[int, _Shelf] = {}
-        self._lent: dict[int, tuple[weakref.ref[memoryview], _Shelf, _Memory]] = {}
+        self._lent: dict[int, tuple[weakref.ref[_Memory], _Shelf, _Memory]] = {}
         self._clock = count(1)
 
     @property
@@ -71,43 +68,35 @@ class BlockPool:
         hot: every received payload
         """
         size = _SMALLEST if nbytes <= _SMALLEST else size_class(nbytes)
-        shelf = self._shelves.get(size) or self._shelf_for(size)
+        shelf = self._shelves.get(size)
+        if shelf is None:
+            shelf = _Shelf(size)
+            self._shelves = {**self._shelves, size: shelf}
         shelf.last_use = next(self._clock)
         try:
             memory = shelf.blocks.pop()
         except IndexError:
             memory = _aligned(shelf.size)
-        view = memory.data[:nbytes]
-        lease = weakref.ref(view, self._came_back)
-        # Keyed by id because a weak reference to a writable view has no hash.
+        # A slice of a memoryview refers to the array below, not to the view it was sliced from. So
+        # the weak reference is to an array, which lives as long as any of them.
+        array = memory[:nbytes]
+        lease = weakref.ref(array, self._came_back)
+        # Keyed by id because a weak reference to an array has no hash.
         self._lent[id(lease)] = (lease, shelf, memory)
-        return view
+        return array.data
 
-    def _shelf_for(self, size: int) -> _Shelf:
-        shelf = self._shelves.get(size)
-        if shelf is None:
-            shelf = _Shelf(size)
-            self._shelves = {**self._shelves, size: shelf}
-        return shelf
-
-    def _came_back(self, lease: weakref.ref[memoryview]) -> None:
+    def _came_back(self, lease: weakref.ref[_Memory]) -> None:
         _, shelf, memory = self._lent.pop(id(lease))
-        # A slice of the lent view does not keep the view alive, but refers to the memory. Such a
-        # block is not reused. A count that is too high for another reason only frees the block
-        # (rule 2); it is never too low while a slice exists.
-        if shelf.size > self._limit or sys.getrefcount(memory) > _UNSHARED:
+        if shelf.size > self._limit:
             return
         shelf.blocks.append(memory)
         # Small payloads are frequent: do not sum up the cache for each while it is small.
         if shelf.size > _SMALLEST or 64 * _SMALLEST * len(shelf.blocks) > self._limit:
             while self.cached > self._limit:
-                self._free_one()
-
-    def _free_one(self) -> None:
-        stocked = [shelf for shelf in self._shelves.values() if shelf.blocks]
-        # Either raises if another thread took or freed the last block meanwhile.
-        with suppress(ValueError, IndexError):
-            min(stocked, key=lambda shelf: shelf.last_use).blocks.popleft()
+                stocked = [shelf for shelf in self._shelves.values() if shelf.blocks]
+                # Either raises if another thread took or freed the last block meanwhile.
+                with suppress(ValueError, IndexError):
+                    min(stocked, key=lambda shelf: shelf.last_use).blocks.popleft()
 
 
 @final

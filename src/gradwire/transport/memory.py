@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
@@ -25,12 +26,12 @@ from gradwire.transport.base import (
     CLOSED_BY_PEER,
     MAX_BUFFERED_BYTES,
     closed_here,
-    hear_timed_out,
     never,
+    recv_raw_timed_out,
     send_timed_out,
 )
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.wire.frame import Buffer, Frame, decode_prefix, encode_prefix
+from gradwire.wire.message import Frame, decode_prefix, encode_prefix
 
 _POLL_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 1.0
@@ -65,7 +66,7 @@ class _Pipe:
         self._put_bytes = self._got_bytes = 0
         self._waiting = 0
         self._ended = False
-        self.taken = 0
+        self.frames_received = 0
         """items that were removed"""
         self._room = threading.Condition(threading.RLock())
 
@@ -78,14 +79,14 @@ class _Pipe:
         if self._ended:
             return False
         self._put_bytes += item.size
-        self._items.put(item)
-        self._wake_reader()
+        self._append(item)
         return True
 
     def _is_full(self) -> bool:
         return self._put_bytes - self._got_bytes >= self._capacity
 
-    def _wake_reader(self) -> None:
+    def _append(self, item: _Item | None) -> None:
+        self._items.put(item)
         if self._nonempty.locked():
             with suppress(RuntimeError):  # another thread was first
                 self._nonempty.release()
@@ -112,8 +113,7 @@ class _Pipe:
         """The next item, or None after the last; raises Empty if there is none by `until`."""
         item = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
         if item is None:
-            self._items.put(None)
-            self._wake_reader()
+            self._append(None)
             return None
         if self._waiting:
             with self._room:
@@ -124,7 +124,7 @@ class _Pipe:
         """Remove and count an item; see Note [Reading inside a read] in sockets/reader.py."""
         (item,) = map(self._items.get, block)
         if item is not None:
-            self.taken += 1
+            self.frames_received += 1
             self._got_bytes += item.size
         return item
 
@@ -143,20 +143,17 @@ class _Pipe:
         """Accept no more items; those in the queue can still be read."""
         if not self._ended:
             self._ended = True
-            self._items.put(None)
-            self._wake_reader()
+            self._append(None)
             with self._room:
                 self._room.notify_all()
 
     def drop(self) -> None:
         """End, and discard the items: the reader is gone."""
         self.end()
-        try:
+        with suppress(Empty):
             while True:
                 self._items.get_nowait()
-        except Empty:
-            self._items.put(None)
-            self._wake_reader()
+        self._append(None)
 
 
 @final
@@ -164,63 +161,70 @@ class MemoryChannel:
     """One end of a connection: a pipe in each direction."""
 
     peer_names: tuple[str, ...] | None = None
-    binding: bytes = b""
-    watches_itself = True
+    binding = b""
+    needs_heartbeat = False
 
     def __init__(
         self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool
     ) -> None:
-        self.remote = remote
-        self.limits = limits
-        self.peer_names: tuple[str, ...] | None = None
-        self.binding = b""
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._pool = pool
+        self.remote, self.limits = remote, limits
+        self._incoming, self._outgoing, self._pool = incoming, outgoing, pool
         self._close_reason: str | None = None
-        self._heard = b""
+        self._raw = b""
+        """bytes received for `recv_raw` and not yet returned"""
 
     def __repr__(self) -> str:
         return f"<MemoryChannel to {self.remote}: {self._close_reason or 'open'}>"
 
     @property
-    def taken(self) -> int:
-        """See `Channel.taken`."""
-        return self._incoming.taken
+    def frames_received(self) -> int:
+        """See `Channel.frames_received`."""
+        return self._incoming.frames_received
 
-    def say(self, words: bytes, deadline: float) -> None:
-        """Queue the bytes; see `Channel.say`."""
-        self._put(_Item(words, None, len(words)), deadline)
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """Queue the bytes; see `Channel.send_raw`."""
+        self._put(_Item(data, None, len(data)), deadline)
 
-    def hear(self, length: int, deadline: float) -> bytes:
-        """Take raw bytes from the queue; see `Channel.hear`."""
-        while len(self._heard) < length:
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """Take raw bytes from the queue; see `Channel.recv_raw`."""
+        while len(self._raw) < length:
             item = self._maybe_take(deadline)
             if item is None:
-                raise hear_timed_out(self.remote)
+                raise recv_raw_timed_out(self.remote)
             head = item.frame.head if item.frame is not None else b""
-            self._heard += item.prefix + head
-        heard, self._heard = self._heard[:length], self._heard[length:]
-        return heard
+            self._raw += item.prefix + head
+        data, self._raw = self._raw[:length], self._raw[length:]
+        return data
 
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`; there is no send lock here."""
+    def release_send_lock(self) -> bool:
+        """See `Channel.release_send_lock`; there is no send lock here."""
         return False
 
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
+    def reacquire_send_lock(self) -> None:
+        """See `Channel.release_send_lock`."""
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""
-        self._put(self._pack(frame), deadline)
+        prefix = encode_prefix(frame)
+        payload: tuple[memoryview, ...] = ()
+        length = sum(map(len, frame.payload)) if frame.payload else 0
+        if length:
+            block, begin = self._pool.take(length), 0
+            for part in frame.payload:
+                end = begin + len(part)
+                block[begin:end] = part
+                begin = end
+            payload = (block,)
+        size = len(prefix) + len(frame.head) + length
+        self._put(_Item(prefix, replace(frame, payload=payload), size), deadline)
 
     def _put(self, item: _Item, deadline: float) -> None:
         self._check_open()
         try:
-            taken = self._outgoing.put(item, deadline)
+            was_put = self._outgoing.put(item, deadline)
         except TimeoutError:
             raise send_timed_out(self.remote) from None
-        if not taken:
+        if not was_put:
             self._check_open()
             raise PeerLost(CLOSED_BY_PEER)
 
@@ -236,7 +240,7 @@ class MemoryChannel:
         if item is None:
             return None
         try:
-            if item.frame is None or self._heard:
+            if item.frame is None or self._raw:
                 raise BadMessage("raw bytes after the handshake")
             decode_prefix(item.prefix, self.limits)
         except BadMessage as refusal:
@@ -273,40 +277,22 @@ class MemoryChannel:
         if self._close_reason is not None:
             raise PeerLost(self._close_reason)
 
-    def _pack(self, frame: Frame) -> _Item:
-        parts = frame.payload
-        length = sum(map(len, parts)) if parts else 0
-        payload = (self._snapshot(parts, length),) if length else ()
-        prefix = encode_prefix(frame)
-        size = len(prefix) + len(frame.head) + length
-        return _Item(prefix, replace(frame, payload=payload), size)
-
-    def _snapshot(self, parts: Sequence[Buffer], length: int) -> memoryview:
-        block = self._pool.take(length)
-        begin = 0
-        for part in parts:
-            end = begin + len(part)
-            block[begin:end] = part
-            begin = end
-        return block
-
 
 @final
 class MemoryListener:
-    """A listener under a name of a network."""
+    """A listener under a name of a network; `lock` guards the names and the order of closing."""
 
-    def __init__(self, network: MemoryNetwork, address: str) -> None:
+    def __init__(self, address: str, lock: threading.Lock, forget: Callable[[], object]) -> None:
         self.address = address
-        self._network = network
-        self._backlog: SimpleQueue[MemoryChannel | None] = SimpleQueue()
+        self.backlog: SimpleQueue[MemoryChannel | None] = SimpleQueue()
+        self._lock, self._forget = lock, forget
         self._close_reason: str | None = None
-        self._lock = threading.Lock()
 
     def accept(self) -> MemoryChannel:
         """Block for the next connection; see `Listener.accept`."""
-        channel = self._backlog.get()
+        channel = self.backlog.get()
         if channel is None:
-            self._backlog.put(None)
+            self.backlog.put(None)
             raise PeerLost(f"{self.address} was {self._close_reason}")
         return channel
 
@@ -316,79 +302,52 @@ class MemoryListener:
             if self._close_reason is not None:
                 return
             self._close_reason = closed_here(reason)
-        self._network.forget(self)
-        self._refuse_waiting()
-        self._backlog.put(None)
-
-    def enqueue(self, channel: MemoryChannel) -> bool:
-        """Queue a channel for `accept`; False if the listener is closed."""
-        with self._lock:
-            if self._close_reason is None:
-                self._backlog.put(channel)
-            return self._close_reason is None
-
-    def _refuse_waiting(self) -> None:
-        try:
-            while True:
-                waiting = self._backlog.get_nowait()
-                if waiting is not None:
-                    waiting.close("the listener was closed")
-        except Empty:
-            return
+            self._forget()
+        with suppress(Empty):
+            while waiting := self.backlog.get_nowait():
+                waiting.close("the listener was closed")
+        self.backlog.put(None)
 
 
 @final
 class MemoryNetwork:
     """An in-process transport with its own names."""
 
-    def __init__(
-        self,
-        *,
-        limits: Limits | None = None,
-        capacity: int = MAX_BUFFERED_BYTES,
-        pool: BlockPool | None = None,
-    ) -> None:
-        self._limits = limits or Limits()
-        self._capacity = capacity
-        self._pool = pool or BlockPool()
+    def __init__(self, *, limits: Limits | None = None, capacity: int = MAX_BUFFERED_BYTES) -> None:
+        self._limits, self._capacity, self._pool = limits or Limits(), capacity, BlockPool()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count(1)
         self._lock = threading.Lock()
 
     def listen(self, address: str) -> MemoryListener:
         """Listen under the name, or under a new one if it is empty."""
-        name = _name_in(address)
+        name = parse_address(address, "memory").place
         with self._lock:
-            name = name or self._fresh_name()
+            fresh = (f"listener-{number}" for number in self._numbers)
+            name = name or next(name for name in fresh if name not in self._listeners)
             if name in self._listeners:
                 raise UsageError(f"cannot listen on {address}: the name is taken")
-            listener = MemoryListener(self, f"memory://{name}")
-            self._listeners[name] = listener
+            forget = partial(self._listeners.pop, name)
+            listener = self._listeners[name] = MemoryListener(
+                f"memory://{name}", self._lock, forget
+            )
         return listener
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> MemoryChannel:
         """Connect to the listener of that name; this never waits."""
-        with self._lock:
-            listener = self._listeners.get(_name_in(address))
         here, there = self._connect(address, f"{address} (connection {next(self._numbers)})")
-        if listener is None or not listener.enqueue(there):
-            refusal = ConnectionRefusedError(f"nobody listens at {address}")
-            raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
-        return here
+        with self._lock:
+            listener = self._listeners.get(parse_address(address, "memory").place)
+            if listener is not None:
+                listener.backlog.put(there)
+                return here
+        refusal = ConnectionRefusedError(f"nobody listens at {address}")
+        raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
 
     def pair(self) -> tuple[MemoryChannel, MemoryChannel]:
         """Two connected channels without a listener, for a worker that calls itself."""
         number = next(self._numbers)
         return self._connect(f"memory://pair-{number}/b", f"memory://pair-{number}/a")
-
-    def forget(self, listener: MemoryListener) -> None:
-        """Release the name of a listener."""
-        with self._lock:
-            self._listeners.pop(_name_in(listener.address), None)
-
-    def _fresh_name(self) -> str:
-        names = (f"listener-{number}" for number in self._numbers)
-        return next(name for name in names if name not in self._listeners)
 
     def _connect(self, remote: str, other_remote: str) -> tuple[MemoryChannel, MemoryChannel]:
         there, back = _Pipe(self._capacity), _Pipe(self._capacity)
@@ -396,10 +355,3 @@ class MemoryNetwork:
             MemoryChannel(remote, back, there, limits=self._limits, pool=self._pool),
             MemoryChannel(other_remote, there, back, limits=self._limits, pool=self._pool),
         )
-
-
-def _name_in(address: str) -> str:
-    parsed = parse_address(address)
-    if parsed.scheme != "memory":
-        raise UsageError(f"{address} is not a memory address", hint="memory://name")
-    return parsed.place

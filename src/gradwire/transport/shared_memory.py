@@ -8,15 +8,38 @@ understands this sets TAKES_BLOCKS on all frames it sends, and the peer then beg
 Nothing here waits. The payload goes through the socket, which knows how to wait for a slow peer, if
 the peer's tensors occupy all blocks, if MAX_BUFFERED_BYTES were announced and not yet received, or
 if the system has no memory for another block.
+
+A block is an anonymous file (memfd) that both processes map; it is freed with its last user.
+
+    page 0   its first byte is the state
+    page 1…  the payload
+
+One end makes the block and fills it, the other borrows it. The state says which end may use it:
+
+    FREE   the maker may fill or drop it
+    SENT   filled and announced, not yet received
+    READ   received; views of it are alive
+    GONE   dropped by its maker; the borrower forgets it when it next looks
+
+The borrower returns a block by writing one byte. A finalizer does so, and it can run anywhere, so
+it must not do more. All reads of the block happen before that write, because the reference count
+of the last view falls to zero first.
+
+A descriptor comes from a peer, and `adopt` trusts nothing about it. Both ends can write to a block
+at any time; workers of one user trust each other not to do so while it is lent. A forked child
+shares the blocks of its parent: it must copy what it wants to keep.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
 import struct
+import sys
 import threading
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,14 +47,20 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Final, TypeAlias, cast, final
 
+import numpy
+import torch
+from numpy.typing import NDArray
+
 from gradwire.errors import BadMessage
 from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import size_class
-from gradwire.transport.memfd import FREE, GONE, SENT, Block, adopt, make_block
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 _log = logging.getLogger("gradwire")
+
+FREE, SENT, READ, GONE = range(4)
+FIRST_PAGE: Final = 4096
 
 SHARED_AT_MOST: Final = 1 << 30
 """The most bytes of shared memory that one end of one channel makes."""
@@ -53,6 +82,140 @@ MOST_BLOCKS: Final = 128
 _LOOSEST_FIT: Final = 4
 # At most one frame is incomplete when the first byte of the next one is read.
 _MOST_UNCLAIMED: Final = 2
+_COPIED_WITHOUT_GIL: Final = 1 << 15
+
+
+def can_share() -> bool:
+    """Whether this system has memfd, and /proc to map it by path."""
+    return (
+        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    )
+
+
+@final
+class Block:
+    """A mapped block; it is unmapped when neither it nor a view of it is referenced."""
+
+    __slots__ = ("_lease", "_memory", "_state", "number", "room")
+
+    def __init__(self, number: int, descriptor: int, room: int) -> None:
+        self.number = number
+        self.room = room
+        self._memory: NDArray[numpy.uint8] = numpy.asarray(_Mapping(descriptor, FIRST_PAGE + room))
+        self._state = self._memory.data[:1]
+        self._lease: weakref.ref[NDArray[numpy.uint8]] | None = None
+
+    @property
+    def state(self) -> int:
+        """FREE, SENT, READ or GONE; the peer may change it at any time."""
+        return self._state[0]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._state[0] = state
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the view returned by `lend`, or a slice of it, is alive."""
+        return self._lease is not None and self._lease() is not None
+
+    def fill(self, payload: Sequence[Buffer]) -> None:
+        """Copy the parts into the block one after the other; the payload is not copied again."""
+        start = FIRST_PAGE
+        for part in payload:
+            end = start + len(part)
+            if len(part) >= _COPIED_WITHOUT_GIL:
+                self._memory[start:end] = numpy.frombuffer(part, dtype=numpy.uint8)
+            else:
+                self._memory.data[start:end] = part
+            start = end
+
+    def lend(self, nbytes: int) -> memoryview:
+        """The first `nbytes` of the payload; the block becomes FREE when their last view dies."""
+        # A slice of a memoryview refers to the array, not to the memoryview it was sliced from. So
+        # the weak reference is to the array.
+        lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
+        state, process = self._state, os.getpid()
+
+        def free(_: object) -> None:
+            # In a forked child only the child's view died; the parent may still read the block.
+            if os.getpid() == process:
+                state[0] = FREE
+
+        self.state = READ
+        self._lease = weakref.ref(lease, free)
+        return lease.data
+
+
+def make_block(number: int, room: int) -> tuple[Block, int]:
+    """Make a block; returns it and its descriptor, which the caller closes. OSError on failure."""
+    size = FIRST_PAGE + room
+    descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        # Allocate now: if memory were missing at the first write, SIGBUS would kill the process.
+        os.posix_fallocate(descriptor, 0, size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        return Block(number, descriptor, room), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def adopt(number: int, descriptor: int, most: int) -> Block:
+    """Map the peer's block and close the descriptor; BadMessage if mapping it is not safe.
+
+    `most` is the largest accepted size.
+    """
+    try:
+        fault = _fault_of(descriptor, most)
+        if fault is not None:
+            raise BadMessage(f"shared block {number} is refused: {fault}")
+        return Block(number, descriptor, os.fstat(descriptor).st_size - FIRST_PAGE)
+    except OSError as error:
+        raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+@final
+class _Mapping:
+    """A mapped file that keeps no descriptor open, as `mmap.mmap` would.
+
+    Torch does the mapping, but no torch operator is called: the sending thread may be inside a
+    dispatch mode of the user, which would see it.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        try:
+            path = f"/proc/self/fd/{descriptor}"
+            self._storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (self._storage.data_ptr(), False),
+        }
+
+
+def _fault_of(descriptor: int, most: int) -> str | None:
+    """Why the file must not be mapped, if so: reading a page that was truncated raises SIGBUS."""
+    seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    if seals & needed != needed:
+        return "its file is not sealed against resizing"
+    if seals & ~(needed | fcntl.F_SEAL_SEAL):
+        return "its file is sealed against writing"
+    file = os.fstat(descriptor)
+    if not FIRST_PAGE < file.st_size <= FIRST_PAGE + most:
+        return f"its file has {file.st_size} bytes"
+    # Reading a hole would allocate its pages, charged to this process.
+    if file.st_blocks * 512 < file.st_size:
+        return "its file has holes"
+    return None
 
 
 @final
@@ -88,8 +251,7 @@ class Loan:
     def begin(self, length: int) -> None:
         """Reserve the block for a payload of this length."""
         self.block.state = SENT
-        self.is_filling = True
-        self.length = length
+        self.is_filling, self.length = True, length
 
     def __enter__(self) -> None:
         """Begin to send the frame; if that fails, no byte was sent or the channel ended."""
@@ -117,22 +279,17 @@ class Lender:
     """The blocks that one end of a channel makes and fills."""
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self._limit = limit
-        self._smallest = smallest
+        self._limit, self._smallest = limit, smallest
         self._lock = threading.RLock()
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
         """whether this thread holds the lock: then a finalizer or signal handler is asking"""
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
-        self._bytes = 0
+        self.bytes = 0
+        """the size of all blocks that exist now"""
         self._numbers = count(1)
         self._is_closed = False
-        self._has_complained = False
-
-    @property
-    def bytes(self) -> int:
-        """The size of all blocks that exist now."""
-        return self._bytes
+        self._has_warned = False
 
     def place(self, payload: Sequence[Buffer]) -> Loan | None:
         """Copy the payload into a block; None if it must go through the socket.
@@ -140,7 +297,7 @@ class Lender:
         hot: benchmarks of bandwidth
         """
         length = sum(map(len, payload))
-        if not 0 < length >= self._smallest:
+        if length < max(1, self._smallest):
             return None
         try:
             loan = self._take(length)
@@ -169,14 +326,14 @@ class Lender:
             for loan in self._loans:
                 loan.close()
             self._loans.clear()
-            self._bytes = 0
+            self.bytes = 0
         finally:
             self._lock.release()
 
     def _take(self, length: int) -> Loan | None:
-        room = size_class(length)
         if self._is_inside():
             return None
+        room = size_class(length)
         with self._lock:
             if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
                 return None
@@ -186,23 +343,19 @@ class Lender:
                 return loan
             if not self._has_room_for(room):
                 return None
-            self._bytes += room
+            self.bytes += room
             self._making += 1
         return self._made(room, length)
 
     def _best_fit(self, length: int) -> Loan | None:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [
-            loan
-            for loan in reversed(self._loans)
-            if loan.block.room in sizes and loan.block.state == FREE
-        ]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda loan: loan.block.room)
-        self._loans.remove(best)
-        self._loans.append(best)
+        fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
+        free = [loan for loan in fitting if loan.block.state == FREE]
+        best = min(free, key=lambda loan: loan.block.room, default=None)
+        if best is not None:
+            self._loans.remove(best)
+            self._loans.append(best)
         return best
 
     def _has_room_for(self, room: int) -> bool:
@@ -210,14 +363,14 @@ class Lender:
         if room > self._limit:
             return False
         free = iter([loan for loan in self._loans if loan.block.state == FREE])
-        while self._bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
+        while self.bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
             loan = next(free, None)
             if loan is None:
                 return False
             loan.block.state = GONE
             loan.close()
             self._loans.remove(loan)
-            self._bytes -= loan.block.room
+            self.bytes -= loan.block.room
         return True
 
     def _made(self, room: int, length: int) -> Loan | None:
@@ -226,21 +379,18 @@ class Lender:
             loan = Loan(*make_block(next(self._numbers), room))
             loan.begin(length)
         except OSError as error:
-            self._complain(room, error)
+            if not self._has_warned:
+                self._has_warned = True
+                text = "cannot allocate %d bytes of shared memory, using the socket: %s"
+                _log.warning(text, room, error)
         finally:
             with self._lock:
                 self._making -= 1
                 if loan is None:
-                    self._bytes -= room
+                    self.bytes -= room
                 else:
                     self._loans.append(loan)
         return loan
-
-    def _complain(self, room: int, error: OSError) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            text = "cannot allocate %d bytes of shared memory, using the socket: %s"
-            _log.warning(text, room, error)
 
 
 def descriptors_in(received: Received) -> list[int]:
@@ -253,13 +403,26 @@ def descriptors_in(received: Received) -> list[int]:
 
 
 @final
-class Borrower:
-    """The peer's blocks that this end of a channel reads; used by one thread at a time."""
+class SharedMemory:
+    """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
 
-    def __init__(self) -> None:
+    Any thread may call `place`, one thread at a time the methods for borrowed blocks.
+    """
+
+    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
+        self.lender = Lender(limit, smallest)
+        self.smallest = smallest
+        self.peer_takes_blocks = False
         self._blocks: dict[int, Block] = {}
+        """the borrowed ones"""
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
+
+    def place(self, payload: Sequence[Buffer]) -> Loan | None:
+        """Copy the payload into a block if the peer takes blocks; None otherwise."""
+        if not payload or not self.peer_takes_blocks:
+            return None
+        return self.lender.place(payload)
 
     def open(
         self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
@@ -270,9 +433,8 @@ class Borrower:
         """
         number, is_new = NOTE.unpack(note)
         if is_new:
-            block: Block | None = self._introduced(number, descriptor, limits)
-        else:
-            block = self._blocks.get(number)
+            self._adopt(number, descriptor, limits)
+        block = self._blocks.get(number)
         if block is None:
             raise BadMessage(f"shared block {number} is unknown")
         if not 0 < length <= block.room:
@@ -282,7 +444,11 @@ class Borrower:
         return block.lend(length)
 
     def close(self) -> None:
-        """Forget all blocks; tensors in them keep their memory alive."""
+        """Forget all blocks; tensors in them keep their memory alive.
+
+        Called when no thread sends or receives any more.
+        """
+        self.lender.close()
         self._blocks.clear()
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
@@ -292,7 +458,7 @@ class Borrower:
         while len(self.unclaimed) > _MOST_UNCLAIMED:
             os.close(self.unclaimed.popleft())
 
-    def _introduced(self, number: int, descriptor: int | None, limits: Limits) -> Block:
+    def _adopt(self, number: int, descriptor: int | None, limits: Limits) -> None:
         if descriptor is None:
             raise BadMessage(
                 f"shared block {number} arrived without its descriptor",
@@ -305,26 +471,3 @@ class Borrower:
         if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is known already, or one too many")
         self._blocks[number] = block
-        return block
-
-
-@final
-class SharedMemory:
-    """The shared memory of one channel, in both directions."""
-
-    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self.lender = Lender(limit, smallest)
-        self.smallest = smallest
-        self.borrower = Borrower()
-        self.peer_takes_blocks = False
-
-    def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block if the peer takes blocks; None otherwise."""
-        if not payload or not self.peer_takes_blocks:
-            return None
-        return self.lender.place(payload)
-
-    def close(self) -> None:
-        """Forget all blocks; called when no thread sends or receives any more."""
-        self.lender.close()
-        self.borrower.close()

@@ -15,23 +15,20 @@ import re
 import socket
 import struct
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import final
 
-from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost, UsageError
+from gradwire.errors import NotTrusted, UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.memfd import can_share
-from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory
-from gradwire.transport.sockets.channel import ChannelFactory, SocketChannel, as_timeval
-from gradwire.transport.sockets.listener import SocketListener
-from gradwire.transport.sockets.stream import reason_of
+from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory, can_share
+from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel, as_timeval
+from gradwire.transport.sockets.listener import SocketListener, listening_socket
+from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 
-_BACKLOG = 1024
 _LONGEST_PATH = 107
 _OWN = re.compile(r"gradwire-(\d+)-")
 _SOCKET = "socket"
@@ -52,29 +49,31 @@ class UnixTransport:
     def __init__(
         self,
         *,
-        limits: Limits | None = None,
-        stall: float | None = None,
-        pool: BlockPool | None = None,
+        limits: Limits = LIMITS,
+        stall: float = STALL,
         shared_bytes: int = SHARED_AT_MOST,
         shared_from: int = SHARED_FROM,
         checksum: bool = False,
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
         self._refused = refused
-        is_sharing = shared_bytes > 0 and can_share()
-        share = partial(SharedMemory, shared_bytes, shared_from) if is_sharing else None
-        self._factory = ChannelFactory(limits, stall, pool, share, checksum)
+        self._is_sharing = shared_bytes > 0 and can_share()
+        self._share = partial(SharedMemory, shared_bytes, shared_from)
+        self._socket_channel = partial(
+            SocketChannel, limits=limits, stall=stall, pool=BlockPool(), checksum=checksum
+        )
 
     def listen(self, address: str) -> SocketListener:
         """Make the socket; `close` removes it, and the directory made for it."""
-        path = _path_in(address)
+        path = parse_address(address, "unix").place
         directory = None if path else _own_directory()
         path = path or os.path.join(str(directory), _SOCKET)
         try:
             _check_length(path)
-            sock = _listening(path)
+            sock = listening_socket(socket.AF_UNIX, path)
         except BaseException as error:
-            _remove_directory(directory)
+            if directory is not None:
+                _remove(path, directory)
             if isinstance(error, OSError):
                 raise UsageError(
                     f"cannot listen on unix://{path}: {reason_of(error)}",
@@ -90,19 +89,12 @@ class UnixTransport:
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Connect to the listener at the path."""
-        path = _path_in(address)
+        path = parse_address(address, "unix").place
         if not path:
             raise UsageError(f"{address} does not say which path to connect to")
         _check_length(path)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise _unanswered(address)
-        try:
-            sock = _connected(path, left)
-        except BlockingIOError as error:
-            raise _unanswered(address) from error
-        except OSError as error:
-            raise PeerLost(f"cannot reach {address}: {reason_of(error)}") from error
+        with connecting_to(address):
+            sock = _connected(path, seconds_until(deadline))
         _, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()
@@ -111,7 +103,7 @@ class UnixTransport:
                 f"the listener on {address} is a process of another user, {user}",
                 hint="run all workers of a machine as one user, or use TLS",
             )
-        return self._factory.channel(sock, address)
+        return self._channel(sock, address)
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
@@ -119,7 +111,11 @@ class UnixTransport:
             sock.close()
             self._refused("another user", f"unix://{path} (user {user})")
             return None
-        return self._factory.channel(sock, f"unix://{path} (process {process})")
+        return self._channel(sock, f"unix://{path} (process {process})")
+
+    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
+        shared = self._share() if self._is_sharing else None
+        return self._socket_channel(sock, remote, shared=shared)
 
 
 def _own_directory() -> str:
@@ -157,13 +153,6 @@ def _is_listened_to(path: str) -> bool:
     return True
 
 
-def _path_in(address: str) -> str:
-    parsed = parse_address(address)
-    if parsed.scheme != "unix":
-        raise UsageError(f"{address} is not a unix address", hint="unix:///path")
-    return parsed.place
-
-
 def _check_length(path: str) -> None:
     length = len(os.fsencode(path))
     if length > _LONGEST_PATH:
@@ -173,19 +162,6 @@ def _check_length(path: str) -> None:
         )
 
 
-def _listening(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(path)
-        # No peer can connect before `listen`, so the mode is never too wide.
-        os.chmod(path, 0o600)
-        sock.listen(_BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
 def _connected(path: str, left: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -193,8 +169,10 @@ def _connected(path: str, left: float) -> socket.socket:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(left))
         sock.connect(path)
-    except BaseException:
+    except BaseException as error:
         sock.close()
+        if isinstance(error, BlockingIOError):
+            raise TimeoutError from error
         raise
     return sock
 
@@ -206,17 +184,9 @@ def _peer_of(sock: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def _unanswered(address: str) -> DeadlinePassed:
-    return DeadlinePassed(f"{address} did not answer before the deadline")
-
-
 def _remove(path: str, directory: str | None) -> None:
     with suppress(OSError):
         os.unlink(path)
-    _remove_directory(directory)
-
-
-def _remove_directory(directory: str | None) -> None:
     if directory is not None:
         with suppress(OSError):
             os.rmdir(directory)

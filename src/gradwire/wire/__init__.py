@@ -1,5 +1,4 @@
 """Encoding of messages and tensors to bytes, and decoding; no IO.
 
-frame.py lays out one message on the wire, message.py encodes its head, tensor.py its tensors.
-Read frame.py first.
+message.py lays out one message on the wire, tensor.py its tensors. Read message.py first.
 """

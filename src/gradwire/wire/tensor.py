@@ -1,8 +1,8 @@
 """Encoding of tensors as headers and raw buffers, and decoding, with as few copies as possible.
 
-Encoding returns views of the tensors' memory. It copies in three cases, each in its own
-function: another device (`_staged`), memory with gaps or overlaps (`_compacted`), and a tensor with
-a conjugate, negative or zero-tensor bit, which has no such bytes in memory (`_Payload.append`).
+Encoding returns views of the tensors' memory. It copies in three cases: another device, memory with
+gaps or overlaps, and a tensor with a conjugate, negative or zero-tensor bit, which has no such
+bytes in memory.
 
 Decoding copies nothing: every tensor uses the memory of the received block and keeps it alive. Each
 has its own storage over its own bytes, so no tensor is a view of another, `deepcopy` and
@@ -16,51 +16,81 @@ that was received can grow with `resize_`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
-from gradwire.wire.frame import ALIGNMENT, Buffer
-from gradwire.wire.tensor_header import (
-    ALL_FLAGS,
-    COALESCED,
-    DTYPE_CODES,
-    INFERENCE,
-    LAYOUT_CODES,
-    LAYOUTS,
-    MAX_DIMS,
-    META,
-    REQUIRES_GRAD,
-    STRIDED,
-    TensorHeader,
-    dtype_of,
-    malformed,
-    numel_of,
-    order_of,
-    strides_of,
-)
+from gradwire.wire.message import ALIGNMENT, Buffer
 
-__all__ = ["TensorHeader", "decode_tensors", "encode_tensors"]
+REQUIRES_GRAD = 1
+INFERENCE = 2
+COALESCED = 4
+_ALL_FLAGS = REQUIRES_GRAD | INFERENCE | COALESCED
 
+_MAX_DIMS = 64
+_MAX_BYTES = (1 << 63) - 1
+_META = "meta"
 _LIMITS = Limits()
-_INDEX_TYPES = (torch.int64, torch.int32)
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+
+# The codes of dtypes and layouts are part of the wire: add at the end, never reuse.
+_DTYPE_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+# An older torch lacks the last few, and refuses a received tensor of such a dtype.
+DTYPES: dict[int, torch.dtype] = {
+    code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
+}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_INDEX_TYPES = (torch.int64, torch.int32)
 _NAMES_WITHOUT_NUMPY = ("torch.bfloat16", "torch.complex32", "torch.float8", "torch.float4")
 _WITHOUT_NUMPY = {dtype for dtype in DTYPE_CODES if str(dtype).startswith(_NAMES_WITHOUT_NUMPY)}
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
-
-PARTS = {
+_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _COMPRESSED_ROWS,
     torch.sparse_csc: _COMPRESSED_COLUMNS,
     torch.sparse_bsr: _COMPRESSED_ROWS,
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
+_STRIDED = 0
+LAYOUTS: dict[int, torch.layout] = dict(enumerate((torch.strided, *_PARTS)))
+LAYOUT_CODES = {layout: code for code, layout in LAYOUTS.items()}
+
+
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The metadata of one tensor.
+
+    `order` lists the dimensions from the outermost in memory to the innermost; None is row-major.
+    `device` is "" for the cpu. A sparse tensor has no bytes itself but `parts`: the dense
+    tensors it consists of, in the order of the arguments of torch's constructor.
+    """
+
+    dtype: int
+    shape: tuple[int, ...]
+    offset: int = 0
+    flags: int = 0
+    order: tuple[int, ...] | None = None
+    layout: int = _STRIDED
+    device: str = ""
+    parts: tuple[TensorHeader, ...] = ()
+
+
+def without_inference(header: TensorHeader) -> TensorHeader:
+    """The header of the same tensor as a normal, not an inference tensor."""
+    if not header.flags & INFERENCE:
+        return header
+    return msgspec.structs.replace(header, flags=header.flags & ~INFERENCE)
 
 
 def encode_tensors(
@@ -99,14 +129,14 @@ def decode_tensors(
     """
     if len(headers) > limits.tensors:
         raise OverLimit(f"{len(headers)} tensors are over the limit of {limits.tensors}")
-    if limits.dimensions < MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
+    if limits.dimensions < _MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
         raise OverLimit(f"a tensor has more than {limits.dimensions} dimensions, the limit")
     block = _Block(payload)
     tensors: list[Tensor] = []
     for header in headers:
         flags = header.flags
-        if flags & ~ALL_FLAGS:
-            raise malformed(f"flags {flags:#x} are unknown")
+        if flags & ~_ALL_FLAGS:
+            raise _malformed(f"flags {flags:#x} are unknown")
         # This thread may be inside inference_mode; what counts is the mode of the sender.
         if torch.is_inference_mode_enabled() is not bool(flags & INFERENCE):
             with torch.inference_mode(bool(flags & INFERENCE)):
@@ -160,8 +190,8 @@ def _encode(tensor: Tensor, payload: _Payload) -> TensorHeader:
     device = "" if tensor.is_cpu else str(tensor.device)
     if tensor.layout is not torch.strided:
         return _encode_sparse(tensor.detach(), payload, flags, device)
-    if device != META:
-        tensor = _staged(tensor)
+    if device != _META:
+        tensor = tensor.detach().cpu()
     return _encode_dense(tensor, payload, flags, device)
 
 
@@ -182,53 +212,46 @@ def _encode_dense(
     if not tensor.is_contiguous() or (1 in shape and len(shape) > 1):
         tensor, order = _in_memory_order(tensor.detach(), shape)
     offset = 0
-    if device != META and 0 not in shape:
+    if device != _META and 0 not in shape:
         offset = payload.append(tensor)
-    return TensorHeader(code, shape, offset, flags, order, STRIDED, device)
+    return TensorHeader(code, shape, offset, flags, order, _STRIDED, device)
 
 
 def _in_memory_order(
     tensor: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """The tensor with its dimensions permuted so that it is contiguous, and the permutation."""
+    """The tensor with its dimensions permuted so that it is contiguous, and the permutation.
+
+    A tensor with gaps or overlaps is copied, to the memory format that torch's clone() chooses.
+    """
     if 0 in shape:
         return tensor, None
-    if len(shape) == 1:
-        return _compacted(tensor), None
     if 0 in tensor.stride():  # expanded, as the gradient of a sum is
-        tensor = _compacted(tensor)
+        tensor = tensor.clone()
     order = order_of(shape, tensor.stride())
     laid = tensor if order is None else tensor.permute(order)
     if laid.is_contiguous():
         return laid, order
-    return _in_memory_order(_compacted(tensor), shape)
-
-
-def _compacted(tensor: Tensor) -> Tensor:
-    """A copy without gaps and overlaps, in the memory format that torch's clone() chooses."""
-    return tensor.clone()
-
-
-def _staged(tensor: Tensor) -> Tensor:
-    """A copy in CPU memory."""
-    return tensor.detach().cpu()
+    return _in_memory_order(tensor.clone(), shape)
 
 
 def _encode_sparse(tensor: Tensor, payload: _Payload, flags: int, device: str) -> TensorHeader:
-    if tensor.layout not in PARTS or device == META:
-        where = f" on {META}" if device == META else ""
+    if tensor.layout not in _PARTS or device == _META:
+        where = f" on {_META}" if device == _META else ""
         raise _refusal(f"a tensor of layout {tensor.layout}{where}", "send it as to_dense()")
     if device:
-        tensor = _staged(tensor)
+        tensor = tensor.cpu()
     if tensor.layout is torch.sparse_coo and tensor.is_coalesced():
         flags |= COALESCED
-    parts = tuple(_encode_dense(part, payload) for part in take_apart(tensor))
+    # The values are the last part. None of these calls copies.
+    dense = [getattr(tensor, name)() for name in _PARTS[tensor.layout]]
+    parts = tuple(_encode_dense(part, payload) for part in dense)
     code, layout = parts[-1].dtype, LAYOUT_CODES[tensor.layout]
     return TensorHeader(code, tuple(tensor.shape), 0, flags, None, layout, device, parts)
 
 
 def _refusal(what: str, way_out: str) -> NotSerializable:
-    return NotSerializable(f"{what} does not travel", hint=way_out)
+    return NotSerializable(f"{what} cannot be serialized", hint=way_out)
 
 
 class _Block:
@@ -247,35 +270,34 @@ class _Block:
     def claim(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
         """A flat tensor over the next bytes; it keeps the payload object alive."""
         if offset % ALIGNMENT or offset < self._end:
-            raise malformed(f"offset {offset} is not aligned, or overlaps the tensor before")
+            raise _malformed(f"offset {offset} is not aligned, or overlaps the tensor before")
         end = offset + numel * dtype.itemsize
         if end > self._length:
-            raise malformed(f"bytes {offset} to {end} are outside a payload of {self._length}")
+            raise _malformed(f"bytes {offset} to {end} are outside a payload of {self._length}")
         self._end = end
         return torch.frombuffer(self._payload, dtype=dtype, count=numel, offset=offset)
 
 
 def _rebuild(header: TensorHeader, block: _Block) -> Tensor:
     device = header.device
-    if not device and header.layout == STRIDED:
-        return _rebuild_dense(header, block)
-    rebuild = _rebuild_dense if header.layout == STRIDED else _rebuild_sparse
+    rebuild = _rebuild_dense if header.layout == _STRIDED else _rebuild_sparse
     tensor = rebuild(header, block)
-    return _placed(tensor, device) if device and device != META else tensor
+    return _placed(tensor, device) if device and device != _META else tensor
 
 
 def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:
     if header.parts or header.flags & COALESCED:
-        raise malformed("a dense tensor has sparse parts")
-    dtype, shape, order = dtype_of(header), header.shape, header.order
-    numel = numel_of(shape, dtype.itemsize)
-    if header.device == META or numel == 0:
+        raise _malformed("a dense tensor has sparse parts")
+    dtype, shape, order = DTYPES.get(header.dtype), header.shape, header.order
+    if dtype is None:
+        raise _malformed(f"dtype {header.dtype} is unknown to torch {torch.__version__}")
+    numel = _numel_of(shape, dtype.itemsize)
+    if header.device == _META or numel == 0:
         # Explicit, since torch.set_default_device changes the default of every factory.
-        device = META if header.device == META else "cpu"
+        device = _META if header.device == _META else "cpu"
         strides = strides_of(shape, order)
-        return _retry_after_warning(
-            lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        )
+        make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+        return _retry_after_warning(make)
     flat = block.claim(header.offset, dtype, numel)
     if order is not None:
         return flat.as_strided_(shape, strides_of(shape, order))
@@ -285,24 +307,33 @@ def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:
 def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
     layout = LAYOUTS.get(header.layout)
     if layout is None:
-        raise malformed(f"layout {header.layout} is unknown")
-    dtype = dtype_of(header)
-    numel_of(header.shape, dtype.itemsize)
-    if len(header.parts) != len(PARTS[layout]) or header.order is not None or header.device == META:
-        raise malformed(f"{len(header.parts)} parts do not make a tensor of layout {layout}")
-    if any(part.layout != STRIDED or part.flags or part.device for part in header.parts):
-        raise malformed("a part of a sparse tensor is not a plain dense tensor")
+        raise _malformed(f"layout {header.layout} is unknown")
+    if (
+        len(header.parts) != len(_PARTS[layout])
+        or header.order is not None
+        or header.device == _META
+    ):
+        raise _malformed(f"{len(header.parts)} parts do not make a tensor of layout {layout}")
+    if any(part.layout != _STRIDED or part.flags or part.device for part in header.parts):
+        raise _malformed("a part of a sparse tensor is not a plain dense tensor")
     parts = [_rebuild_dense(part, block) for part in header.parts]
+    dtype, coalesced = DTYPES.get(header.dtype), bool(header.flags & COALESCED)
+    _numel_of(header.shape, parts[-1].dtype.itemsize)
     if any(part.dtype not in _INDEX_TYPES for part in parts[:-1]):
-        raise malformed("the indices of a sparse tensor are not integers")  # torch would cast them
-    if parts[-1].dtype is not dtype or (header.coalesced and layout is not torch.sparse_coo):
-        raise malformed(f"the parts do not make a {layout} tensor of {dtype}")
+        raise _malformed("the indices of a sparse tensor are not integers")  # torch would cast them
+    if parts[-1].dtype is not dtype or (coalesced and layout is not torch.sparse_coo):
+        raise _malformed(f"the parts do not make a {layout} tensor of {dtype}")
+    # The parts come from a peer: torch must check every index here, as its operators do not.
+    make: Callable[..., Tensor]
+    if layout is torch.sparse_coo:
+        make = partial(torch.sparse_coo_tensor, is_coalesced=coalesced)
+    else:
+        make = partial(torch.sparse_compressed_tensor, layout=layout)
+    make = partial(make, *parts, header.shape, device="cpu", check_invariants=True)
     try:
-        return _retry_after_warning(
-            lambda: put_together(parts, header.shape, layout, header.coalesced)
-        )
+        return _retry_after_warning(make)
     except (RuntimeError, ValueError, TypeError, IndexError, Warning) as error:
-        raise malformed(f"not a valid {layout} tensor: {error}") from error
+        raise _malformed(f"not a valid {layout} tensor: {error}") from error
 
 
 def _retry_after_warning(make: Callable[[], Tensor]) -> Tensor:
@@ -332,24 +363,43 @@ def _placed(tensor: Tensor, name: str) -> Tensor:
         raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error
 
 
-def take_apart(tensor: Tensor) -> list[Tensor]:
-    """The dense parts of a detached sparse tensor, the values last; no copy."""
-    return [getattr(tensor, name)() for name in PARTS[tensor.layout]]
+def _malformed(why: str) -> BadMessage:
+    return BadMessage(f"a tensor header is wrong: {why}")
 
 
-def put_together(
-    parts: list[Tensor], shape: tuple[int, ...], layout: torch.layout, coalesced: bool
-) -> Tensor:
-    """Build a sparse tensor from its parts; raises what torch raises if they do not fit.
+def _numel_of(shape: tuple[int, ...], itemsize: int) -> int:
+    """The number of elements of a shape; raises if sizes or strides would overflow."""
+    if len(shape) > _MAX_DIMS:
+        raise _malformed(f"{len(shape)} dimensions are over the limit of {_MAX_DIMS}")
+    # Torch computes the strides of an empty tensor too, as if no dimension were 0.
+    span = 1
+    for size in shape:
+        if size < 0:
+            raise _malformed(f"shape {shape} has a negative dimension")
+        span *= size or 1
+    if span * itemsize > _MAX_BYTES:
+        raise _malformed(f"shape {shape} does not fit in memory")
+    return 0 if 0 in shape else span
 
-    The parts may come from a peer: torch must check every index here, as its operators do not.
+
+def strides_of(shape: tuple[int, ...], order: tuple[int, ...] | None) -> list[int]:
+    """The strides of a tensor that fills its memory in this order of dimensions."""
+    dims = range(len(shape))
+    if order is not None and sorted(order) != list(dims):
+        raise _malformed(f"order {order} is no permutation of {len(shape)} dimensions")
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(dims if order is None else order):
+        strides[dim] = step
+        step *= shape[dim] or 1
+    return strides
+
+
+def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order of dimensions that strides suggest; whether memory is filled is not asked here.
+
+    Where strides tie, the dimension of size 1 is the inner one: this finds the strides again that
+    row-major and channels-last tensors give to dimensions of size 1.
     """
-    if layout is torch.sparse_coo:
-        indices, values = parts
-        return torch.sparse_coo_tensor(
-            indices, values, shape, device="cpu", is_coalesced=coalesced, check_invariants=True
-        )
-    compressed, plain, values = parts
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, device="cpu", check_invariants=True
-    )
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
+    return None if order == tuple(range(len(shape))) else order

@@ -79,7 +79,7 @@ def test_a_member_between_two_others_cannot_pass_on_what_they_prove():
     def pass_on(source, target) -> None:
         with suppress(GradwireError):
             while True:
-                target.say(source.hear(1, soon()), soon())
+                target.send_raw(source.recv_raw(1, soon()), soon())
 
     relays = [
         threading.Thread(target=pass_on, args=ends, daemon=True)

@@ -15,7 +15,7 @@ from gradwire.agent.links.readers import ChannelReader, ChannelReaders
 from gradwire.errors import PeerLost
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.unix import UnixTransport
-from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import IS_ANSWER, Frame
 from tests.leftovers import eventually
 
 
@@ -268,7 +268,7 @@ def socket_ends():
     with closing(UnixTransport().listen("unix://")) as listener:
         here = UnixTransport().connect(listener.address, time.monotonic() + 10)
         there = listener.accept()
-    return here, there, (here, "_receiving")
+    return here, there, (here._reader, "_receiving")
 
 
 def memory_ends():

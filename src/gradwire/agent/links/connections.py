@@ -43,8 +43,7 @@ from gradwire.threads import FORKED, Threads, call_after_fork
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
 from gradwire.transport.memory import MemoryNetwork
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import Kinds, encode, kind_of
+from gradwire.wire.message import Frame, Kinds, encode, kind_of
 
 OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
 """Called when a channel to a worker has ended: why, and whether it was the last to that worker."""

@@ -1,7 +1,8 @@
 """The handshake over a channel, and the Hello that follows: the driver of handshake_state.py.
 
-The handshake uses `hear` and `say` only: no frame of a connection is decoded before both sides have
-given their proof. Then each side sends a Hello, which says what the peer should know about it.
+The handshake uses `send_raw` and `recv_raw` only: no frame of a connection is decoded before both
+sides have given their proof. Then each side sends a Hello, which says what the peer should know
+about it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadli
         nonce=secrets.token_bytes(NONCE_BYTES),
         binding=channel.binding,
     )
-    channel.say(dialling.opening(channel.peer_names), deadline)
-    channel.say(dialling.proof(_heard(channel, deadline)), deadline)
+    channel.send_raw(dialling.opening(channel.peer_names), deadline)
+    channel.send_raw(dialling.proof(_heard(channel, deadline)), deadline)
     dialling.check(_heard(channel, deadline))
 
 
@@ -54,19 +55,19 @@ def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float
     listening = Listening(secret.key(_PURPOSE), job, me, nonce=nonce, binding=channel.binding)
     try:
         opening = _heard(channel, deadline)
-        channel.say(listening.challenge(opening, channel.peer_names), deadline)
-        channel.say(listening.proof(_heard(channel, deadline)), deadline)
+        channel.send_raw(listening.challenge(opening, channel.peer_names), deadline)
+        channel.send_raw(listening.proof(_heard(channel, deadline)), deadline)
     except Refusal as refusal:
         if refusal.reason is not Reason.STRANGER:  # it would not understand
             with suppress(GradwireError):
-                channel.say(refused(refusal.reason), deadline)
+                channel.send_raw(refused(refusal.reason), deadline)
         raise
     return listening.peer
 
 
 def _heard(channel: Channel, deadline: float) -> bytes:
-    head = channel.hear(HEAD_BYTES, deadline)
-    return head + channel.hear(body_length(head), deadline)
+    head = channel.recv_raw(HEAD_BYTES, deadline)
+    return head + channel.recv_raw(body_length(head), deadline)
 
 
 def hello(directory: Directory, peer: WorkerId | None = None, losses: int = 0) -> Hello:

@@ -56,7 +56,7 @@ from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.threads import MAKE_IT_ELSEWHERE, check_may_wait, taking
 from gradwire.transport.base import Channel, Reentered
-from gradwire.wire.frame import IS_ANSWER, Frame
+from gradwire.wire.message import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
 
@@ -88,7 +88,7 @@ class ChannelReader:
         """each step tries the read lock; see Note [Interrupts in the readers]"""
         self.waiting: list[Done] = []
         """what threads wait for that arrives on this channel"""
-        self.reads = self.seen = channel.taken
+        self.reads = self.seen = channel.frames_received
         """frames handled so far, and at the last look of the watchdog"""
         self.idle_ticks = 0
         self.threads: list[None] = []
@@ -111,7 +111,7 @@ class ChannelReader:
         The channel counts what it hands out. A local variable could not tell: an interrupt may come
         after `maybe_recv` has taken a frame and before its result is stored.
         """
-        return self.channel.taken != self.reads
+        return self.channel.frames_received != self.reads
 
     def hand_over(self, waits_on: object) -> threads.Undo | None:
         """The calling reader thread is about to wait on a channel: let another thread read here."""
@@ -238,11 +238,11 @@ class ChannelReaders:
         """Wait in a finalizer or signal handler, or after the short read was not enough.
 
         The code that this thread interrupts may be in the middle of sending. Other threads must be
-        able to send meanwhile, so its turn to write to each channel is lent to them.
+        able to send meanwhile, so it releases the send locks that it holds.
         """
         check_may_wait("a wait")
         every = [channel for owner in tuple(_open_readers) for channel in tuple(owner._by_channel)]
-        lent = [channel for channel in every if channel.lend_turn()]
+        lent = [channel for channel in every if channel.release_send_lock()]
         try:
             if held is not None and held is reader:
                 self._read_inside(reader, done)
@@ -257,7 +257,7 @@ class ChannelReaders:
                 block()
         finally:
             for channel in lent:
-                channel.take_turn_back()
+                channel.reacquire_send_lock()
 
     def hand_over(self, _: object) -> None:
         """The calling watchdog thread is about to wait: replace it."""
@@ -272,7 +272,7 @@ class ChannelReaders:
         """
         # The interrupted code may have taken one frame that it has not counted yet. Each frame that
         # is read here raises both counters: if the difference changes, a frame was lost here.
-        outer = reader.channel.taken - reader.reads
+        outer = reader.channel.frames_received - reader.reads
         try:
             while not done():
                 frame = reader.channel.maybe_recv(time.monotonic() + _LOOKS_INSIDE_SECONDS, done)
@@ -291,7 +291,7 @@ class ChannelReaders:
             # to be told that the peer is lost.
             self._end(reader, error)
         except BaseException as error:
-            if reader.channel.taken - reader.reads != outer:
+            if reader.channel.frames_received - reader.reads != outer:
                 reader.channel.close(f"a message was taken and lost: {error!r}")
             raise
 

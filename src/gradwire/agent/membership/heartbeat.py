@@ -20,8 +20,7 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Timeouts
 from gradwire.transport.base import Channel
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import encode, kind_of
+from gradwire.wire.message import Frame, encode, kind_of
 
 _log = logging.getLogger("gradwire")
 
@@ -82,7 +81,7 @@ class Heartbeat:
 
 
 def _sign(reader: ChannelReader) -> int | None:
-    return None if reader.channel.watches_itself else reader.reads
+    return reader.reads if reader.channel.needs_heartbeat else None
 
 
 def _ping(channel: Channel, *, asks: bool) -> None:

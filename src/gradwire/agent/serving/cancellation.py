@@ -21,8 +21,7 @@ from gradwire.errors import Cancelled, GradwireError
 from gradwire.events import Events
 from gradwire.ids import CallId
 from gradwire.transport.base import Channel
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import encode, kind_of
+from gradwire.wire.message import Frame, encode, kind_of
 
 _SECONDS = 10.0
 

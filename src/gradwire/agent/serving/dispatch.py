@@ -22,8 +22,7 @@ from gradwire.agent.serving.thread_pool import ElasticPool, Job
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel
-from gradwire.wire.frame import Frame
-from gradwire.wire.message import Kinds, Message, kind_of
+from gradwire.wire.message import Frame, Kinds, Message, kind_of
 
 M = TypeVar("M", bound=Message)
 

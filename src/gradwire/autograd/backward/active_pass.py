@@ -30,7 +30,7 @@ from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
 from gradwire.options import Limits
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import decode_tensors
 
 

@@ -57,7 +57,7 @@ from gradwire.torch_private import (
     when_run_ends,
     will_execute,
 )
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 _log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0

@@ -29,9 +29,14 @@ from gradwire.torch_private import (
     is_inside_transform,
     wrapped_by_transform,
 )
-from gradwire.wire.frame import Buffer
-from gradwire.wire.tensor import decode_tensors, encode_tensors
-from gradwire.wire.tensor_header import REQUIRES_GRAD, TensorHeader, without_inference
+from gradwire.wire.message import Buffer
+from gradwire.wire.tensor import (
+    REQUIRES_GRAD,
+    TensorHeader,
+    decode_tensors,
+    encode_tensors,
+    without_inference,
+)
 
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 

@@ -27,11 +27,11 @@ from gradwire.testing.simulate.scheduler import Process, Scheduler, Wait
 from gradwire.transport.base import (
     CLOSED_BY_PEER,
     closed_here,
-    hear_timed_out,
     never,
+    recv_raw_timed_out,
     send_timed_out,
 )
-from gradwire.wire.frame import PREFIX, Frame, check_content, decode_prefix, encode_prefix
+from gradwire.wire.message import PREFIX, Frame, check_content, decode_prefix, encode_prefix
 
 _PROOF = "proof"
 """What words of a handshake are called."""
@@ -53,8 +53,8 @@ class SimulatedChannel:
         self.limits = Limits()
         self.peer_names: tuple[str, ...] | None = None
         self.binding = b""
-        self.watches_itself = False
-        self.taken = 0
+        self.needs_heartbeat = True
+        self.frames_received = 0
         self._number = network.scheduler.number()
         self._said = b""
         self._network, self.process = network, process
@@ -67,28 +67,28 @@ class SimulatedChannel:
     def __hash__(self) -> int:
         return self._number  # sets of channels are walked in an order that the seed decides
 
-    def say(self, words: bytes, deadline: float) -> None:
-        """See `Channel.say`."""
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """See `Channel.send_raw`."""
         self._check_open()
         self._network.scheduler.maybe_preempt()
-        self._put(words, _PROOF, deadline)
+        self._put(data, _PROOF, deadline)
 
-    def hear(self, length: int, deadline: float) -> bytes:
-        """See `Channel.hear`."""
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """See `Channel.recv_raw`."""
         while len(self._said) < length:
             data = self._maybe_get(deadline)
             if data is None:
-                raise hear_timed_out(self.remote)
+                raise recv_raw_timed_out(self.remote)
             self._said += data
         heard, self._said = self._said[:length], self._said[length:]
         return heard
 
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`: nobody has a turn here."""
+    def release_send_lock(self) -> bool:
+        """See `Channel.release_send_lock`; there is no send lock here."""
         return False
 
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
+    def reacquire_send_lock(self) -> None:
+        """See `Channel.release_send_lock`."""
 
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Channel.send`."""
@@ -122,7 +122,7 @@ class SimulatedChannel:
         data = self._maybe_get(until, done)
         if data is None:
             return None
-        self.taken += 1
+        self.frames_received += 1
         try:
             if self._said:
                 raise BadMessage("raw bytes after the handshake")

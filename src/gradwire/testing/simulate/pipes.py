@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 from gradwire.testing.simulate.scheduler import Scheduler, Wait
 from gradwire.transport.base import never
-from gradwire.wire.frame import Frame
+from gradwire.wire.message import Frame
 
 _GLANCE_SECONDS = 0.005
 USUAL_SECONDS = 0.002

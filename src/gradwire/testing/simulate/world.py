@@ -30,8 +30,7 @@ from gradwire.testing.simulate.links import SimulatedNetwork
 from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
-from gradwire.wire.frame import IS_ANSWER, Frame
-from gradwire.wire.message import Message
+from gradwire.wire.message import IS_ANSWER, Frame, Message
 
 ANY, BACKWARD = "any", "backward"
 """Steps that are counted: of all frames, or of those of the autograd layer."""

@@ -1,8 +1,9 @@
-"""A listener on a stream socket of any family; shared by unix and tcp."""
+"""Listening on a stream socket of any family; shared by unix, tcp and tls."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -13,7 +14,24 @@ from gradwire.transport.base import closed_here
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.stream import SocketCloser
 
+_BACKLOG = 1024
 _OUT_OF_HANDLES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+def listening_socket(family: int, place: str | tuple[object, ...]) -> socket.socket:
+    """A socket that listens at a place of its family; OSError if that is not possible."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        if isinstance(place, str):
+            # No peer can connect before `listen`, so the mode is never too wide.
+            os.chmod(place, 0o600)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 @final

@@ -9,7 +9,7 @@ comes over the same channel. This inner read must continue where the outer one w
 the state is consistent wherever other code can run: every change of position is a sequence of
 instructions in which CPython runs no other code, that is, without a call, a backward jump or a new
 container. `(self._end,) = map(read, …)` is one: it reads and stores the count in one step. Before
-each such sequence a reader checks that `_turn` has not changed since it began, and starts again if
+each such sequence a reader checks that `_epoch` has not changed since it began, and starts again if
 it has. A frame belongs to the reader that moves `_start` past it. A read cannot be resumed if it
 blocks in the kernel, or if it is not a single call into C (TLS): then `_is_blocked` is set, and an
 inner read raises Reentered. So the main thread, where signal handlers run, polls and never blocks.
@@ -18,7 +18,7 @@ Python 3.11 also collects garbage inside C functions that allocate containers. A
 tuple of its arguments and, with descriptors, some for its result; no finalizer may run then, as the
 count is not stored yet. So the lines with `stock` allocate and drop as many containers as the read
 needs: the interpreter then takes them from its free lists, and does not collect. This must not be a
-function, as other code may run after a call, and it must come before the check of `_turn`. Later
+function, as other code may run after a call, and it must come before the check of `_epoch`. Later
 Pythons collect only between two instructions. A read that raises is safe: it has read nothing.
 """
 
@@ -32,12 +32,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 from zlib import crc32
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits
-from gradwire.transport.base import CLOSED_BY_PEER, Reentered, closed_here, never
+from gradwire.transport.base import (
+    CLOSED_BY_PEER,
+    Reentered,
+    closed_here,
+    never,
+    recv_raw_timed_out,
+)
 from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
 from gradwire.transport.shared_memory import (
     ANCILLARY_ROOM,
@@ -47,21 +53,20 @@ from gradwire.transport.shared_memory import (
     SharedMemory,
     descriptors_in,
 )
-from gradwire.transport.sockets.spinning import Spin
 from gradwire.transport.sockets.stream import (
     INTERRUPTED,
     SocketCloser,
     SocketLike,
     close_reason_of,
     stalled,
+    wait_until_ready,
 )
-from gradwire.wire.frame import (
+from gradwire.wire.message import (
     IN_BLOCK,
     IS_ANSWER,
     PREFIX,
     SUMS_PAYLOAD,
     TAKES_BLOCKS,
-    Buffer,
     Frame,
     Prefix,
     check_content,
@@ -69,24 +74,31 @@ from gradwire.wire.frame import (
 )
 
 _READ_AHEAD: Final = 1 << 16
-_LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
-_LARGEST_HEAD: Final = _READ_AHEAD - PREFIX.size - NOTE.size
 _ALL: Final = slice(None)
 _POLL_SECONDS: Final = 0.05
+SPIN_SECONDS: Final = 1e-3
+_DESCHEDULED_SECONDS: Final = 500e-6
+_REST_SECONDS: Final = 0.02
+_LONGEST_REST_SECONDS: Final = 0.1
 _NOT_SUMMED: Final = 4
 """The length of the checksum at the end of a prefix."""
 
 
 @final
 class FrameReader:
-    """Reads frames from a socket, into a read-ahead buffer and into payload blocks."""
+    """Reads frames from a socket, into a read-ahead buffer and into payload blocks.
+
+    `receiving` is the lock of the reading thread, which `closer` checks too.
+    """
 
     def __init__(
         self,
         sock: SocketLike,
         closer: SocketCloser,
+        receiving: threading.RLock,
+        remote: str,
         *,
         limits: Limits,
         stall: float,
@@ -96,127 +108,135 @@ class FrameReader:
         self.limits = limits
         self.is_midway = False
         """whether it is waiting for the rest of a frame"""
-        self.taken = 0
+        self.frames_received = 0
         """the number of frames taken; counted before `_start` moves past the frame"""
-        self._sock, self._closer, self._stall = sock, closer, stall
+        self._sock, self._closer, self._receiving = sock, closer, receiving
+        self._remote, self._stall = remote, stall
         self._pool, self._shared = pool, shared
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
-        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._ahead = self._usual = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
-        self._turn = 0
+        self._epoch = 0
         """grows when `_start` moves, or when the buffer is filled from its beginning"""
         self._rest: _Rest | None = None
         """the unread rest of a frame that a reader has taken"""
         self._beside: Received | None = None
         """the last read that brought descriptors, until they are stored"""
-        self._unclaimed = deque[int]() if shared is None else shared.borrower.unclaimed
+        self._unclaimed = deque[int]() if shared is None else shared.unclaimed
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
         self._slab = Slab()
         self._spin = Spin()
-        self._first_bytes: Callable[[int], Any]
-        """reads ahead, with the given flags"""
         self._patiently = 0 if shared is None else READ_FLAGS
         self._at_once = self._patiently | _AT_ONCE
-        if shared is None:
-            self._first_bytes = partial(sock.recv_into, self._ahead, 0)
-        else:
-            self._first_bytes = partial(sock.recvmsg_into, (self._ahead,), ANCILLARY_ROOM)
+        self._read_first = self._reading(self._usual)
 
-    def next(self, until: float, done: Callable[[], bool]) -> Frame | None:
-        """The next frame; None if none has begun by `until`, or soon after `done()` is true.
+    def _reading(self, view: memoryview) -> Callable[[int], Any]:
+        """A read into the view with the flags that it is given."""
+        if self._shared is None:
+            return partial(self._sock.recv_into, view, 0)
+        return partial(cast(socket.socket, self._sock).recvmsg_into, (view,), ANCILLARY_ROOM)
+
+    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
+        """Wait for the next frame; see `Channel.maybe_recv`.
 
         Reentered if it interrupts a read that cannot be resumed (see the Note).
-        """
-        if self._is_blocked:
-            raise Reentered
-        while True:
-            if self._rest is not None:
-                self._read_fully(self._rest)
-            if self._start == self._end and not self._await_frame(until, done):
-                return None
-            if self._beside is not None:
-                self._keep_descriptors(self._beside)
-            frame = self._maybe_whole()
-            if frame is None:
-                frame = self._maybe_read_frame()
-            if frame is not None:
-                return frame
 
-    def exactly(self, length: int, until: float) -> bytes | None:
-        """Exactly `length` raw bytes; None if some are missing at `until`.
+        hot: benchmarks of round trips and of bandwidth
+        """
+        closer = self._closer
+        try:
+            with self._receiving:
+                if closer.close_reason is not None:
+                    raise PeerLost(closer.close_reason)
+                if self._is_blocked:
+                    raise Reentered
+                while True:
+                    if self._rest is not None:
+                        self._read_fully(self._rest)
+                    if self._start == self._end and not self._await_frame(until, done):
+                        return None
+                    if self._beside is not None:
+                        self._keep_descriptors(self._beside)
+                    frame = self._maybe_whole()
+                    if frame is None:
+                        frame = self._maybe_read_frame()
+                    if frame is not None:
+                        return frame
+        finally:
+            if closer.close_reason is not None:
+                closer.close_if_unused()
+
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """Read raw bytes; see `Channel.recv_raw`.
 
         Uses recv, not recvmsg, so that the kernel closes any descriptors sent along.
         """
-        heard = bytearray()
-        while len(heard) < length:
-            try:
-                came = self._sock.recv(length - len(heard), _AT_ONCE)
-            except BlockingIOError:
-                if not self._wait_for_bytes(until, never):
-                    return None
-                continue
-            except OSError as error:
-                self._closer.fail(close_reason_of(error), error)
-            if not came:
-                self._closer.fail(CLOSED_BY_PEER)
-            heard += came
-        return bytes(heard)
+        closer, data = self._closer, bytearray()
+        try:
+            with self._receiving:
+                while len(data) < length:
+                    if closer.close_reason is not None:
+                        raise PeerLost(closer.close_reason)
+                    try:
+                        came = self._sock.recv(length - len(data), _AT_ONCE)
+                    except BlockingIOError:
+                        if not self._wait_for_bytes(deadline, never):
+                            raise recv_raw_timed_out(self._remote) from None
+                        continue
+                    except OSError as error:
+                        closer.fail(close_reason_of(error), error)
+                    if not came:
+                        closer.fail(CLOSED_BY_PEER)
+                    data += came
+        finally:
+            if closer.close_reason is not None:
+                closer.close_if_unused()
+        return bytes(data)
 
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
-        """Read ahead the first bytes of a frame; False if there are none by `until`.
-
-        An inner read may have left some bytes in the buffer: then there is nothing to do.
-        """
-        looks = until > 0 and self._spin.begin()
-        read, at_once, patiently = self._first_bytes, (self._at_once,), (self._patiently,)
-        while self._start == self._end:
+        """Read ahead the first bytes of a frame; False if there are none by `until`."""
+        spins = until > 0 and self._spin.begin()
+        read, at_once, patiently = self._read_first, (self._at_once,), (self._patiently,)
+        while True:
+            blocks = not spins and until == math.inf
+            reads = map(read, patiently if blocks else at_once)
             try:
-                blocks = not looks and until == math.inf
-                self._take_first(map(read, patiently if blocks else at_once), blocks)
+                stock = ((self, self, self), (self, self, self, self), [self])
+                del stock  # see the Note; from here to `break` is one step
+                if self._start != self._end:
+                    break  # an inner read has left some bytes
+                self._is_blocked = blocks or not self._is_plain
+                self._start = self._end = 0
+                if self._shared is None:
+                    (self._end,) = reads
+                else:
+                    (first,) = reads
+                    self._end = first[0]
+                    if first[1]:
+                        self._beside = first
+                self._epoch += 1
+                if self._end == 0:
+                    self._closer.fail(CLOSED_BY_PEER)
+                break
             except BlockingIOError:
-                self._is_blocked = False
-                looks = looks and not done() and self._spin.should_continue()
-                if not looks and not self._wait_for_bytes(until, done):
-                    return self._start != self._end
+                pass
             except OSError as error:
-                self._is_blocked = False
                 self._closer.fail(close_reason_of(error), error)
-            except BaseException:
+            finally:
                 self._is_blocked = False
-                raise
-        if looks:
+            spins = spins and not done() and self._spin.should_continue()
+            if not spins and not self._wait_for_bytes(until, done):
+                return self._start != self._end
+        if spins:
             self._spin.found()
         return True
-
-    def _take_first(self, reads: Iterator[Any], blocks: bool) -> None:
-        """Read ahead unless the buffer has bytes, in one step up to `_turn += 1`: see the Note."""
-        stock = ((self, self, self), (self, self, self, self), [self])
-        del stock  # see the Note
-        if self._start != self._end:
-            return
-        self._is_blocked = blocks or not self._is_plain
-        self._start = self._end = 0
-        if self._shared is None:
-            (self._end,) = reads
-        else:
-            (first,) = reads
-            self._end = first[0]
-            if first[1]:
-                self._beside = first
-        self._is_blocked = False
-        self._turn += 1
-        if self._end == 0:
-            self._closer.fail(CLOSED_BY_PEER)
 
     def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
         left = until - time.monotonic()
         if left <= 0 or done():
             return False
-        longest = _LONGEST_POLL if done is never else 0.0
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        poller.poll(1 + int(1000 * min(left, longest)))
+        wait_until_ready(self._sock, select.POLLIN, left if done is never else 0.0)
         return True
 
     def _maybe_whole(self) -> Frame | None:
@@ -227,7 +247,7 @@ class FrameReader:
 
         hot: every small message
         """
-        turn = self._turn
+        epoch = self._epoch
         ahead, start = self._ahead, self._start
         content = start + PREFIX.size
         if content > self._end:
@@ -256,10 +276,10 @@ class FrameReader:
         if flags & TAKES_BLOCKS and self._shared is not None:
             self._shared.peer_takes_blocks = True
         frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
-        if self._turn != turn:  # an inner read has taken it
+        if self._epoch != epoch:  # an inner read has taken it
             return None
-        self.taken += 1
-        self._turn = turn + 1
+        self.frames_received += 1
+        self._epoch = epoch + 1
         self._start = after
         return frame
 
@@ -278,61 +298,57 @@ class FrameReader:
             raise
 
     def _taken_apart(self) -> Frame | None:
-        turn = self._turn
-        if not self._fill(PREFIX.size, turn):
+        epoch = self._epoch
+        if not self._fill(PREFIX.size, epoch):
             return None
         try:
             prefix = decode_prefix(self._ahead, self.limits, self._known_flags, self._start)
         except BadMessage:
-            if self._turn != turn:  # an inner read took it and overwrote the buffer
+            if self._epoch != epoch:  # an inner read took it and overwrote the buffer
                 return None
             raise
-        flags, length, head_length = prefix.flags, prefix.payload_length, prefix.head_length
-        # A head that does not fit into the buffer is read like a payload.
-        large = bytearray(head_length if head_length > _LARGEST_HEAD else 0)
-        lies_beside = bool(self._shared is not None and flags & IN_BLOCK)
-        note = bytearray(NOTE.size if lies_beside and large else 0)
-        ahead = PREFIX.size + (0 if large else head_length + NOTE.size * lies_beside)
-        if not self._fill(ahead, turn):
+        lies_beside = self._shared is not None and bool(prefix.flags & IN_BLOCK)
+        head_end = PREFIX.size + prefix.head_length
+        ahead = head_end + (NOTE.size if lies_beside else 0)
+        if not self._fill(ahead, epoch):
             return None
-        seen = bytes(self._ahead[self._start + PREFIX.size : self._start + ahead])
-        block = self._block_for(0 if lies_beside else length)
-        rest = _Rest([memoryview(large), memoryview(note), block])
-        is_new = bool(lies_beside and not large and NOTE.unpack_from(seen, head_length)[1])
+        start = self._start
+        head = bytes(self._ahead[start + PREFIX.size : start + head_end])
+        note = bytes(self._ahead[start + head_end : start + ahead])
+        rest = _Rest(self._block_for(0 if lies_beside else prefix.payload_length))
+        is_new = lies_beside and NOTE.unpack(note)[1]
         unclaimed = self._unclaimed
         descriptor: int | None = None
-        if self._turn != turn:
+        if self._epoch != epoch:
             return None
         # Take the frame in one step: from here on an inner read completes the bytes of it, and
         # returns the one after it.
-        self.taken += 1
-        self._turn = turn + 1
-        self._start += ahead
+        self.frames_received += 1
+        self._epoch = epoch + 1
         self._rest = rest
-        self._is_blocked = bool(note)
+        if self._ahead is self._usual:
+            self._start += ahead
+        else:  # a buffer made for this head: see `_fill`
+            self._ahead = self._usual
+            self._start = self._end = 0
         if is_new and unclaimed:
             descriptor = unclaimed[0]
             del unclaimed[0]
         self._read_fully(rest)
-        head = bytes(large) if large else seen[:head_length]
-        return self._made(prefix, head, note or seen[head_length:], block, descriptor)
+        return self._made(prefix, head, note, rest.block, descriptor)
 
     def _made(
-        self, prefix: Prefix, head: bytes, note: Buffer, block: memoryview, descriptor: int | None
+        self, prefix: Prefix, head: bytes, note: bytes, block: memoryview, descriptor: int | None
     ) -> Frame:
-        flags, length = prefix.flags, prefix.payload_length
         payload: tuple[memoryview, ...] = (block,) if len(block) else ()
         if self._shared is not None:
-            if flags & TAKES_BLOCKS:
+            if prefix.flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
-            if flags & IN_BLOCK:
-                if self._is_blocked and self._unclaimed and NOTE.unpack(note)[1]:
-                    descriptor = self._unclaimed.popleft()
-                borrower = self._shared.borrower
-                payload = (borrower.open(note, length, self.limits, descriptor),)
-        self._is_blocked = False
+            if note:
+                length = prefix.payload_length
+                payload = (self._shared.open(note, length, self.limits, descriptor),)
         check_content(prefix, head, payload)
-        return Frame(prefix.kind, flags & IS_ANSWER, prefix.request, head, payload)
+        return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
 
     def _block_for(self, length: int) -> memoryview:
         try:
@@ -340,38 +356,36 @@ class FrameReader:
         except MemoryError as error:
             self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
 
-    def _fill(self, wanted: int, turn: int) -> bool:
-        """Read ahead until the buffer has `wanted` bytes; False if `_turn` changed."""
-        if self._end - self._start < wanted and self._start + wanted > _READ_AHEAD:
+    def _fill(self, wanted: int, epoch: int) -> bool:
+        """Read ahead until the buffer has `wanted` bytes; False if `_epoch` changed.
+
+        If they do not fit, the unread bytes move to its beginning, or to a buffer of this size.
+        """
+        if self._end - self._start < wanted and self._start + wanted > len(self._ahead):
             unread = self._end - self._start
-            moved, target = self._ahead[self._start : self._end], self._ahead[:unread]
-            if self._turn != turn:
+            ahead = self._usual if wanted <= _READ_AHEAD else memoryview(bytearray(wanted))
+            moved, target = self._ahead[self._start : self._end], ahead[:unread]
+            if self._epoch != epoch:
                 return False
             target[_ALL] = moved
+            self._ahead = ahead
             self._start = 0
             self._end = unread
-        while self._turn == turn and self._end - self._start < wanted:
+        while self._epoch == epoch and self._end - self._start < wanted:
             end = self._end
-            view = self._ahead[end:]
-            if self._shared is None:
-                reads: Iterator[Any] = map(self._sock.recv_into, (view,), (0,), (_AT_ONCE,))
-            else:
-                room, flags = (ANCILLARY_ROOM,), (self._at_once,)
-                recvmsg: Callable[..., Any] = self._sock.recvmsg_into
-                reads = map(recvmsg, ((view,),), room, flags)
-            self._read_some(reads, end, turn)
+            self._read_some(map(self._reading(self._ahead[end:]), (self._at_once,)), end, epoch)
             if self._beside is not None:
                 self._keep_descriptors(self._beside)
-        return self._turn == turn
+        return self._epoch == epoch
 
-    def _read_some(self, reads: Iterator[Any], end: int, turn: int) -> None:
+    def _read_some(self, reads: Iterator[Any], end: int, epoch: int) -> None:
         """Append received bytes to the buffer at `end`, or wait for some."""
         self.is_midway = True
         count = -1
         try:
             stock = ((self, self, self), (self, self, self, self), [self])
             del stock  # see the Note
-            if self._turn != turn or self._end != end:
+            if self._epoch != epoch or self._end != end:
                 return
             self._is_blocked = not self._is_plain
             (came,) = reads
@@ -383,49 +397,47 @@ class FrameReader:
                 if came[1]:
                     self._beside = came
             self._end = end + count
-        except BlockingIOError:
-            self._is_blocked = False
-            if not self._has_more(lambda: self._turn != turn or self._end != end):
-                self._closer.fail(stalled(self._stall))
         except OSError as error:
             self._is_blocked = False
-            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
+            self._wait_for_more(error, lambda: self._epoch != epoch or self._end != end)
         finally:
             self.is_midway = False
         if count == 0:
             self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
 
-    def _has_more(self, is_done: Callable[[], bool]) -> bool:
-        """Wait for more of a frame; False if none came for `stall` seconds.
+    def _wait_for_more(self, error: OSError, is_done: Callable[[], bool]) -> None:
+        """After a read that found no byte of a frame, wait for some; fail after other errors.
 
         In short steps: if an inner read has taken all bytes, poll is not woken.
         """
+        if not isinstance(error, BlockingIOError):
+            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
         until = time.monotonic() + self._stall
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        while (left := until - time.monotonic()) > 0 and not is_done():
-            if poller.poll(1 + int(1000 * min(left, _POLL_SECONDS))):
-                return True
-        return is_done()
+        while not is_done():
+            left = until - time.monotonic()
+            if left <= 0:
+                self._closer.fail(stalled(self._stall))
+            if wait_until_ready(self._sock, select.POLLIN, min(left, _POLL_SECONDS)):
+                return
 
     def _read_fully(self, rest: _Rest) -> None:
         """Complete the rest of a frame, from the buffer and then from the kernel."""
         while True:
             ready = rest.ready
-            view = rest.next()
-            if view is None:
+            view = rest.block[ready:]
+            if not view:
                 break
-            turn, start = self._turn, self._start
+            epoch, start = self._epoch, self._start
             count = min(self._end - start, len(view))
             if not count:
                 self._read_rest(rest, ready, view)
                 continue
             source, target = self._ahead[start : start + count], view[:count]
-            if rest.ready != ready or self._turn != turn:
+            if rest.ready != ready or self._epoch != epoch:
                 continue
             target[_ALL] = source
             rest.ready = ready + count
-            self._turn = turn + 1
+            self._epoch = epoch + 1
             self._start = start + count
         if self._rest is rest:
             self._rest = None
@@ -435,7 +447,6 @@ class FrameReader:
         blocks = threading.get_ident() != threading.main_thread().ident
         flags = socket.MSG_WAITALL if blocks else _AT_ONCE
         reads = map(self._sock.recv_into, (view,), (0,), (flags,))
-        was_blocked = self._is_blocked
         self.is_midway = True
         count = -1
         try:
@@ -443,17 +454,15 @@ class FrameReader:
             del stock  # see the Note
             if rest.ready != ready:
                 return
-            self._is_blocked = was_blocked or blocks or not self._is_plain
+            self._is_blocked = blocks or not self._is_plain
             (count,) = reads
-            self._is_blocked = was_blocked
+            self._is_blocked = False
             rest.ready = ready + count
-        except BlockingIOError:
-            self._is_blocked = was_blocked
-            if blocks or not self._has_more(lambda: rest.ready != ready):
-                self._closer.fail(stalled(self._stall))
         except OSError as error:
-            self._is_blocked = was_blocked
-            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
+            self._is_blocked = False
+            if blocks and isinstance(error, BlockingIOError):  # it has waited for `stall` seconds
+                self._closer.fail(stalled(self._stall))
+            self._wait_for_more(error, lambda: rest.ready != ready)
         finally:
             self.is_midway = False
         if count == 0:
@@ -466,24 +475,54 @@ class FrameReader:
         if self._beside is came:
             self._beside = None
             self._unclaimed += fresh
-        self._shared.borrower.forget_unclaimed()
+        self._shared.forget_unclaimed()
 
 
 @final
 class _Rest:
-    """The missing bytes of a frame that was taken: their targets, and how many are there."""
+    """The payload of a frame that was taken, and how many bytes of it are there."""
 
-    __slots__ = ("ready", "targets")
+    __slots__ = ("block", "ready")
 
-    def __init__(self, targets: list[memoryview]) -> None:
-        self.targets = targets
+    def __init__(self, block: memoryview) -> None:
+        self.block = block
         self.ready = 0
 
-    def next(self) -> memoryview | None:
-        """The target of the next bytes; None if all are there."""
-        passed = 0
-        for target in self.targets:
-            if self.ready < passed + len(target):
-                return target[self.ready - passed :]
-            passed += len(target)
-        return None
+
+@final
+class Spin:
+    """How long a reader polls the socket before it blocks.
+
+    Waking a blocked thread costs more than a short call, so a reader polls for a moment before it
+    blocks, if that succeeded lately. On a busy machine spinning is harmful: the peer needs the
+    core. Then the reader is descheduled between two polls, which shows in their times: it stops at
+    once and does not spin again for a while.
+    """
+
+    __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = self._last = 0.0
+        self._rest = _REST_SECONDS
+        self._rests_until = 0.0
+
+    def begin(self) -> bool:
+        """Start a spin; whether to spin at all."""
+        now = self._began = self._last = self._now()
+        return now >= self._rests_until
+
+    def should_continue(self) -> bool:
+        """Whether to poll once more; after a failure, rest twice as long as after the last."""
+        now = self._now()
+        was_descheduled = now - self._last > _DESCHEDULED_SECONDS
+        self._last = now
+        if not was_descheduled and now - self._began <= SPIN_SECONDS:
+            return True
+        self._rests_until = now + self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+        return False
+
+    def found(self) -> None:
+        """The spin succeeded: bytes arrived."""
+        self._rest = _REST_SECONDS

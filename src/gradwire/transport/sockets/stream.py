@@ -1,4 +1,4 @@
-"""The socket interface below a channel, and the closing of a socket that several threads use.
+"""What all sockets share: how they are waited for and closed, and what their errors mean.
 
 Reads and writes block, with kernel timeouts; with MSG_DONTWAIT they do not. If nothing can be read
 or written in time, they raise BlockingIOError.
@@ -6,57 +6,27 @@ or written in time, they raise BlockingIOError.
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, final
 
-from gradwire.errors import PeerLost
+from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, closed_here
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
+if TYPE_CHECKING:
+    from gradwire.transport.tls.stream import TlsStream
+
+SocketLike: TypeAlias = "socket.socket | TlsStream"
 Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
-
 Use: TypeAlias = "threading.Lock | threading.RLock"
+_LONGEST_WAIT: Final = 86400.0
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
-
-
-class SocketLike(Protocol):
-    """The methods of a connected socket that a channel uses; `TlsStream` has them too."""
-
-    def fileno(self) -> int:
-        """The descriptor to poll after a read or write raised BlockingIOError."""
-
-    def recv(self, length: int, flags: int = 0, /) -> bytes:
-        """Read at most `length` bytes; empty at the end."""
-
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """Read into the buffer; returns the number of bytes, 0 at the end."""
-
-    def recvmsg_into(
-        self, buffers: Iterable[memoryview], room: int = 0, flags: int = 0, /
-    ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
-        """Like `recv_into`, with ancillary data; for unix sockets."""
-
-    def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """Send some of the bytes; returns how many."""
-
-    def sendmsg(self, buffers: Iterable[Buffer], beside: Ancillary = (), flags: int = 0, /) -> int:
-        """Send some bytes of the buffers; returns how many in total."""
-
-    def setblocking(self, flag: bool, /) -> None:
-        """Called once by the channel, with True."""
-
-    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """Called by the channel to set its timeouts."""
-
-    def shutdown(self, how: int, /) -> None:
-        """End the connection, and wake all blocked threads."""
-
-    def close(self) -> None:
-        """Close the descriptor."""
 
 
 @final
@@ -107,7 +77,9 @@ class SocketCloser:
     def close_if_unused(self) -> None:
         """Close the descriptor unless a thread uses it, which then calls this itself."""
         with self._ending:
-            held = [use for use in self._uses if not _is_mine(use) and use.acquire(blocking=False)]
+            # This thread could acquire an RLock again that it holds.
+            free = [use for use in self._uses if not getattr(use, "_is_owned", bool)()]
+            held = [use for use in free if use.acquire(blocking=False)]
             if len(held) == len(self._uses):
                 self._sock.close()
                 self._also_close()
@@ -121,14 +93,30 @@ class SocketCloser:
         raise PeerLost(self.close_reason or reason) from cause
 
 
-def _is_mine(use: Use) -> bool:
-    """Whether this thread holds the lock, which it could acquire again if it is an RLock."""
-    is_owned: Callable[[], bool] = getattr(use, "_is_owned", _never)
-    return is_owned()
+def wait_until_ready(sock: SocketLike, event: int, seconds: float) -> bool:
+    """Wait for POLLIN or POLLOUT; False if neither it nor an error came in time."""
+    poller = select.poll()
+    poller.register(sock, event)
+    return bool(poller.poll(1 + int(1000 * min(seconds, _LONGEST_WAIT))))
 
 
-def _never() -> bool:
-    return False
+def seconds_until(deadline: float) -> float:
+    """For the timeout of a socket; TimeoutError if no time is left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return min(left, _LONGEST_WAIT)
+
+
+@contextmanager
+def connecting_to(address: str, hint: str | None = None) -> Iterator[None]:
+    """Translate the OSErrors of a connect into DeadlinePassed and PeerLost."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlinePassed(f"{address} did not answer before the deadline") from error
+    except OSError as error:
+        raise PeerLost(f"cannot reach {address}: {reason_of(error)}", hint=hint) from error
 
 
 def stalled(seconds: float) -> str:

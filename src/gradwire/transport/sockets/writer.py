@@ -4,7 +4,7 @@ The first send of a frame does not block: if no byte can go out before the deadl
 not sent at all. A frame that has begun must be finished, or no other could follow: `send` continues
 until the deadline, and after that a new thread sends the rest.
 
-A thread must hold the send lock (the turn). A finalizer or a signal handler may interrupt it
+A thread must hold the send lock. A finalizer or a signal handler may interrupt it
 anywhere and send too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`,
 which change in the same step as the system call: see Note [Reading inside a read] in reader.py.
 An inner send first sends this rest.
@@ -33,8 +33,9 @@ from gradwire.transport.sockets.stream import (
     SocketLike,
     close_reason_of,
     stalled,
+    wait_until_ready,
 )
-from gradwire.wire.frame import (
+from gradwire.wire.message import (
     IN_BLOCK,
     NOT_BYTES,
     SMALL,
@@ -45,7 +46,6 @@ from gradwire.wire.frame import (
 )
 
 _MOST_PARTS: Final = 1024
-_LONGEST_POLL: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
@@ -92,11 +92,11 @@ class FrameWriter:
             self._send_large(frame, deadline)
             return
         me = get_ident()
-        for has_turn in self._taking:  # noqa: B007
+        for has_lock in self._taking:  # noqa: B007
             break
-        if has_turn:
+        if has_lock:
             self._sender = me
-        elif not self._wait_for_turn(deadline, me):
+        elif not self._acquire(deadline, me):
             self._send_inside([small], (), deadline)
             return
         try:
@@ -121,29 +121,36 @@ class FrameWriter:
             else:
                 self._finish_by(deadline, small)
         finally:
-            self._give_up_turn()
+            self._release()
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
         loan = self._shared.place(frame.payload) if self._shared is not None else None
-        if loan is None:
-            self.transmit(_parts_of(frame, self._flags), (), deadline)
+        if loan is not None:
+            with loan:
+                prefix = encode_prefix(frame, self._flags | IN_BLOCK)
+                self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
             return
-        with loan:
-            prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-            self.transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
+        prefix, head = encode_prefix(frame, self._flags), frame.head
+        # Fewer buffers make a cheaper call.
+        parts: list[Buffer] = [prefix, head] if len(head) > SMALL else [prefix + head]
+        self._transmit([*parts, *frame.payload], (), deadline)
 
-    def transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """See `Channel.send_raw`."""
+        self._transmit([data], (), deadline)
+
+    def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send the buffers as one unit."""
-        if not self._wait_for_turn(deadline, get_ident()):
+        if not self._acquire(deadline, get_ident()):
             self._send_inside(parts, ancillary, deadline)
             return
         try:
             self._send(parts, ancillary, deadline)
         finally:
-            self._give_up_turn()
+            self._release()
 
-    def _wait_for_turn(self, deadline: float, me: int) -> bool:
+    def _acquire(self, deadline: float, me: int) -> bool:
         """Acquire the send lock; False if this thread holds it, in a send that was interrupted.
 
         The lock is acquired and `_sender` set in one step: see Note [Reading inside a read].
@@ -151,8 +158,8 @@ class FrameWriter:
         if self._sender == me:
             return False
         left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-        (has_turn,) = map(self._sending.acquire, (True,), (left,))
-        if has_turn:
+        (has_lock,) = map(self._sending.acquire, (True,), (left,))
+        if has_lock:
             self._sender = me
             return True
         raise send_timed_out(self._remote)
@@ -170,16 +177,16 @@ class FrameWriter:
             )
         self._send(parts, ancillary, deadline)
 
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`. The interrupted send checks its state before each step."""
+    def release_send_lock(self) -> bool:
+        """See `Channel.release_send_lock`; an interrupted send checks its state at each step."""
         if self._sender != get_ident() or self._is_blocked:
             return False
         self._sender = 0
         self._sending.release()
         return True
 
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
+    def reacquire_send_lock(self) -> None:
+        """See `Channel.release_send_lock`."""
         me = get_ident()
         # A closed channel sends nothing, and in a forked process the holder may not exist: then
         # do not wait forever.
@@ -187,10 +194,11 @@ class FrameWriter:
         (_,) = map(self._sending.acquire, (True,), (patience,))
         self._sender = me
 
-    def _give_up_turn(self) -> None:
+    def _release(self) -> None:
         """Release the send lock, or give it to a new thread that finishes a frame."""
         if self._unsent is not None and self._closer.close_reason is None:
-            self._finish_later()
+            self._sender = 0
+            threads.thread(f"gradwire send {self._remote}", self._finish).start()
             return
         self._unsent = None
         self._is_blocked = False
@@ -201,21 +209,21 @@ class FrameWriter:
 
     def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Finish a frame begun before, then begin this one and send it until the deadline."""
-        waiting = False
+        is_waiting = True
         try:
-            while True:
-                waiting = True
-                if not self._go_on(deadline):
-                    raise send_timed_out(self._remote)
-                waiting = False
+            while self._go_on(deadline):
+                is_waiting = False
                 if self._begin(parts, ancillary):
+                    self._finish_by(deadline, parts)
+                    return
+                is_waiting = True
+                left = deadline - time.monotonic()
+                if left <= 0:
                     break
-                waiting = True
-                self._wait_for_room(deadline)
-            waiting = False
-            self._finish_by(deadline, parts)
+                wait_until_ready(self._sock, select.POLLOUT, left)
+            raise send_timed_out(self._remote)
         except BaseException as error:
-            if not waiting:
+            if not is_waiting:
                 self._failed_midway(error)
             raise
 
@@ -260,17 +268,12 @@ class FrameWriter:
             if blocks and left > self._stall:
                 self._push(_PATIENTLY)
             else:
-                is_ready = self._poll(min(left, self._stall))
+                is_ready = wait_until_ready(self._sock, select.POLLOUT, min(left, self._stall))
                 self._push(_AT_ONCE)
             is_idle = not is_ready and self._unsent is unsent and self._sent == sent
             if is_idle and left > self._stall:
                 self._closer.fail(stalled(self._stall))
         return True
-
-    def _finish_later(self) -> None:
-        self._sender = 0
-        name = f"gradwire send {self._remote}"
-        threads.thread(name, self._finish).start()
 
     def _finish(self) -> None:
         self._sender = get_ident()
@@ -282,7 +285,7 @@ class FrameWriter:
             # An interrupt of the sending thread at this moment may have ended the channel and
             # released the lock.
             with suppress(RuntimeError):
-                self._give_up_turn()
+                self._release()
 
     def _begin(self, parts: list[Buffer], ancillary: Ancillary) -> bool:
         """Send the first bytes of a new frame, as many as the kernel accepts; False if none."""
@@ -336,17 +339,6 @@ class FrameWriter:
             return map(self._sock.send, (parts[0],), (flags,))
         return map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
 
-    def _wait_for_room(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise send_timed_out(self._remote)
-        self._poll(left)
-
-    def _poll(self, left: float) -> bool:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLOUT)
-        return bool(poller.poll(1 + int(1000 * min(left, _LONGEST_POLL))))
-
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False
         self._unsent = None  # no frame can follow it
@@ -355,14 +347,6 @@ class FrameWriter:
         if not isinstance(error, ConnectionError):
             self._closer.end(close_reason_of(error))
         return PeerLost(self._closer.close_reason or close_reason_of(error))
-
-
-def _parts_of(frame: Frame, flags: int) -> list[Buffer]:
-    """The buffers of a frame; few, as that makes a cheaper call."""
-    prefix, head = encode_prefix(frame, flags), frame.head
-    if len(head) > SMALL:
-        return [prefix, head, *frame.payload]
-    return [prefix + head, *frame.payload]
 
 
 def _listed(unsent: Unsent) -> list[Buffer]:

@@ -16,10 +16,10 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterable
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, final
 
 from gradwire.transport.sockets.stream import INTERRUPTED, Ancillary, stalled
-from gradwire.wire.frame import Buffer
+from gradwire.wire.message import Buffer
 
 _READ: Final = 1 << 17
 _CHUNK: Final = 1 << 16
@@ -49,7 +49,10 @@ class TlsSession:
 
 @final
 class TlsStream:
-    """A connected socket with its TLS session after the handshake; owns both."""
+    """A connected socket with its TLS session after the handshake; owns both.
+
+    It has the methods of a socket that a channel uses.
+    """
 
     def __init__(self, sock: socket.socket, session: TlsSession, stall: float) -> None:
         self._sock, self._stall = sock, stall
@@ -67,12 +70,12 @@ class TlsStream:
     # --- one reader at a time ---
 
     def recv(self, length: int, flags: int = 0, /) -> bytes:
-        """Read at most `length` bytes; see `SocketLike.recv`."""
+        """Read at most `length` bytes; see `socket.recv`."""
         block = memoryview(bytearray(length))
         return block[: self.recv_into(block, 0, flags)].tobytes()
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0, /) -> int:
-        """Read what is buffered, or what comes next; see `SocketLike.recv_into`.
+        """Read what is buffered, or what comes next; see `socket.recv_into`.
 
         hot: benchmarks of round trips and of bandwidth
         """
@@ -89,12 +92,6 @@ class TlsStream:
             count = self._decrypted(buffer)
             if count is not None:
                 return count
-
-    def recvmsg_into(
-        self, buffers: Iterable[memoryview], room: int = 0, flags: int = 0, /
-    ) -> NoReturn:
-        """Not supported: there is no ancillary data."""
-        raise AssertionError("descriptors cannot be sent over TLS")
 
     def _feed(self, flags: int) -> bool:
         """Pass bytes from the kernel to OpenSSL; False at the end.
@@ -142,11 +139,11 @@ class TlsStream:
     # --- one writer at a time ---
 
     def send(self, data: Buffer, flags: int = 0, /) -> int:
-        """See `SocketLike.send`."""
+        """See `socket.send`."""
         return self._encrypt(memoryview(data)[:_CHUNK], flags)
 
     def sendmsg(self, buffers: Iterable[Buffer], beside: Ancillary = (), flags: int = 0, /) -> int:
-        """See `SocketLike.sendmsg`; small buffers are joined into one chunk first."""
+        """See `socket.sendmsg`; small buffers are joined into one chunk first."""
         parts, length = [], 0
         for part in buffers:
             view = memoryview(part)[: _CHUNK - length]

@@ -4,36 +4,53 @@ The server sends one byte when it has accepted the certificate of the client, wh
 not know: in TLS 1.3 the client's handshake completes before that. After this byte come frames.
 close_notify is not sent: a frame has a length, so a truncated one is detected, and an attacker who
 can forge the end of a connection can also break it.
+
+One thread of a listener does the handshakes of all new connections concurrently. An unauthenticated
+connection costs a socket and some memory for a few seconds at most, and never delays another.
+Connections with a completed handshake are queued for `accept`.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import selectors
 import socket
 import ssl
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import final
+from functools import partial
+from typing import Final, final
 
-from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost
+from gradwire import threads
+from gradwire.errors import NotTrusted, PeerLost
 from gradwire.options import Limits, Tls
+from gradwire.threads import call_after_fork
+from gradwire.transport.base import closed_here
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.sockets.channel import ChannelFactory, SocketChannel
-from gradwire.transport.sockets.stream import reason_of
+from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel
+from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 from gradwire.transport.tcp import connected, listening, tuned
 from gradwire.transport.tls.identity import URI_PREFIX, Identity, worker_names_of
-from gradwire.transport.tls.listener import (
-    HANDSHAKE_SECONDS,
-    MAX_PENDING_HANDSHAKES,
-    TlsAcceptor,
-    TlsListener,
-)
 from gradwire.transport.tls.stream import TlsSession, TlsStream, words_of
 
-_READ = 1 << 14
+_log = logging.getLogger("gradwire")
+
+_HANDSHAKE_SECONDS: Final = 5.0
+_MAX_PENDING_HANDSHAKES: Final = 256
+_MAX_HANDSHAKE_BYTES: Final = 1 << 16
+_MOST_READY: Final = 1024
+_READ: Final = 1 << 14
+_JOIN_SECONDS: Final = 5.0
+_LONGEST_WAIT: Final = 3600.0
+_PAUSE_SECONDS: Final = 0.1
+_AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_HANDSHAKE: Final = 0x16
+_ACCEPTED: Final = b"w"
 _ONE_AUTHORITY = "all certificates of a job are signed by one authority, and valid on both clocks"
-_LONGEST_WAIT = 86400.0
 
 
 @final
@@ -42,22 +59,22 @@ class TlsTransport:
 
     A client must complete the handshake within `patience` seconds. With more than
     `pending_handshakes`, the oldest is dropped. `refused(kind, remote)` is called for each refused
-    client; without it, each kind and host is logged once.
+    client.
     """
 
     def __init__(
         self,
         tls: Tls,
         *,
-        limits: Limits | None = None,
-        stall: float | None = None,
-        pool: BlockPool | None = None,
-        patience: float = HANDSHAKE_SECONDS,
-        pending_handshakes: int = MAX_PENDING_HANDSHAKES,
-        refused: Callable[[str, str], None] | None = None,
+        limits: Limits = LIMITS,
+        stall: float = STALL,
+        patience: float = _HANDSHAKE_SECONDS,
+        pending_handshakes: int = _MAX_PENDING_HANDSHAKES,
+        refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
         self._identity = Identity(tls)
-        self._factory = ChannelFactory(limits, stall, pool)
+        self._stall = stall
+        self._socket_channel = partial(SocketChannel, limits=limits, stall=stall, pool=BlockPool())
         self._patience, self._pending_handshakes = patience, pending_handshakes
         self._refused = refused
 
@@ -69,25 +86,30 @@ class TlsTransport:
     def listen(self, address: str) -> TlsListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
         sock, bound = listening(address, "tls")
-        acceptor = TlsAcceptor(
+        return TlsListener(
             sock,
-            lambda: self._identity.session(accepts=True),
+            bound,
+            self._identity,
             self._accepted,
             self._patience,
             self._pending_handshakes,
             self._refused,
         )
-        return TlsListener(acceptor, bound, self.names[0])
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Connect to the listener at the address, and check that it is the worker `name`."""
-        sock = connected(address, "tls", deadline, self._factory.stall)
+        sock = connected(address, "tls", deadline, self._stall)
         session = self._identity.session(accepts=False)
         try:
             _handshake(sock, session, address, deadline)
             names = worker_names_of(session)
             if name is not None and name not in names:
-                raise _wrong_worker(address, names, name)
+                raise NotTrusted(
+                    f"{address} is not {name}: its certificate is for "
+                    f"{', '.join(names) or 'no worker'}",
+                    hint="the worker that listens there needs a certificate with the URI "
+                    f"{URI_PREFIX}{name}",
+                )
             return self._channel(sock, session, address, accepts=False)
         except BaseException:
             sock.close()
@@ -95,37 +117,33 @@ class TlsTransport:
 
     def _accepted(self, sock: socket.socket, session: TlsSession) -> SocketChannel:
         """A channel for a client that has completed its handshake."""
-        remote = tuned(sock, "tls", self._factory.stall)
+        remote = tuned(sock, "tls", self._stall)
         return self._channel(sock, session, remote, accepts=True)
 
     def _channel(
         self, sock: socket.socket, session: TlsSession, remote: str, *, accepts: bool
     ) -> SocketChannel:
-        return self._factory.channel(
-            TlsStream(sock, session, self._factory.stall),
+        return self._socket_channel(
+            TlsStream(sock, session, self._stall),
             remote,
-            worker_names_of(session),
-            self._identity.binding(session, accepts=accepts),
+            peer_names=worker_names_of(session),
+            binding=self._identity.binding(session, accepts=accepts),
         )
 
 
 def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline: float) -> None:
     """Complete the handshake, and wait until the server accepts this worker."""
-    try:
-        while not session.do_handshake():
-            _exchange(sock, session, deadline)
-        while not _is_accepted(session):
-            _exchange(sock, session, deadline)
-    except ssl.SSLError as error:
-        _send_alert(sock, session)
-        raise _untrusted(address, error) from error
-    except TimeoutError as error:
-        raise DeadlinePassed(f"{address} did not answer before the deadline") from error
-    except OSError as error:
-        raise PeerLost(
-            f"cannot reach {address}: {reason_of(error)}",
-            hint="it refused this worker, or does not use TLS: see its log",
-        ) from error
+    with connecting_to(address, hint="it refused this worker, or does not use TLS: see its log"):
+        try:
+            while not session.do_handshake():
+                _exchange(sock, session, deadline)
+            while not _is_accepted(session):
+                _exchange(sock, session, deadline)
+        except ssl.SSLError as error:
+            with suppress(OSError):  # an alert for the peer, if it can be sent without blocking
+                sock.settimeout(0.0)
+                sock.send(session.outgoing.read())
+            raise _untrusted(address, error) from error
 
 
 def _is_accepted(session: TlsSession) -> bool:
@@ -139,10 +157,7 @@ def _is_accepted(session: TlsSession) -> bool:
 
 def _exchange(sock: socket.socket, session: TlsSession, deadline: float) -> None:
     """Send what OpenSSL has to send, and receive an answer."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    sock.settimeout(min(left, _LONGEST_WAIT))
+    sock.settimeout(seconds_until(deadline))
     if session.outgoing.pending:
         sock.sendall(session.outgoing.read())
     received = sock.recv(_READ)
@@ -153,13 +168,6 @@ def _exchange(sock: socket.socket, session: TlsSession, deadline: float) -> None
 
 def _ended() -> ConnectionResetError:
     return ConnectionResetError(errno.ECONNRESET, "it ended the TLS handshake")
-
-
-def _send_alert(sock: socket.socket, session: TlsSession) -> None:
-    """Send the TLS alert for the peer, if that is possible without blocking."""
-    with suppress(OSError):
-        sock.settimeout(0.0)
-        sock.send(session.outgoing.read())
 
 
 def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
@@ -175,9 +183,190 @@ def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
     )
 
 
-def _wrong_worker(address: str, names: tuple[str, ...], name: str) -> NotTrusted:
-    said = ", ".join(names) or "no worker"
-    return NotTrusted(
-        f"{address} is not {name}: its certificate is for {said}",
-        hint=f"the worker that listens there needs a certificate with the URI {URI_PREFIX}{name}",
-    )
+class _Refused(Exception):
+    """The reason why a connection is refused."""
+
+
+@final
+class _PendingHandshake:
+    """A connection whose handshake is not complete."""
+
+    __slots__ = ("deadline", "host", "received", "session", "sock")
+
+    def __init__(self, sock: socket.socket, session: TlsSession, limit: float) -> None:
+        self.sock, self.session, self.deadline = sock, session, limit
+        self.received = 0
+        self.host = str(sock.getpeername()[0])
+        sock.setblocking(False)
+
+    def advance(self) -> bool:
+        """Read and answer; returns whether the handshake is complete. Raises _Refused."""
+        received = self.sock.recv(_READ)
+        if not received:
+            raise _Refused("left during the handshake")
+        if not self.received and received[0] != _HANDSHAKE:
+            raise _Refused("does not speak TLS")
+        self.received += len(received)
+        if self.received > _MAX_HANDSHAKE_BYTES:
+            raise _Refused("sent too much during the handshake")
+        self.session.incoming.write(received)
+        try:
+            is_over = self.session.do_handshake()
+            if is_over and not worker_names_of(self.session):
+                raise _Refused("has a certificate that names no worker")
+            if is_over:
+                self.session.tls.write(_ACCEPTED)
+        except ssl.SSLError as error:
+            raise _Refused(words_of(error)) from error
+        finally:
+            # The answer fits into any socket buffer, unless the peer does not read.
+            answer = self.session.outgoing.read()
+            if answer and self.sock.send(answer, _AT_ONCE) != len(answer):
+                raise _Refused("does not read during the handshake")
+        return is_over
+
+
+@final
+class TlsListener:
+    """A listener for authenticated workers, with its thread; see `Listener`.
+
+    `wrap` makes a channel from an authenticated connection, and `on_refused(why, remote)` is called
+    for each other one.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        identity: Identity,
+        wrap: Callable[[socket.socket, TlsSession], SocketChannel],
+        patience: float,
+        pending_handshakes: int,
+        on_refused: Callable[[str, str], None],
+    ) -> None:
+        self.address = address
+        self._sock, self._identity, self._wrap = sock, identity, wrap
+        self._patience, self._pending_handshakes = patience, pending_handshakes
+        self._on_refused = on_refused
+        self._pending: dict[_PendingHandshake, None] = {}
+        """the oldest first"""
+        self._selector = selectors.DefaultSelector()
+        self._ready: deque[SocketChannel] = deque()
+        self._changed = threading.Condition()
+        self._stopped = threading.Event()
+        self._close_reason: str | None = None
+        sock.setblocking(False)
+        call_after_fork(self)
+        self._thread = threads.thread(f"gradwire {identity.names[0]} tls", self._work)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<TlsListener on {self.address}: {self._close_reason or 'open'}>"
+
+    def forked(self) -> None:
+        """Close the copies of a forked process.
+
+        The sockets stay registered in the selector, which is shared with the parent.
+        """
+        self._stopped.set()
+        for sock in (self._sock, *(pending.sock for pending in tuple(self._pending))):
+            sock.close()
+
+    def accept(self) -> SocketChannel:
+        """Block for the next authenticated connection; see `Listener.accept`."""
+        with self._changed:
+            while not self._ready and self._close_reason is None:
+                self._changed.wait(_LONGEST_WAIT)
+            if self._close_reason is not None:
+                raise PeerLost(f"{self.address} was {self._close_reason}")
+            return self._ready.popleft()
+
+    def close(self, reason: str = "close() was called") -> None:
+        """Stop listening; see `Listener.close`."""
+        with self._changed:
+            if self._close_reason is None:
+                self._close_reason = closed_here(reason)
+            unwanted, self._ready = self._ready, deque()
+            self._changed.notify_all()
+        self._stopped.set()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        for channel in unwanted:
+            channel.close(reason)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    # --- on the thread ---
+
+    def _work(self) -> None:
+        self._selector.register(self._sock, selectors.EVENT_READ)
+        while not self._stopped.is_set():
+            oldest = next(iter(self._pending), None)
+            left = max(0.0, oldest.deadline - time.monotonic()) if oldest else _LONGEST_WAIT
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._accept_one()
+                elif key.data in self._pending:  # else an earlier event has dropped it
+                    self._continue(key.data)
+            now = time.monotonic()
+            for pending in [pending for pending in self._pending if pending.deadline <= now]:
+                self._refuse(pending, "took too long for the handshake")
+        for pending in tuple(self._pending):
+            self._forget(pending)
+            pending.sock.close()
+        self._selector.close()
+        self._sock.close()
+
+    def _accept_one(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Without free descriptors the connection stays in the backlog until others are closed.
+            if error.errno != errno.ECONNABORTED:
+                self._stopped.wait(_PAUSE_SECONDS)
+            return
+        try:
+            session = self._identity.session(accepts=True)
+            pending = _PendingHandshake(sock, session, time.monotonic() + self._patience)
+        except OSError:
+            sock.close()
+            return
+        if len(self._pending) >= self._pending_handshakes:
+            self._refuse(next(iter(self._pending)), "was the oldest of too many pending handshakes")
+        self._pending[pending] = None
+        self._selector.register(sock, selectors.EVENT_READ, pending)
+
+    def _continue(self, pending: _PendingHandshake) -> None:
+        try:
+            if not pending.advance():
+                return
+            self._forget(pending)
+            channel = self._wrap(pending.sock, pending.session)
+        except BlockingIOError:
+            return
+        except _Refused as refusal:
+            self._refuse(pending, str(refusal))
+        except OSError as error:
+            self._refuse(pending, reason_of(error))
+        except Exception as error:  # a bug here must not stop other connections
+            _log.exception("the TLS handshake with %s failed", pending.host)
+            self._refuse(pending, type(error).__name__)
+        else:
+            with self._changed:
+                has_room = self._close_reason is None and len(self._ready) < _MOST_READY
+                if has_room:
+                    self._ready.append(channel)
+                    self._changed.notify()
+            if not has_room:
+                channel.close("too many connections wait to be accepted")
+
+    def _refuse(self, pending: _PendingHandshake, why: str) -> None:
+        self._forget(pending)
+        pending.sock.close()
+        self._on_refused(why, f"tls://{pending.host}")
+
+    def _forget(self, pending: _PendingHandshake) -> None:
+        if self._pending.pop(pending, pending) is None:
+            self._selector.unregister(pending.sock)

@@ -15,8 +15,7 @@ from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
 from gradwire.transport.base import Channel, never
-from gradwire.wire.frame import IS_ANSWER, Frame
-from gradwire.wire.message import Kinds, kind_of
+from gradwire.wire.message import IS_ANSWER, Frame, Kinds, kind_of
 
 _CALLS = Kinds([Call])
 _NAMES = {
@@ -88,18 +87,18 @@ class FaultyChannel:
     def limits(self, limits: Limits) -> None:
         self._inner.limits = limits
 
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`."""
-        return self._inner.lend_turn()
+    def release_send_lock(self) -> bool:
+        """See `Channel.release_send_lock`."""
+        return self._inner.release_send_lock()
 
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
-        self._inner.take_turn_back()
+    def reacquire_send_lock(self) -> None:
+        """See `Channel.release_send_lock`."""
+        self._inner.reacquire_send_lock()
 
     @property
-    def watches_itself(self) -> bool:
-        """As the channel itself does."""
-        return self._inner.watches_itself
+    def needs_heartbeat(self) -> bool:
+        """See `Channel.needs_heartbeat`."""
+        return self._inner.needs_heartbeat
 
     @property
     def remote(self) -> str:
@@ -107,17 +106,17 @@ class FaultyChannel:
         return self._inner.remote
 
     @property
-    def taken(self) -> int:
-        """How many frames came."""
-        return self._inner.taken
+    def frames_received(self) -> int:
+        """See `Channel.frames_received`."""
+        return self._inner.frames_received
 
-    def say(self, words: bytes, deadline: float) -> None:
-        """Say it: there is no handshake to disturb."""
-        self._inner.say(words, deadline)
+    def send_raw(self, data: bytes, deadline: float) -> None:
+        """See `Channel.send_raw`; there is no handshake to disturb."""
+        self._inner.send_raw(data, deadline)
 
-    def hear(self, length: int, deadline: float) -> bytes:
-        """What the other end says."""
-        return self._inner.hear(length, deadline)
+    def recv_raw(self, length: int, deadline: float) -> bytes:
+        """See `Channel.recv_raw`."""
+        return self._inner.recv_raw(length, deadline)
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
