@@ -38,7 +38,7 @@ from gradwire.optim.clip import by_owner, check_references, norm_and_scale
 from gradwire.optim.host import optimizer_host
 from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.torch_private import seen_by_hooks
-from gradwire.optim.two_phase_commit import TwoPhaseCommit, make_shard
+from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
 from gradwire.rpc.rref import RRef
@@ -82,10 +82,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(cast(Any, params_rref), {})
         owners = sorted({ref.owner().id for ref in self._refs()})
         self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
-        self._two_phase = TwoPhaseCommit(self._here, self._shards)
         self._add_defaults(self._ask_all("options").values())
-        self.defaults = self._ask_one("defaults")
-        self.state = cast(Any, _State(self._shards, self._two_phase, self.param_groups))
+        self.defaults = self._shards[owners[0]].rpc_sync().defaults()
+        self.state = cast(Any, _State(self._shards, self.param_groups))
         self._is_made = True
 
     # -- a step
@@ -110,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if context_id is not None:
             self._here.worker.engine.contexts.find(context_id)
-        self._two_phase.step(context_id, self._options(), timeout)
+        TwoPhaseCommit(self._here, self._shards, context_id, timeout).run(self._options())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad` on all workers. The gradients of a context end with the context."""
@@ -155,16 +154,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add the last group on its owners; returns the options that each of them has then."""
         number = len(self.param_groups) - 1
         owners = by_owner(group["params"])
-        old = [owner for owner in owners if owner in self._shards]
+        old = {owner: self._shards[owner] for owner in owners if owner in self._shards}
         new = {o: self._new_shard(o, [group], number) for o in owners if o not in self._shards}
         try:
             fresh = {owner: shard.rpc_sync().options() for owner, shard in new.items()}
-            learned = self._two_phase.ask(
-                "add_group", lambda owner: self._share(owner, group, number), old
-            )
-            _checked(learned)
+            learned = _checked(ask(old, "add_group", lambda o: self._share(o, group, number)))
         except Exception:
-            self._two_phase.ask("drop_group", lambda _: (number,), old)
+            ask(old, "drop_group", lambda _: (number,))
             raise
         self._shards.update(new)
         return learned | fresh
@@ -175,7 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shares = [self._share(owner, group, first + n) for n, group in enumerate(groups)]
         mine = [share for share in shares if share[1]]
         with torch.no_grad():
-            return remote(owner, make_shard, args=(self._cls, mine, self._args, self._kwargs))
+            return remote(owner, Shard, args=(self._cls, mine, self._args, self._kwargs))
 
     def _share(
         self, owner: WorkerId, group: dict[str, Any], number: int
@@ -226,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             mine = {n for n, ref in enumerate(self._refs()) if ref.owner().id == owner}
             return {n: state[n] for n in mine & state.keys()}, by_number
 
-        _checked(self._two_phase.ask("load", share))
+        _checked(ask(self._shards, "load", share))
 
     def checkpoint(self) -> StateDict:
         """All that is needed to resume: the values of the parameters, and `state_dict()`."""
@@ -240,25 +236,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         write_values(self._refs(), checkpoint)
         self.load_state_dict(checkpoint)
 
-    # -- asking owners
-
-    def _ask_all(self, method: str, *args: object) -> dict[WorkerId, Any]:
-        return _checked(self._two_phase.ask(method, lambda _: args))
-
-    def _ask_one(self, method: str) -> Any:  # noqa: ANN401
-        return getattr(next(iter(self._shards.values())).rpc_sync(), method)()
+    def _ask_all(self, method: str, *args: object) -> Answers:
+        return _checked(ask(self._shards, method, lambda _: args))
 
 
 class _State(Mapping[Ref, dict[str, Any]]):
     """The state of each parameter, by its reference; each lookup asks its owner."""
 
-    def __init__(
-        self,
-        shards: dict[WorkerId, RRef[Shard]],
-        two_phase: TwoPhaseCommit,
-        groups: list[dict[str, Any]],
-    ) -> None:
-        self._shards, self._two_phase, self._groups = shards, two_phase, groups
+    def __init__(self, shards: dict[WorkerId, RRef[Shard]], groups: list[dict[str, Any]]) -> None:
+        self._shards, self._groups = shards, groups
 
     def __getitem__(self, ref: Ref) -> dict[str, Any]:
         n = _refs_in(self._groups).index(ref)
@@ -266,7 +252,7 @@ class _State(Mapping[Ref, dict[str, Any]]):
         return cast(dict[str, Any], shard.rpc_sync().state([n]).get(n, {}))
 
     def __iter__(self) -> Iterator[Ref]:
-        answers = _checked(self._two_phase.ask("known", lambda _: ()))
+        answers = _checked(ask(self._shards, "known", lambda _: ()))
         known = {n for part in answers.values() for n in part}
         return iter([ref for n, ref in enumerate(_refs_in(self._groups)) if n in known])
 
@@ -300,7 +286,7 @@ def _without_params(group: dict[str, Any]) -> Options:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _checked(answers: dict[WorkerId, Any]) -> dict[WorkerId, Any]:
+def _checked(answers: Answers) -> Answers:
     """The answers; raises the first one that is an exception."""
     for answer in answers.values():
         if isinstance(answer, Exception):

@@ -1,8 +1,9 @@
 """Shard: one owner's part of an optimizer: its parameters, and a torch optimizer that steps them.
 
-A step has two halves. `prepare` computes the new values and the new state without changing the
-parameters (step.py), and may fail. `commit` puts them in place and cannot fail; `abort` drops them.
-So the steps of many shards are committed only when all of them are prepared.
+A step has two halves. `Prepare` computes the new values and the new state without changing the
+parameters (step.py), and may fail. `Commit` puts them in place and cannot fail; `Abort` drops them.
+So the steps of many shards are committed only when all of them are prepared. They are messages
+rather than methods that a peer may call, because StepServer checks who has made the step.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 
-from gradwire.errors import UsageError
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import ContextId
 from gradwire.optim.host import optimizer_host
-from gradwire.optim.messages import PlainOptions
+from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, StepMessage
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.step import Pairs, Prepared, Stepper, plain_mode
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
+from gradwire.rpc.worker import Worker
 
 Options = dict[str, Any]
 State = dict[int, Any]
@@ -60,6 +63,7 @@ class Shard:
     ) -> None:
         check_class(cls)  # again, as any peer may ask
         self._here = optimizer_host()
+        self._here.worker.part(StepServer)
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, Prepared] = {}
@@ -149,23 +153,7 @@ class Shard:
 
     # -- a step
 
-    def step(
-        self,
-        step: StepId,
-        context: ContextId | None,
-        options: PlainOptions | None,
-        deadline: float,
-    ) -> None:
-        """Prepare and commit at once, if no other worker takes part."""
-        lock = self._here.locks.acquire(step, self._names, deadline, wait=True)
-        assert lock is not None
-        try:
-            with plain_mode():
-                self._put_in_place(self._computed(context, options))
-        finally:
-            self._here.locks.release(lock)
-
-    def prepare(
+    def _prepare(
         self,
         step: StepId,
         context: ContextId | None,
@@ -173,19 +161,29 @@ class Shard:
         deadline: float,
         *,
         wait: bool,
+        alone: bool = False,
     ) -> bool:
-        """Compute the step. False if another step has locked a parameter, unless we `wait`."""
+        """Compute the step. False if another step has locked a parameter, unless we `wait`.
+
+        If the shard is `alone`, no other worker takes part, and the step is committed at once.
+        """
         locks = self._here.locks
         lock = locks.acquire(step, self._names, deadline, wait=wait)
         if lock is None:
             return False
         try:
             with plain_mode():
-                self._prepared[step] = self._computed(context, options)
+                prepared = self._computed(context, options)
+                if alone:
+                    self._put_in_place(prepared)
+                else:
+                    self._prepared[step] = prepared
         except BaseException:
             locks.release(lock)
             raise
-        if not locks.ready(lock, lambda: self._undo(step)):
+        if alone:
+            locks.release(lock)
+        elif not locks.ready(lock, lambda: self._undo(step)):
             self._undo(step)
             locks.release(lock)
         return True
@@ -207,16 +205,14 @@ class Shard:
             raise
         return prepared
 
-    def commit(self, step: tuple[int, int]) -> bool:
+    def _commit(self, step: StepId) -> bool:
         """Put the prepared step in place. False if it was given up before."""
-        name = StepId(*step)
-        lock = self._here.locks.claim(name)
+        lock = self._here.locks.claim(step)
         if lock is None:
             return False
-        prepared = self._prepared.pop(name)
         try:
             with plain_mode():
-                self._put_in_place(prepared)
+                self._put_in_place(self._prepared.pop(step))
         finally:
             self._here.locks.release(lock)
         return True
@@ -225,9 +221,9 @@ class Shard:
         for parameter, stand_in in self._here.versions.replace(prepared.pairs):
             stand_in.data = parameter.data
 
-    def abort(self, step: tuple[int, int]) -> None:
+    def _abort(self, step: StepId) -> None:
         """Drop the prepared step, if there is one."""
-        self._here.locks.give_up(StepId(*step))
+        self._here.locks.give_up(step)
 
     def _undo(self, step: StepId) -> None:
         with plain_mode():
@@ -297,6 +293,55 @@ class Shard:
             yield
         finally:
             here.locks.release(lock)
+
+
+@final
+class StepServer:
+    """Handles the messages of steps for all shards of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        agent = worker.agent
+        agent.handle(Prepare, self._prepare, Lane.USER, lambda message: message.shard)
+        agent.handle(Commit, self._end, Lane.USER)
+        agent.handle(Abort, self._end, Lane.USER)
+
+    def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
+        deadline = self._deadline(message)
+        with self._worker.serving_scope(None, deadline):
+            done = self._shard(message, source, deadline)._prepare(
+                message.step,
+                message.context,
+                message.options,
+                deadline,
+                wait=message.wait,
+                alone=message.alone,
+            )
+        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+
+    def _end(self, message: Commit | Abort, _: Payload, source: Source) -> None:
+        deadline, done = self._deadline(message), True
+        shard = self._shard(message, source, deadline)
+        if isinstance(message, Commit):
+            done = shard._commit(message.step)
+        else:
+            shard._abort(message.step)
+        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+
+    def _deadline(self, message: StepMessage) -> float:
+        """At most the step timeout of this worker, because others wait for the same parameters."""
+        now = self._worker.agent.clock.now()
+        return min(now + message.seconds, self._worker.step_deadline())
+
+    def _shard(self, message: StepMessage, source: Source, deadline: float) -> Shard:
+        """The shard of a step; the peer must hold a reference to it, and have made the step."""
+        ref, step, asker = message.shard, message.step, source.worker
+        if step.worker != asker:
+            raise BadMessage(f"w{asker} sent a message for {step}, which is another worker's")
+        shard = self._worker.refs.value_for(asker, ref, deadline)
+        if not isinstance(shard, Shard):
+            raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")
+        return shard
 
 
 def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
