@@ -6,14 +6,13 @@ The state has two forms: gathered, which is torch's own, and by owner.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from gradwire.errors import UsageError
-from gradwire.optim.clip import by_owner
-from gradwire.rpc.api import rpc_async
+from gradwire.optim.clip import ask_owners
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
@@ -37,21 +36,6 @@ def set_values(refs: list[Ref], values: list[torch.Tensor]) -> None:
             ref.local_value().copy_(value)
 
 
-def fetch_values(refs: Sequence[Ref]) -> list[torch.Tensor]:
-    """The values of all parameters, in order; asks all owners at once."""
-    with torch.no_grad():
-        asked = [
-            (places, rpc_async(owner, values_of, args=([refs[n] for n in places],)))
-            for owner, places in by_owner(refs).items()
-        ]
-        found = {
-            n: value
-            for places, future in asked
-            for n, value in zip(places, future.wait(), strict=True)
-        }
-    return [found[n] for n in range(len(refs))]
-
-
 def write_values(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
     """Give all parameters the values in a checkpoint."""
     values = saved.get(PARAMETERS)
@@ -62,13 +46,7 @@ def write_values(refs: Sequence[Ref], saved: dict[str, Any]) -> None:
         )
     if len(values) != len(refs):
         raise ValueError(f"the checkpoint has {len(values)} parameters, this optimizer {len(refs)}")
-    with torch.no_grad():
-        asked = [
-            rpc_async(owner, set_values, args=([refs[n] for n in at], [values[n] for n in at]))
-            for owner, at in by_owner(refs).items()
-        ]
-        for future in asked:
-            future.wait()
+    ask_owners(refs, set_values, values=values)
 
 
 def numbered_groups(groups: Groups) -> Groups:
@@ -87,11 +65,6 @@ def gathered(parts: Iterable[State], groups: Groups) -> dict[str, Any]:
     for part in parts:
         state |= part
     return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def sharded(parts: Mapping[str, State], groups: Groups) -> dict[str, Any]:
-    """A state dict with the state of each owner apart."""
-    return {"shards": dict(parts), "param_groups": groups}
 
 
 def split_state_dict(saved: dict[str, Any], groups: Groups) -> tuple[State, Groups]:

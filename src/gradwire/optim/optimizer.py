@@ -27,14 +27,13 @@ from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.checkpoint import (
     PARAMETERS,
-    fetch_values,
     gathered,
     numbered_groups,
-    sharded,
     split_state_dict,
+    values_of,
     write_values,
 )
-from gradwire.optim.clip import by_owner, check_references, norm_and_scale
+from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
 from gradwire.optim.host import optimizer_host
 from gradwire.optim.shard import Options, Shard, State, check_class
 from gradwire.optim.torch_private import seen_by_hooks
@@ -206,7 +205,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = numbered_groups(self.param_groups)
         if sharded_by_owner:
             directory = self._here.worker.directory
-            return sharded({directory.name(o): part for o, part in parts.items()}, groups)
+            shards = {directory.name(owner): part for owner, part in parts.items()}
+            return {"shards": shards, "param_groups": groups}
         return gathered(parts.values(), groups)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -226,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def checkpoint(self) -> StateDict:
         """All that is needed to resume: the values of the parameters, and `state_dict()`."""
-        return {PARAMETERS: fetch_values(self._refs()), **self.state_dict()}
+        return {PARAMETERS: ask_owners(self._refs(), values_of), **self.state_dict()}
 
     def restore(self, checkpoint: StateDict) -> None:
         """Load what `checkpoint()` saved, even into new parameters on other workers.
