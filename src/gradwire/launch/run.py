@@ -47,7 +47,7 @@ from gradwire.launch.supervise_state import (
     describe_exit,
     overdue_error,
 )
-from gradwire.options import Options, Timeouts
+from gradwire.options import Options
 from gradwire.rpc.api import positional
 from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
@@ -98,8 +98,7 @@ def run(
     >>> if __name__ == "__main__":
     ...     print(gradwire.run(main, 2, args=(torch.ones(3, requires_grad=True),)))
     """
-    _refuse_in_import()
-    _refuse_without_file(fn)
+    _check_program(fn)
     options = options or Options()
     check_arguments(world_size, options, timeout, restarts)
     given = pickled(
@@ -112,28 +111,16 @@ def run(
         if options.secret is None:
             write_secret(secret_in(Path(directory)))
         workers = worker_specs(world_size, options, Path(directory), may_restart=restarts > 0)
-        timeouts = _run_timeouts(options.timeouts, timeout)
+        timeouts = RunTimeouts(
+            start=options.timeouts.join,
+            whole=math.inf if timeout is None else timeout,
+            leave=options.timeouts.shutdown + _EXIT_SECONDS,
+        )
         state = RunState(world_size, timeouts, time.monotonic(), restarts=restarts)
         verdict = _Supervision(group, state, workers).verdict()
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
-
-
-def _refuse_in_import() -> None:
-    # multiprocessing sets this while a spawned process imports the script.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError(
-            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
-        )
-
-
-def _run_timeouts(timeouts: Timeouts, timeout: float | None) -> RunTimeouts:
-    return RunTimeouts(
-        start=timeouts.join,
-        whole=math.inf if timeout is None else timeout,
-        leave=timeouts.shutdown + _EXIT_SECONDS,
-    )
 
 
 @final
@@ -163,8 +150,8 @@ class _Supervision:
     def _restart(self, restart: Restart) -> None:
         spec = self._workers[restart.worker] = restarted(self._workers[restart.worker])
         how, when = describe_exit(restart.status), STAGE_TEXTS[restart.stage]
-        life = spec.options.incarnation
-        _log.warning("%s died (%s) %s; it is started again, life %d", spec.name, how, when, life)
+        n = spec.options.incarnation
+        _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
         self._start(restart.worker)
 
     def _handle(self, event: ProcessEvent) -> None:
@@ -185,8 +172,13 @@ class _Supervision:
                 state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
 
 
-def _refuse_without_file(fn: Callable[..., object]) -> None:
-    """Refuse a program without a file: each worker is a new process that imports the script."""
+def _check_program(fn: Callable[..., object]) -> None:
+    """Check that workers can import the program, each in a new process, and are not doing it."""
+    # multiprocessing sets this while a spawned process imports the script.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
+        )
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None and getattr(fn, "__module__", None) == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import final
 
@@ -65,7 +65,7 @@ class Died:
     worker: int
     status: int
     stage: WorkerStage
-    reported_by: int | None
+    reported_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +88,6 @@ class Restart:
 Verdict = Succeeded | Failed | Died | Overdue
 
 
-@dataclass(frozen=True, slots=True)
-class _Death:
-    worker: int
-    status: int
-    stage: WorkerStage
-    explained_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    worker: int
-    explained_at: float
-
-
 @final
 class RunState:
     """The state of one run."""
@@ -117,8 +103,10 @@ class RunState:
         self._start_by = [now + timeouts.start] * workers
         self._end_by = now + timeouts.whole
         self._leave_by = math.inf
-        self._death: _Death | None = None
-        self._failure: _Failure | None = None
+        self._death: Died | None = None
+        self._failure: Failed | None = None
+        self._explained_at = math.inf
+        """when the death, or else the failure, is the verdict: what explains it had time to come"""
 
     def begun(self, worker: int) -> None:
         """The worker has started, and is about to join."""
@@ -137,8 +125,9 @@ class RunState:
         """The worker reported an error; `of_lost_peer` if a death may explain it."""
         self._stages[worker] = WorkerStage.FAILED
         if self._failure is None:
-            linger = LINGER_SECONDS if of_lost_peer else 0.0
-            self._failure = _Failure(worker, now + linger)
+            self._failure = Failed(worker)
+            if self._death is None:
+                self._explained_at = now + (LINGER_SECONDS if of_lost_peer else 0.0)
 
     def exited(self, worker: int, status: int, now: float) -> None:
         """The worker's process ended."""
@@ -155,8 +144,8 @@ class RunState:
         if self._death is None and not in_order:
             # No failure elsewhere follows the death of the caller, or of one that had not joined.
             causes_failures = worker != CALLER and stage is WorkerStage.WORKING
-            linger = LINGER_SECONDS if causes_failures else 0.0
-            self._death = _Death(worker, status, stage, now + linger)
+            self._explained_at = now + (LINGER_SECONDS if causes_failures else 0.0)
+            self._death = Died(worker, status, stage)
 
     def _may_restart(self, worker: int, status: int) -> bool:
         is_going_on = self._death is None and self._failure is None
@@ -182,32 +171,24 @@ class RunState:
 
     def verdict(self, now: float) -> Verdict | None:
         """The verdict on the run; None while it goes on."""
-        if self._death is not None:
-            return self._verdict_of(self._death, now)
-        if self._failure is not None:
-            return Failed(self._failure.worker) if now >= self._failure.explained_at else None
+        if self._death is not None and self._failure is not None:
+            return replace(self._death, reported_by=self._failure.worker)
+        first = self._death or self._failure
+        if first is not None:
+            return first if now >= self._explained_at else None
         if len(self._exited) == len(self._stages):
             return Succeeded()
         return self._maybe_overdue(now)
 
     def next_deadline(self) -> float:
         """When to ask for the verdict again if there is no event before."""
-        if self._death is not None:
-            return self._death.explained_at
-        if self._failure is not None:
-            return self._failure.explained_at
+        if self._death is not None or self._failure is not None:
+            return self._explained_at
         starting = [self._start_by[worker] for worker in self._starting()]
         return min(*starting, self._end_by, self._leave_by, math.inf)
 
     def _starting(self) -> list[int]:
         return [w for w, stage in enumerate(self._stages) if stage is WorkerStage.STARTING]
-
-    def _verdict_of(self, death: _Death, now: float) -> Died | None:
-        if self._failure is not None:
-            return Died(death.worker, death.status, death.stage, self._failure.worker)
-        if now >= death.explained_at:
-            return Died(death.worker, death.status, death.stage, None)
-        return None
 
     def _maybe_overdue(self, now: float) -> Overdue | None:
         late = tuple(worker for worker in self._starting() if now >= self._start_by[worker])
