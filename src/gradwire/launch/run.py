@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, assert_never, cast, final
+from typing import Any, NoReturn, TypeVar, cast, final
 
 import msgspec
 
@@ -197,18 +197,14 @@ def _raise(
     verdict: Failed | Died | Overdue, workers: list[WorkerSpec], timeout: float | None
 ) -> NoReturn:
     names = [spec.name for spec in workers]
-    match verdict:
-        case Failed(worker):
-            error = _revived(workers[worker])
-            raise error from error.__cause__
-        case Died(reported_by=int(worker)):
-            raise death_error(verdict, names) from _revived(workers[worker])
-        case Died():
-            raise death_error(verdict, names)
-        case Overdue():
-            raise overdue_error(verdict, names, timeout)
-        case _:
-            assert_never(verdict)
+    if isinstance(verdict, Overdue):
+        raise overdue_error(verdict, names, timeout)
+    if isinstance(verdict, Failed):
+        error = _revived(workers[verdict.worker])
+        raise error from error.__cause__
+    reporter = verdict.reported_by
+    cause = None if reporter is None else _revived(workers[reporter])
+    raise death_error(verdict, names) from cause
 
 
 def _failure_of(spec: WorkerSpec) -> Failure:

@@ -139,8 +139,13 @@ class RunState:
             self._to_restart.append(Restart(worker, status, stage))
             return
         self._exited.add(worker)
-        in_order = stage is WorkerStage.FAILED or (stage is WorkerStage.LEFT and status == 0)
-        in_order = in_order or self._died_after_return(worker)
+        # After the return a worker is no longer needed, if it was one to be restarted before.
+        is_over = self._stages[CALLER] in (WorkerStage.LEAVING, WorkerStage.LEFT)
+        in_order = (
+            stage is WorkerStage.FAILED
+            or (stage is WorkerStage.LEFT and status == 0)
+            or (is_over and worker != CALLER and self._restarts_left[worker] > 0)
+        )
         if self._death is None and not in_order:
             # No failure elsewhere follows the death of the caller, or of one that had not joined.
             causes_failures = worker != CALLER and stage is WorkerStage.WORKING
@@ -148,21 +153,16 @@ class RunState:
             self._death = Died(worker, status, stage)
 
     def _may_restart(self, worker: int, status: int) -> bool:
-        is_going_on = self._death is None and self._failure is None
         at_work = (WorkerStage.STARTING, WorkerStage.WORKING)
         could_not_import = self._stages[worker] is WorkerStage.STARTING and status > 0
         return (
             self._restarts_left[worker] > 0
-            and is_going_on
+            and self._death is None
+            and self._failure is None
             and self._stages[CALLER] in at_work
             and self._stages[worker] in at_work
             and not could_not_import
         )
-
-    def _died_after_return(self, worker: int) -> bool:
-        """Whether the worker would be restarted if the function had not returned."""
-        is_over = self._stages[CALLER] in (WorkerStage.LEAVING, WorkerStage.LEFT)
-        return self._restarts_left[worker] > 0 and worker != CALLER and is_over
 
     def to_restart(self) -> list[Restart]:
         """The workers to restart; each is returned once."""

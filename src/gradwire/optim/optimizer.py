@@ -35,7 +35,7 @@ from gradwire.optim.checkpoint import (
 )
 from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
 from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import Options, Shard, State, check_class
+from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class
 from gradwire.optim.torch_private import seen_by_hooks
 from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
@@ -157,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = {o: self._new_shard(o, [group], number) for o in owners if o not in self._shards}
         try:
             fresh = {owner: shard.rpc_sync().options() for owner, shard in new.items()}
-            learned = _checked(ask(old, "add_group", lambda o: self._share(o, group, number)))
+            learned = _checked(ask(old, "add_group", lambda o: (self._share(o, group, number),)))
         except Exception:
             ask(old, "drop_group", lambda _: (number,))
             raise
@@ -172,9 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             return remote(owner, Shard, args=(self._cls, mine, self._args, self._kwargs))
 
-    def _share(
-        self, owner: WorkerId, group: dict[str, Any], number: int
-    ) -> tuple[int, tuple[int, ...], list[Ref], Options]:
+    def _share(self, owner: WorkerId, group: dict[str, Any], number: int) -> GroupSpec:
         """One owner's part of a group, with the numbers of its parameters over all groups."""
         before = sum(len(each["params"]) for each in self.param_groups[:number])
         places = by_owner(group["params"]).get(owner, [])

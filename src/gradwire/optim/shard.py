@@ -67,51 +67,34 @@ class Shard:
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, Prepared] = {}
-        self._names: frozenset[int] = frozenset()
-        self._pairs: Pairs = []
-        made = [self._make_group(*group) for group in groups]
+        made = [self._make_group(group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
-        self._stepper = Stepper(self._optimizer, self._stand_ins)
-        self._here.versions.register(self._stand_ins)
+        self._prepare_stepping()
 
     # -- groups
 
-    def _make_group(
-        self,
-        number: int,
-        indices: tuple[int, ...],
-        refs: list[RRef[torch.Tensor]],
-        options: Options,
-    ) -> dict[str, Any]:
+    def _make_group(self, group: GroupSpec) -> dict[str, Any]:
+        number, indices, refs, options = group
         parameters = [parameter_of(ref) for ref in refs]
-        twice = [i for i, p in zip(indices, parameters, strict=True) if p in self._stand_ins]
-        if twice or len(set(parameters)) < len(parameters):
+        if not self._stand_ins.keys().isdisjoint(parameters) or len({*parameters}) < len(refs):
             raise UsageError(
                 f"some parameters on {self._here.worker.name} appear in more than one place",
                 hint="give each parameter once, by one reference",
             )
         stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
         self._stand_ins |= zip(parameters, stand_ins, strict=True)
-        self._cache_pairs()
         self._groups.append(Group(number, indices, parameters))
         return {**options, "params": stand_ins}
 
-    def add_group(
-        self,
-        number: int,
-        indices: tuple[int, ...],
-        refs: list[RRef[torch.Tensor]],
-        options: Options,
-    ) -> dict[int, Options]:
+    def add_group(self, group: GroupSpec) -> dict[int, Options]:
         """Add a group; returns the options of all groups."""
         try:
             with self._all_locked():
-                self._optimizer.add_param_group(self._make_group(number, indices, refs, options))
+                self._optimizer.add_param_group(self._make_group(group))
+                self._prepare_stepping()
         except BaseException:
-            self.drop_group(number)
+            self.drop_group(group[0])
             raise
-        self._stepper = Stepper(self._optimizer, self._stand_ins)
-        self._here.versions.register(self._stand_ins)
         return self.options()
 
     def drop_group(self, number: int) -> None:
@@ -121,12 +104,14 @@ class Shard:
         del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
         for parameter in (p for group in dropped for p in group.parameters):
             self._optimizer.state.pop(self._stand_ins.pop(parameter), None)
-        self._cache_pairs()
+        self._prepare_stepping()
 
-    def _cache_pairs(self) -> None:
+    def _prepare_stepping(self) -> None:
         """Compute once what every step needs."""
         self._names = frozenset(map(id, self._stand_ins))
-        self._pairs = list(self._stand_ins.items())
+        self._pairs: Pairs = list(self._stand_ins.items())
+        self._stepper = Stepper(self._optimizer, self._stand_ins)
+        self._here.versions.register(self._stand_ins)
 
     def defaults(self) -> Options:
         """The default options of a group."""
