@@ -49,11 +49,7 @@ def _certs(options: argparse.Namespace) -> None:
     workers = [name.strip() for name in options.workers.split(",")]
     is_new = not folder.authority.exists()
     certs.make(
-        folder,
-        workers,
-        days=options.days,
-        renew=options.renew,
-        authority_key=options.authority_key,
+        folder, workers, days=options.days, renew=options.renew, authority_key=options.authority_key
     )
     print(f"{folder.authority}  for every worker")
     for worker in workers:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast, final
@@ -40,37 +39,26 @@ _LONGEST_COMMON_NAME = 64
 _PEM = serialization.Encoding.PEM
 
 
-@dataclass(frozen=True, slots=True)
+@final
 class Folder:
-    """The folder with the certificates and keys of one job."""
+    """The folder with the certificates and keys of one job, and the paths in it."""
 
-    path: Path
-
-    @property
-    def authority(self) -> Path:
-        """The certificate of the authority."""
-        return self.path / "authority.pem"
-
-    @property
-    def authority_key(self) -> Path:
-        """The key that signs."""
-        return self.path / "authority.key"
+    def __init__(self, path: Path) -> None:
+        self.authority, self.authority_key = path / "authority.pem", path / "authority.key"
+        self._workers = path / "workers"
 
     def certificate(self, worker: str) -> Path:
         """Of one worker."""
-        return self.path / "workers" / f"{worker}.pem"
+        return self._workers / f"{worker}.pem"
 
     def key(self, worker: str) -> Path:
         """Of one worker."""
-        return self.path / "workers" / f"{worker}.key"
+        return self._workers / f"{worker}.key"
 
     def tls(self, worker: str) -> Tls:
         """The value of `Options.tls` for this worker."""
-        return Tls(
-            certificate=str(self.certificate(worker)),
-            key=str(self.key(worker)),
-            authority=str(self.authority),
-        )
+        certificate, key = self.certificate(worker), self.key(worker)
+        return Tls(certificate=str(certificate), key=str(key), authority=str(self.authority))
 
 
 @final

@@ -89,13 +89,18 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         "import, not from a notebook or a prompt",
     )
     init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
-    if not spec.is_caller:
+    if spec.rank != CALLER:
         if spec.may_restart:
             _serve_all_incarnations(spec)
         shutdown(timeout=FOREVER_SECONDS)
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
-        _write_returned(spec, fn(*args))
+        value = fn(*args)
+        what = f"what the function returned (a {type(value).__name__})"
+        hint = "return plain values and tensors; references end with their workers"
+        draft = spec.returned.with_suffix(".draft")
+        draft.write_bytes(pickled(value, what, hint=hint))
+        draft.replace(spec.returned)  # atomically: once it exists, the function is not called again
     pipe.send_bytes(RETURNED.encode())
     if current_worker.maybe_default() is None:  # the function called shutdown()
         return
@@ -116,15 +121,6 @@ def _serve_all_incarnations(spec: WorkerSpec) -> None:
     while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
         if spec.returned.exists():
             return
-
-
-def _write_returned(spec: WorkerSpec, value: object) -> None:
-    """Write the value atomically: once the file exists, the function is not called again."""
-    what = f"what the function returned (a {type(value).__name__})"
-    hint = "return plain values and tensors; references end with their workers"
-    draft = spec.returned.with_suffix(".draft")
-    draft.write_bytes(pickled(value, what, hint=hint))
-    draft.replace(spec.returned)
 
 
 def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> None:

@@ -30,11 +30,6 @@ class WorkerSpec:
     """whether workers that die are restarted"""
 
     @property
-    def is_caller(self) -> bool:
-        """Whether this worker runs the function; the others serve it."""
-        return self.rank == 0
-
-    @property
     def returned(self) -> Path:
         """The file with the return value of the function."""
         return self.directory / "returned"
@@ -78,7 +73,7 @@ def check_arguments(
 
 
 def worker_specs(
-    world_size: int, options: Options, directory: Path, *, may_restart: bool = False
+    world_size: int, options: Options, directory: Path, may_restart: bool = False
 ) -> list[WorkerSpec]:
     """The specifications of workers w0, w1, … of one run."""
     shared = replace(

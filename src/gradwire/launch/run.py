@@ -21,16 +21,9 @@ from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.launch import child
+from gradwire.launch import child, plan
 from gradwire.launch.child import maybe_exception, pickled, unpickled
-from gradwire.launch.plan import (
-    WorkerSpec,
-    arguments_in,
-    check_arguments,
-    restarted,
-    secret_in,
-    worker_specs,
-)
+from gradwire.launch.plan import WorkerSpec
 from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
 from gradwire.launch.supervise_state import (
     MAIN_GUARD_HINT,
@@ -100,17 +93,17 @@ def run(
     """
     _check_program(fn)
     options = options or Options()
-    check_arguments(world_size, options, timeout, restarts)
+    plan.check_arguments(world_size, options, timeout, restarts)
     given = pickled(
         (fn, positional(args), listed(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
-        arguments_in(Path(directory)).write_bytes(given)
+        plan.arguments_in(Path(directory)).write_bytes(given)
         if options.secret is None:
-            write_secret(secret_in(Path(directory)))
-        workers = worker_specs(world_size, options, Path(directory), may_restart=restarts > 0)
+            write_secret(plan.secret_in(Path(directory)))
+        workers = plan.worker_specs(world_size, options, Path(directory), restarts > 0)
         timeouts = RunTimeouts(
             start=options.timeouts.join,
             whole=math.inf if timeout is None else timeout,
@@ -148,7 +141,7 @@ class _Supervision:
         self._worker_of[self._group.start(spec.name, child.main, spec)] = worker
 
     def _restart(self, restart: Restart) -> None:
-        spec = self._workers[restart.worker] = restarted(self._workers[restart.worker])
+        spec = self._workers[restart.worker] = plan.restarted(self._workers[restart.worker])
         how, when = describe_exit(restart.status), STAGE_TEXTS[restart.stage]
         n = spec.options.incarnation
         _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)

@@ -63,10 +63,7 @@ def clip_grad_norm_(
 
 
 def norm_and_scale(
-    norms: list[torch.Tensor | None],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
+    norms: list[torch.Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The total norm, and the factor to scale by; None if that is 1."""
     found = [norm for norm in norms if norm is not None]

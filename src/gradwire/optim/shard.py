@@ -180,15 +180,9 @@ class Shard:
         if len(gradients) < len(found):
             all_ = zip(pairs, found, strict=True)
             pairs = [pair for pair, gradient in all_ if gradient is not None]
-        prepared = self._stepper.begin(pairs)
-        try:
-            if options is not None:
-                self._set(options)
-            self._stepper.step(pairs, gradients, is_plain=options is not None)
-        except BaseException:
-            self._stepper.put_back(prepared)
-            raise
-        return prepared
+        if options is not None:
+            self._set(options)
+        return self._stepper.step(pairs, gradients, is_plain=options is not None)
 
     def _commit(self, step: StepId) -> bool:
         """Put the prepared step in place. False if it was given up before."""

@@ -81,13 +81,21 @@ class Stepper:
         self._is_batch = self._are_small and len(stand_ins) >= _FEWEST_IN_A_BATCH
         self._is_sgd = type(optimizer) is optim.SGD and len(optimizer.param_groups) == 1
 
-    def begin(self, pairs: Pairs) -> Prepared:
-        """Begin a step of these parameters; returns what is needed to undo it."""
-        state = self._optimizer.state
-        return Prepared(pairs, copied_state(state, pairs) if state else {})
+    def step(self, pairs: Pairs, gradients: list[torch.Tensor], *, is_plain: bool) -> Prepared:
+        """Step these stand-ins; returns what is needed to undo it.
 
-    def step(self, pairs: Pairs, gradients: list[torch.Tensor], *, is_plain: bool) -> None:
-        """Step the stand-ins. Without `is_plain` options, such as tensors, torch itself does it."""
+        Without `is_plain` options, such as tensors, torch itself does it.
+        """
+        state = self._optimizer.state
+        prepared = Prepared(pairs, copied_state(state, pairs) if state else {})
+        try:
+            self._step(pairs, gradients, is_plain)
+        except BaseException:
+            self.put_back(prepared)
+            raise
+        return prepared
+
+    def _step(self, pairs: Pairs, gradients: list[torch.Tensor], is_plain: bool) -> None:
         parameters = [parameter for parameter, _ in pairs]
         is_exact = is_plain and self._is_exact(gradients)
         stepped = self._maybe_descended(parameters, gradients) if is_exact else None

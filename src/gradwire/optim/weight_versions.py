@@ -117,11 +117,6 @@ class _Spot(NamedTuple):
     instruction: int
     parameters: frozenset[int]
 
-    @property
-    def is_left(self) -> bool:
-        """Whether the thread has moved on."""
-        return self.frame.f_lasti != self.instruction
-
 
 @final
 class _HookedBlock:
@@ -248,7 +243,7 @@ class WeightVersions:
             return
         thread = threading.get_ident()
         spot = self._spots.get(thread)
-        is_same = spot is not None and spot.frame is frame and not spot.is_left
+        is_same = spot is not None and spot[:2] == (frame, frame.f_lasti)
         more = spot.parameters if spot is not None and is_same else frozenset()
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
@@ -257,7 +252,7 @@ class WeightVersions:
         kept, names, me = parameters, {*map(id, parameters)}, threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             for thread, spot in list(self._spots.items()):
-                if spot.is_left:
+                if spot.frame.f_lasti != spot.instruction:  # the thread has moved on
                     del self._spots[thread]
             is_read = any(spot.parameters & names for spot in self._spots.values())
             kept = kept_by_graphs(kept)
