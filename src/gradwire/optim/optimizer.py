@@ -6,7 +6,8 @@ is where and the parameter groups. All shards step or none, by a two-phase commi
     prepare   all owners at once compute the step, without changing the parameters
     commit    one message to each, once all are prepared; abort, if one has failed
 
-If all parameters are on one worker, that one does both at once.
+If all parameters are on one worker, that one does both at once. A saved state has two forms:
+gathered, which is torch's own, and by owner.
 
 Note [Locks on many workers]: a prepared step locks its parameters on each owner until it ends. Two
 steps over the same owners could each hold a lock that the other waits for. So first all owners are
@@ -17,7 +18,9 @@ locks only on owners with lower ids, so there is no deadlock.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -25,14 +28,6 @@ import torch
 
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.checkpoint import (
-    PARAMETERS,
-    gathered,
-    numbered_groups,
-    split_state_dict,
-    values_of,
-    write_values,
-)
 from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
 from gradwire.optim.host import optimizer_host
 from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class
@@ -40,10 +35,12 @@ from gradwire.optim.torch_private import seen_by_hooks
 from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
+from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
 Ref = RRef[torch.Tensor]
 StateDict = dict[str, Any]
+Groups = list[dict[str, Any]]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -164,9 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards.update(new)
         return learned | fresh
 
-    def _new_shard(
-        self, owner: WorkerId, groups: list[dict[str, Any]], first: int = 0
-    ) -> RRef[Shard]:
+    def _new_shard(self, owner: WorkerId, groups: Groups, first: int = 0) -> RRef[Shard]:
         shares = [self._share(owner, group, first + n) for n, group in enumerate(groups)]
         mine = [share for share in shares if share[1]]
         with torch.no_grad():
@@ -200,16 +195,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With `sharded_by_owner` the state of each owner stays apart, under the owner's name.
         """
         parts = self._ask_all("state")
-        groups = numbered_groups(self.param_groups)
+        groups = _numbered_groups(self.param_groups)
         if sharded_by_owner:
             directory = self._here.worker.directory
             shards = {directory.name(owner): part for owner, part in parts.items()}
             return {"shards": shards, "param_groups": groups}
-        return gathered(parts.values(), groups)
+        state = {n: value for part in parts.values() for n, value in part.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a saved state of either form, even if parameters are on other workers now."""
-        state, options = split_state_dict(state_dict, self.param_groups)
+        state, options = _split_state_dict(state_dict, self.param_groups)
         for group, saved in zip(self.param_groups, options, strict=True):
             refs = group["params"]
             group.clear()
@@ -224,14 +220,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def checkpoint(self) -> StateDict:
         """All that is needed to resume: the values of the parameters, and `state_dict()`."""
-        return {PARAMETERS: ask_owners(self._refs(), values_of), **self.state_dict()}
+        return {"parameters": ask_owners(self._refs(), values_of), **self.state_dict()}
 
     def restore(self, checkpoint: StateDict) -> None:
         """Load what `checkpoint()` saved, even into new parameters on other workers.
 
         Not all or nothing: if a worker is lost during it, restore again.
         """
-        write_values(self._refs(), checkpoint)
+        refs, values = self._refs(), checkpoint.get("parameters")
+        if values is None:
+            raise UsageError(
+                "this is not a checkpoint: it has no values of parameters",
+                hint="checkpoint() makes one; load what state_dict() returns with "
+                "load_state_dict()",
+            )
+        if len(values) != len(refs):
+            raise ValueError(
+                f"the checkpoint has {len(values)} parameters, this optimizer {len(refs)}"
+            )
+        ask_owners(refs, set_values, values=values)
         self.load_state_dict(checkpoint)
 
     def _ask_all(self, method: str, *args: object) -> Answers:
@@ -241,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 class _State(Mapping[Ref, dict[str, Any]]):
     """The state of each parameter, by its reference; each lookup asks its owner."""
 
-    def __init__(self, shards: dict[WorkerId, RRef[Shard]], groups: list[dict[str, Any]]) -> None:
+    def __init__(self, shards: dict[WorkerId, RRef[Shard]], groups: Groups) -> None:
         self._shards, self._groups = shards, groups
 
     def __getitem__(self, ref: Ref) -> dict[str, Any]:
@@ -276,7 +283,7 @@ def _as_list(params: object) -> list[Ref]:
     return list(cast(Iterable[Ref], params))
 
 
-def _refs_in(groups: list[dict[str, Any]]) -> list[Ref]:
+def _refs_in(groups: Groups) -> list[Ref]:
     return [ref for group in groups for ref in group["params"]]
 
 
@@ -290,3 +297,45 @@ def _checked(answers: Answers) -> Answers:
         if isinstance(answer, Exception):
             raise answer
     return answers
+
+
+def _numbered_groups(groups: Groups) -> Groups:
+    """The groups with each parameter replaced by its number over all workers."""
+    numbers = itertools.count()
+    return [
+        copy.deepcopy({**group, "params": [next(numbers) for _ in group["params"]]})
+        for group in groups
+    ]
+
+
+def _split_state_dict(saved: StateDict, groups: Groups) -> tuple[State, Groups]:
+    """The state by number and the options of each group in a state dict; checks that it fits."""
+    theirs = saved["param_groups"]
+    if len(theirs) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(theirs)} parameter groups, this optimizer {len(groups)}"
+        )
+    for n, (their, mine) in enumerate(zip(theirs, groups, strict=True)):
+        if len(their["params"]) != len(mine["params"]):
+            raise ValueError(
+                f"parameter group {n} of the loaded state dict has {len(their['params'])} "
+                f"parameters, that of this optimizer {len(mine['params'])}"
+            )
+    parts = saved["shards"].values() if "shards" in saved else [saved["state"]]
+    place = {number: n for n, number in enumerate(_refs_in(theirs))}
+    state = {place[number]: value for part in parts for number, value in part.items()}
+    return state, copy.deepcopy([_without_params(group) for group in theirs])
+
+
+@expose
+def values_of(refs: list[Ref]) -> list[torch.Tensor]:
+    """Copies of the values of parameters of this worker."""
+    return [ref.local_value().detach().clone() for ref in refs]
+
+
+@expose
+def set_values(refs: list[Ref], values: list[torch.Tensor]) -> None:
+    """Set the values of parameters of this worker."""
+    with torch.no_grad():
+        for ref, value in zip(refs, values, strict=True):
+            ref.local_value().copy_(value)
