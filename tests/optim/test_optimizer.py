@@ -13,7 +13,9 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
+from gradwire.ids import RefId
 from gradwire.optim.host import OptimizerHost, optimizer_host
+from gradwire.optim.messages import Prepare
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.shard import Shard
 from gradwire.testing import cluster
@@ -374,7 +376,8 @@ def test_a_saved_state_is_not_that_of_a_step_which_is_dropped():
     share = (0, (0,), [gradwire.RRef(parameter)], {})
     shard = Shard(torch.optim.Adam, [share], (), {})
     step, deadline = StepId(9, 0), optimizer_host().worker.deadline(20.0)
-    assert shard._prepare(step, None, shard.options(), deadline, wait=False)
+    prepare = Prepare(RefId(0, 0), step, None, shard.options(), 20.0, wait=False, alone=False)
+    assert shard._prepare(prepare, deadline)
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(shard.state)

@@ -105,7 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if context_id is not None:
             self._here.worker.engine.contexts.find(context_id)
-        TwoPhaseCommit(self._here, self._shards, context_id, timeout).run(self._options())
+        TwoPhaseCommit(self._here, self._shards, context_id, self._options(), timeout).run()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad` on all workers. The gradients of a context end with the context."""

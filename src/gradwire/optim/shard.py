@@ -138,27 +138,19 @@ class Shard:
 
     # -- a step
 
-    def _prepare(
-        self,
-        step: StepId,
-        context: ContextId | None,
-        options: PlainOptions | None,
-        deadline: float,
-        *,
-        wait: bool,
-        alone: bool = False,
-    ) -> bool:
+    def _prepare(self, message: Prepare, deadline: float) -> bool:
         """Compute the step. False if another step has locked a parameter, unless we `wait`.
 
         If the shard is `alone`, no other worker takes part, and the step is committed at once.
         """
+        step, alone = message.step, message.alone
         locks = self._here.locks
-        lock = locks.acquire(step, self._names, deadline, wait=wait)
+        lock = locks.acquire(step, self._names, deadline, wait=message.wait)
         if lock is None:
             return False
         try:
             with plain_mode():
-                prepared = self._computed(context, options)
+                prepared = self._computed(message.context, message.options)
                 if alone:
                     self._put_in_place(prepared)
                 else:
@@ -288,14 +280,7 @@ class StepServer:
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
         deadline = self._deadline(message)
         with self._worker.serving_scope(None, deadline):
-            done = self._shard(message, source, deadline)._prepare(
-                message.step,
-                message.context,
-                message.options,
-                deadline,
-                wait=message.wait,
-                alone=message.alone,
-            )
+            done = self._shard(message, source, deadline)._prepare(message, deadline)
         self._worker.agent.answer(source, Agreed(done), deadline=deadline)
 
     def _end(self, message: Commit | Abort, _: Payload, source: Source) -> None:

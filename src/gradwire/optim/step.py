@@ -75,8 +75,8 @@ class Stepper:
         self._cloned = cloned if are_torch_s else cloned_one_by_one
         dtypes = {tensor.dtype for tensor in stand_ins}
         is_exact = len(dtypes) == 1 and dtypes <= _TYPES and type(optimizer) in _EXACT
-        is_exact = is_exact and are_torch_s and all(map(_is_dense_on_cpu, stand_ins))
-        self._dtype = dtypes.pop() if is_exact else None
+        is_dense = all(t.device.type == "cpu" and t.layout is torch.strided for t in stand_ins)
+        self._dtype = dtypes.pop() if is_exact and is_dense and are_torch_s else None
         self._are_small = sum(tensor.nbytes for tensor in stand_ins) <= _MOST_BYTES
         self._is_batch = self._are_small and len(stand_ins) >= _FEWEST_IN_A_BATCH
         self._is_sgd = type(optimizer) is optim.SGD and len(optimizer.param_groups) == 1
@@ -194,10 +194,6 @@ def copied_state(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.
 def plain_mode() -> AbstractContextManager[object]:
     """A block without grad mode or inference mode, whatever the caller has set."""
     return _plain_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
-
-
-def _is_dense_on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from gradwire.optim.messages import (
     Abort,
     Agreed,
     Commit,
-    PlainOptions,
     Prepare,
     StepMessage,
     maybe_plain,
@@ -50,27 +49,28 @@ class TwoPhaseCommit:
         here: OptimizerHost,
         shards: Mapping[WorkerId, RRef[Shard]],
         context: ContextId | None,
+        options: dict[int, Options],
         timeout: Timeout,
     ) -> None:
         self._worker, self._lost, self._shards = here.worker, here.lost, shards
         self._deadline, self._step = here.worker.step_deadline(timeout), here.next_step()
-        self._context = context
+        self._context, self._options = context, maybe_plain(options)
+        self._given = options
 
-    def run(self, options: dict[int, Options]) -> None:
+    def run(self) -> None:
         """Step all shards, or raise StepFailed."""
-        plain = maybe_plain(options)
-        if plain is None:
-            ahead = ask(self._shards, "set_options", lambda _: (options,), self._left())
-            self._check_prepared(ahead)
+        if self._options is None:
+            given = (self._given,)
+            self._check_prepared(ask(self._shards, "set_options", lambda _: given, self._left()))
         if len(self._shards) == 1:
-            self._step_alone(plain)
+            self._step_alone()
         else:
-            self._step_together(plain)
+            self._step_together()
 
-    def _step_alone(self, options: PlainOptions | None) -> None:
+    def _step_alone(self) -> None:
         """Step the only shard: one message, one answer."""
         (owner,) = self._shards
-        message = self._prepare(owner, options, wait=True, alone=True)
+        message = self._prepare(owner, wait=True, alone=True)
         answer = self._send(owner, message, self._deadline)
         outcome = self._outcome(owner, answer)
         if outcome is True:
@@ -79,16 +79,16 @@ class TwoPhaseCommit:
             self._check_committed({owner: outcome})
         self._check_prepared({owner: outcome})
 
-    def _step_together(self, options: PlainOptions | None) -> None:
+    def _step_together(self) -> None:
         known, step = dict(self._lost), self._step
-        answers = self._tell({o: self._prepare(o, options) for o in self._shards}, self._deadline)
+        answers = self._tell({o: self._prepare(o) for o in self._shards}, self._deadline)
         self._check_prepared(answers)
         if not all(answers.values()):  # See Note [Locks on many workers], optimizer.py
             limit = min(self._deadline, self._worker.agent.clock.now() + _ABORT_SECONDS)
             self._tell({o: self._abort(o) for o in self._shards}, limit)
             answers = {}
             for owner in sorted(self._shards):
-                message = self._prepare(owner, options, wait=True)
+                message = self._prepare(owner, wait=True)
                 answers |= self._tell({owner: message}, self._deadline)
                 self._check_prepared(answers)
         self._worker.events.emit("prepared", step)
@@ -100,17 +100,10 @@ class TwoPhaseCommit:
 
     # -- messages
 
-    def _prepare(
-        self,
-        owner: WorkerId,
-        options: PlainOptions | None,
-        *,
-        wait: bool = False,
-        alone: bool = False,
-    ) -> Prepare:
+    def _prepare(self, owner: WorkerId, *, wait: bool = False, alone: bool = False) -> Prepare:
         seconds = self._left() * (_ALONE_SHARE if alone else 1.0)
         ref = self._shards[owner].handle.ref
-        return Prepare(ref, self._step, self._context, options, seconds, wait, alone)
+        return Prepare(ref, self._step, self._context, self._options, seconds, wait, alone)
 
     def _abort(self, owner: WorkerId) -> Abort:
         return Abort(self._shards[owner].handle.ref, self._step, _ABORT_SECONDS)

@@ -57,6 +57,9 @@ _POLLS_OF_GRAPHS = 5000
 """A parameter that is held at each of so many polls is held by a graph, not by an operator."""
 
 
+_ById = dict[int, weakref.ref[torch.Tensor]]
+
+
 @final
 class _Generation:
     """One storage of a parameter. `last` is its version when a step replaced it, None before."""
@@ -87,9 +90,6 @@ class _Entry:
         self.generation: _Generation | None = None
         self.before: object = None
         self.stand_ins: _ById = {}
-
-
-_ById = dict[int, weakref.ref[torch.Tensor]]
 
 
 def _note(known: _ById, tensor: torch.Tensor) -> None:
