@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Concatenate, NamedTuple, ParamSpec, final
+from typing import NamedTuple, TypeVarTuple, final
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 _LOOK_AGAIN_SECONDS = 1.0
 _TERM_SECONDS = 3.0
@@ -60,18 +60,11 @@ class ProcessGroup:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(
-        self,
-        name: str,
-        main: Callable[Concatenate[Connection, int, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> int:
+    def start(self, name: str, main: Callable[[Connection, int, *Ts], None], *args: *Ts) -> int:
         """Start a process that runs `main(pipe, parent process id, *args)`; returns its number."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
-        given = (theirs, os.getpid(), *args)
-        process = context.Process(target=main, args=given, kwargs=kwargs, name=name)
+        process = context.Process(target=main, args=(theirs, os.getpid(), *args), name=name)
         number, self._started = self._started, self._started + 1
         self._pipes[number], self._processes[number] = ours, process
         with theirs, _interrupts_held():

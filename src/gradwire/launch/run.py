@@ -31,7 +31,6 @@ from gradwire.launch.supervise_state import (
     Died,
     Failed,
     Overdue,
-    Restart,
     RunState,
     RunTimeouts,
     Succeeded,
@@ -132,20 +131,20 @@ class _Supervision:
         while (verdict := self._state.verdict(time.monotonic())) is None:
             for event in self._group.events(self._state.next_deadline() - time.monotonic()):
                 self._handle(event)
-            for restart in self._state.to_restart():
-                self._restart(restart)
+            for died in self._state.to_restart():
+                self._restart(died)
         return verdict
 
     def _start(self, worker: int) -> None:
         spec = self._workers[worker]
         self._worker_of[self._group.start(spec.name, child.main, spec)] = worker
 
-    def _restart(self, restart: Restart) -> None:
-        spec = self._workers[restart.worker] = plan.restarted(self._workers[restart.worker])
-        how, when = describe_exit(restart.status), STAGE_TEXTS[restart.stage]
+    def _restart(self, died: Died) -> None:
+        spec = self._workers[died.worker] = plan.restarted(self._workers[died.worker])
+        how, when = describe_exit(died.status), STAGE_TEXTS[died.stage]
         n = spec.options.incarnation
         _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
-        self._start(restart.worker)
+        self._start(died.worker)
 
     def _handle(self, event: ProcessEvent) -> None:
         now, state, worker = time.monotonic(), self._state, self._worker_of[event.process]

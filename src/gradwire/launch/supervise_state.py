@@ -76,15 +76,6 @@ class Overdue:
     due: WorkerStage
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """A worker that died and is to be restarted: its exit status, and its stage then."""
-
-    worker: int
-    status: int
-    stage: WorkerStage
-
-
 Verdict = Succeeded | Failed | Died | Overdue
 
 
@@ -97,7 +88,7 @@ class RunState:
     ) -> None:
         self._stages = [WorkerStage.STARTING] * workers
         self._restarts_left = [restarts] * workers
-        self._to_restart: list[Restart] = []
+        self._to_restart: list[Died] = []
         self._exited: set[int] = set()
         self._timeouts = timeouts
         self._start_by = [now + timeouts.start] * workers
@@ -136,7 +127,7 @@ class RunState:
             self._restarts_left[worker] -= 1
             self._stages[worker] = WorkerStage.STARTING
             self._start_by[worker] = now + self._timeouts.start
-            self._to_restart.append(Restart(worker, status, stage))
+            self._to_restart.append(Died(worker, status, stage))
             return
         self._exited.add(worker)
         # After the return a worker is no longer needed, if it was one to be restarted before.
@@ -164,8 +155,8 @@ class RunState:
             and not could_not_import
         )
 
-    def to_restart(self) -> list[Restart]:
-        """The workers to restart; each is returned once."""
+    def to_restart(self) -> list[Died]:
+        """The workers that died and are to be restarted; each is returned once."""
         due, self._to_restart = self._to_restart, []
         return due
 

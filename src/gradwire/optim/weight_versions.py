@@ -249,15 +249,16 @@ class WeightVersions:
 
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
         """See Note [Between saving and computing]. Returns those held without the hooks."""
-        kept, names, me = parameters, {*map(id, parameters)}, threading.get_ident()
+        kept, me = parameters, threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             for thread, spot in list(self._spots.items()):
                 if spot.frame.f_lasti != spot.instruction:  # the thread has moved on
                     del self._spots[thread]
-            is_read = any(spot.parameters & names for spot in self._spots.values())
+            spots = self._spots.values()
+            is_read = any(not spot.parameters.isdisjoint(map(id, parameters)) for spot in spots)
             kept = kept_by_graphs(kept)
-            others = self._under_hooks.keys() - {me}
-            if not is_read and not (kept and others and polled < _POLLS_OF_GRAPHS):
+            look_again = kept and polled < _POLLS_OF_GRAPHS and self._under_hooks.keys() - {me}
+            if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
         return set(kept)
