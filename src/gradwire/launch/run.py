@@ -27,7 +27,6 @@ from gradwire.launch.plan import WorkerSpec
 from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
 from gradwire.launch.supervise_state import (
     MAIN_GUARD_HINT,
-    STAGE_TEXTS,
     Died,
     Failed,
     Overdue,
@@ -141,7 +140,7 @@ class _Supervision:
 
     def _restart(self, died: Died) -> None:
         spec = self._workers[died.worker] = plan.restarted(self._workers[died.worker])
-        how, when = describe_exit(died.status), STAGE_TEXTS[died.stage]
+        how, when = describe_exit(died.status), died.stage.value
         n = spec.options.incarnation
         _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
         self._start(died.worker)

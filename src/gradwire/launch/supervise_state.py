@@ -28,13 +28,13 @@ LINGER_SECONDS = 1.0
 
 
 class WorkerStage(Enum):
-    """The progress of a worker."""
+    """The progress of a worker, and how to say when it died."""
 
-    STARTING = "starting"
-    WORKING = "working"
-    LEAVING = "leaving"
-    LEFT = "left"
-    FAILED = "failed"
+    STARTING = "while it started"
+    WORKING = "while it was at work"
+    LEAVING = "while it was leaving"
+    LEFT = "after it had left"
+    FAILED = "after it had failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +198,6 @@ MAIN_GUARD_HINT = (
     'a script calls run() under `if __name__ == "__main__":`, as every worker imports it'
 )
 
-STAGE_TEXTS = {
-    WorkerStage.STARTING: "while it started",
-    WorkerStage.WORKING: "while it was at work",
-    WorkerStage.LEAVING: "while it was leaving",
-    WorkerStage.LEFT: "after it had left",
-}
-
 
 def death_error(died: Died, names: Sequence[str]) -> GradwireError:
     """The error for a worker that died."""
@@ -214,9 +207,7 @@ def death_error(died: Died, names: Sequence[str]) -> GradwireError:
             f"{name} could not start: it ended with {how} while importing the script",
             hint=f"what it printed says why; {MAIN_GUARD_HINT}",
         )
-    return PeerLost(
-        f"{name} died ({how}) {STAGE_TEXTS[died.stage]}", hint="what it printed may say why"
-    )
+    return PeerLost(f"{name} died ({how}) {died.stage.value}", hint="what it printed may say why")
 
 
 def overdue_error(late: Overdue, names: Sequence[str], timeout: float | None) -> DeadlinePassed:

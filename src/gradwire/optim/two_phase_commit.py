@@ -164,16 +164,16 @@ class TwoPhaseCommit:
         """
         agent = self._worker.agent
         now = agent.clock.now()
-        limit, told = now + _ABORT_SECONDS, []
+        limit, sent = now + _ABORT_SECONDS, []
         for owner, answer in answers.items():
             abort = self._abort(owner)
             if _is_silence(answer):
                 agent.dispatch.service.submit(partial(self._send, owner, abort, limit))
             else:
-                told.append(self._send(owner, abort, limit))
+                sent.append(self._send(owner, abort, limit))
         until = max(min(now + _TOLD_SECONDS, self._deadline), now + _GRACE_SECONDS)
         with agent.dispatch.user.waiting():
-            for promise in told:
+            for promise in sent:
                 if isinstance(promise, Promise):
                     with suppress(TimeoutError):
                         promise.wait(until - agent.clock.now())
@@ -192,11 +192,11 @@ class TwoPhaseCommit:
             "had given the step up": late,
             "may have stepped": unknown,
         }
-        story = "; ".join(f"{self._names(who)} {what}" for what, who in says.items() if who)
+        outcome = "; ".join(f"{self._names(who)} {what}" for what, who in says.items() if who)
         when = "" if len(answers) == 1 else " after all workers were prepared"
         name = self._worker.directory.name
         error = StepFailed(
-            f"{self._step} failed{when}: {story}. " + "; ".join(map(str, errors)),
+            f"{self._step} failed{when}: {outcome}. " + "; ".join(map(str, errors)),
             stepped=tuple(map(name, stepped)),
             unknown=tuple(map(name, unknown)),
             hint="load a saved state before going on, unless the workers that have not stepped "
