@@ -98,23 +98,6 @@ class Authority:
         _write_key(folder.authority_key, self._key)
         _write(folder.authority, self.certificate.public_bytes(_PEM), 0o644)
 
-    def sign(
-        self, names: Sequence[str], public: ec.EllipticCurvePublicKey, lasts: timedelta
-    ) -> x509.Certificate:
-        """Sign a certificate that lets the owner of the key be a worker of these names."""
-        for name in names:
-            check_name(name)
-        subject, issuer = _named(names[0][:_LONGEST_COMMON_NAME]), self.certificate.subject
-        signer = self._key.public_key()
-        both = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
-        uris = [x509.UniformResourceIdentifier(URI_PREFIX + name) for name in names]
-        return (
-            _builder(subject, issuer, public, signer, lasts, is_authority=False)
-            .add_extension(x509.ExtendedKeyUsage(both), critical=False)
-            .add_extension(x509.SubjectAlternativeName(uris), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-
     def enrol(
         self,
         folder: Folder,
@@ -124,9 +107,21 @@ class Authority:
         renew: bool = False,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Write a new key and certificate of one worker; `names` replaces its name in them."""
+        """Write a new key and certificate of one worker, or of a worker of any of these `names`."""
+        names = names or [worker]
+        for name in names:
+            check_name(name)
         key = ec.generate_private_key(ec.SECP256R1())
-        signed = self.sign(names or [worker], key.public_key(), lasts)
+        subject, issuer = _named(names[0][:_LONGEST_COMMON_NAME]), self.certificate.subject
+        public, signer = key.public_key(), self._key.public_key()
+        both = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        uris = [x509.UniformResourceIdentifier(URI_PREFIX + name) for name in names]
+        signed = (
+            _builder(subject, issuer, public, signer, lasts, is_authority=False)
+            .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+            .add_extension(x509.SubjectAlternativeName(uris), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
         _write_key(folder.key(worker), key, replace=renew)
         _write(folder.certificate(worker), signed.public_bytes(_PEM), 0o644, replace=renew)
 

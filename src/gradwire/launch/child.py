@@ -90,8 +90,11 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
     )
     init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
     if spec.rank != CALLER:
-        if spec.may_restart:
-            _serve_all_incarnations(spec)
+        # Serve until the function has returned, even if w0 dies and is restarted. A worker that is
+        # restarted after all others left finds the file with the value.
+        worker, is_over = cast(Worker, current_worker.find()), not spec.may_restart
+        while not is_over:
+            is_over = worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS) or spec.returned.exists()
         shutdown(timeout=FOREVER_SECONDS)
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
@@ -110,17 +113,6 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         # The parent judges the worker that does not leave: its process may have died, or may still
         # end in the time that the parent allows, which is longer.
         _log.warning("%s", error.message)
-
-
-def _serve_all_incarnations(spec: WorkerSpec) -> None:
-    """Serve until the function has returned, even if w0 dies and is restarted.
-
-    A worker that is restarted after all others left finds the file with the value.
-    """
-    worker = cast(Worker, current_worker.find())
-    while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
-        if spec.returned.exists():
-            return
 
 
 def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> None:

@@ -28,15 +28,13 @@ def norms_here(
     refs: list[Ref], norm_type: float, context: ContextId | None
 ) -> list[torch.Tensor | None]:
     """The norm of each parameter's gradient; None for those without one."""
-    parameters = [parameter_of(ref) for ref in refs]
-    return norms_of(optimizer_host().gradients(context, parameters), norm_type)
+    return norms_of(optimizer_host().gradients(context, map(parameter_of, refs)), norm_type)
 
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
     """Scale the gradients of these parameters in place."""
-    parameters = [parameter_of(ref) for ref in refs]
-    scale(optimizer_host().gradients(context, parameters), coefficient)
+    scale(optimizer_host().gradients(context, map(parameter_of, refs)), coefficient)
 
 
 def clip_grad_norm_(

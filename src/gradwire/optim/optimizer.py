@@ -30,7 +30,7 @@ from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
 from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class
+from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class, without_params
 from gradwire.optim.torch_private import seen_by_hooks
 from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
@@ -66,7 +66,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *args: object,
         **kwargs: object,
     ) -> None:
-        _check_class(optimizer_class)
+        check_class(optimizer_class)
+        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{optimizer_class.__name__} needs a closure, which cannot be called from many "
+                "workers",
+                hint="use a class whose step() needs gradients only",
+            )
         if isinstance(params_rref, RRef):
             raise ArgumentTypeError(
                 "params_rref is one reference, not a list of them", hint="pass [rref]"
@@ -134,7 +141,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of references; it may have new owners."""
         group = dict(param_group)
-        refs = group["params"] = _as_list(group["params"])
+        if isinstance(group["params"], set | frozenset):
+            raise UsageError("the order of a set is not the same in each run", hint="pass a list")
+        is_one = isinstance(group["params"], RRef)
+        refs = group["params"] = [group["params"]] if is_one else list(group["params"])
         check_references(refs)
         if set(refs) & set(self._refs()) or len(set(refs)) < len(refs):
             raise UsageError("a reference appears in more than one place", hint="give it once")
@@ -172,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         before = sum(len(each["params"]) for each in self.param_groups[:number])
         places = by_owner(group["params"]).get(owner, [])
         indices = tuple(before + n for n in places)
-        return number, indices, [group["params"][n] for n in places], _without_params(group)
+        return number, indices, [group["params"][n] for n in places], without_params(group)
 
     def _add_defaults(self, answers: Iterable[dict[int, Options]]) -> None:
         """Add to the groups the default options that the class has set on the owners."""
@@ -182,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self.param_groups[number].setdefault(key, value)
 
     def _options(self) -> dict[int, Options]:
-        return {n: _without_params(group) for n, group in enumerate(self.param_groups)}
+        return {n: without_params(group) for n, group in enumerate(self.param_groups)}
 
     def _refs(self) -> list[Ref]:
         return _refs_in(self.param_groups)
@@ -265,30 +275,8 @@ class _State(Mapping[Ref, dict[str, Any]]):
         return len(list(iter(self)))
 
 
-def _check_class(cls: type[torch.optim.Optimizer]) -> None:
-    check_class(cls)
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{cls.__name__} needs a closure, which cannot be called from many workers",
-            hint="use a class whose step() needs gradients only",
-        )
-
-
-def _as_list(params: object) -> list[Ref]:
-    if isinstance(params, RRef):
-        return [params]
-    if isinstance(params, set | frozenset):
-        raise UsageError("the order of a set is not the same in each run", hint="pass a list")
-    return list(cast(Iterable[Ref], params))
-
-
 def _refs_in(groups: Groups) -> list[Ref]:
     return [ref for group in groups for ref in group["params"]]
-
-
-def _without_params(group: dict[str, Any]) -> Options:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _checked(answers: Answers) -> Answers:
@@ -324,7 +312,7 @@ def _split_state_dict(saved: StateDict, groups: Groups) -> tuple[State, Groups]:
     parts = saved["shards"].values() if "shards" in saved else [saved["state"]]
     place = {number: n for n, number in enumerate(_refs_in(theirs))}
     state = {place[number]: value for part in parts for number, value in part.items()}
-    return state, copy.deepcopy([_without_params(group) for group in theirs])
+    return state, copy.deepcopy([without_params(group) for group in theirs])
 
 
 @expose

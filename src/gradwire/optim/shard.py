@@ -119,11 +119,8 @@ class Shard:
 
     def options(self) -> dict[int, Options]:
         """The options of each group, by its number."""
-        groups = self._optimizer.param_groups
-        return {
-            mine.number: {key: group[key] for key in group if key != "params"}
-            for mine, group in zip(self._groups, groups, strict=True)
-        }
+        both = zip(self._groups, self._optimizer.param_groups, strict=True)
+        return {mine.number: without_params(group) for mine, group in both}
 
     def set_options(self, options: dict[int, Options]) -> None:
         """Set options that are not plain data, and so are not part of a Prepare message."""
@@ -212,9 +209,9 @@ class Shard:
 
     def norms(self, norm_type: float, context: ContextId | None) -> State:
         """The norm of each gradient, by the number of its parameter."""
-        numbers = [i for group in self._groups for i in group.indices]
         norms = norms_of(self._here.gradients(context, self._stand_ins), norm_type)
-        return {i: norm for i, norm in zip(numbers, norms, strict=True) if norm is not None}
+        both = zip(self._numbered(), norms, strict=True)
+        return {i: norm for (i, _), norm in both if norm is not None}
 
     def scale(self, coefficient: torch.Tensor, context: ContextId | None) -> None:
         """Scale the gradients in place."""
@@ -306,6 +303,11 @@ class StepServer:
         if not isinstance(shard, Shard):
             raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")
         return shard
+
+
+def without_params(group: dict[str, Any]) -> Options:
+    """The options of a parameter group."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
