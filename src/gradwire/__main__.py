@@ -12,16 +12,6 @@ from gradwire.errors import GradwireError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        _certs(options)
-    except GradwireError as error:
-        print(f"gradwire: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwire", description="one autograd graph, many workers"
     )
@@ -39,7 +29,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the authority's key, if it is not in DIR",
     )
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        _certs(options)
+    except GradwireError as error:
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _certs(options: argparse.Namespace) -> None:
@@ -49,11 +45,7 @@ def _certs(options: argparse.Namespace) -> None:
     workers = [name.strip() for name in options.workers.split(",")]
     is_new = not folder.authority.exists()
     certs.make(
-        folder,
-        workers,
-        days=options.days,
-        renew=options.renew,
-        authority_key=options.authority_key,
+        folder, workers, days=options.days, renew=options.renew, authority_key=options.authority_key
     )
     print(f"{folder.authority}  for every worker")
     for worker in workers:

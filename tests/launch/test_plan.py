@@ -17,8 +17,8 @@ HOME = Path("/private")
 def test_workers_are_numbered_and_named_and_meet_in_the_private_directory():
     first, second = worker_specs(2, Options(threads=7), HOME)
 
-    assert (first.name, first.rank, first.world_size, first.is_caller) == ("w0", 0, 2, True)
-    assert (second.name, second.rank, second.world_size, second.is_caller) == ("w1", 1, 2, False)
+    assert (first.name, first.rank, first.world_size) == ("w0", 0, 2)
+    assert (second.name, second.rank, second.world_size) == ("w1", 1, 2)
     assert first.options.init_method == second.options.init_method == "file:///private/rendezvous"
     assert first.options.threads == 7
     assert first.failure != second.failure

@@ -14,7 +14,6 @@ from gradwire.launch.supervise_state import (
     Died,
     Failed,
     Overdue,
-    Restart,
     RunState,
     RunTimeouts,
     Succeeded,
@@ -193,7 +192,7 @@ def test_a_worker_that_died_is_started_again_and_told_once(worker):
     watch.exited(worker, -9, 50)
 
     assert watch.verdict(50) is None
-    assert watch.to_restart() == [Restart(worker, -9, WorkerStage.WORKING)]
+    assert watch.to_restart() == [Died(worker, -9, WorkerStage.WORKING)]
     assert watch.to_restart() == []
     assert watch.next_deadline() == 60
     assert watch.verdict(60) == Overdue((worker,), WorkerStage.WORKING)
@@ -225,7 +224,7 @@ def test_one_that_is_killed_while_it_starts_is_started_again():
     watch = RunState(2, PATIENCE, 0, restarts=5)
     watch.exited(1, -9, 3)
 
-    assert watch.to_restart() == [Restart(1, -9, WorkerStage.STARTING)]
+    assert watch.to_restart() == [Died(1, -9, WorkerStage.STARTING)]
 
 
 def test_nobody_is_started_again_once_the_run_has_failed():

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import UsageError
-from gradwire.nn.remote_module import RemoteDevice, parse_remote_device
+from gradwire.nn.remote_module import parse_remote_device
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("w1", RemoteDevice("w1", "cpu")),
-        ("w1/cpu", RemoteDevice("w1", "cpu")),
-        ("trainer:1/cuda:3", RemoteDevice("trainer:1", "cuda:3")),
-        ("w1/cuda", RemoteDevice("w1", "cuda")),
-        ("rank:0", RemoteDevice(0, "cpu")),
-        ("rank:12/meta", RemoteDevice(12, "meta")),
+        ("w1", ("w1", "cpu")),
+        ("w1/cpu", ("w1", "cpu")),
+        ("trainer:1/cuda:3", ("trainer:1", "cuda:3")),
+        ("w1/cuda", ("w1", "cuda")),
+        ("rank:0", (0, "cpu")),
+        ("rank:12/meta", (12, "meta")),
     ],
 )
 def test_a_place_is_a_worker_and_a_device(text, place):

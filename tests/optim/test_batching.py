@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import optim
 
 import gradwire
 from gradwire.optim import step
-from gradwire.optim.step import Batching
+from gradwire.optim.step import Stepper
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
@@ -53,17 +54,18 @@ def bits(tensor):
 
 def stepped(cls, options, first, gradients, at_once):
     parameters = [torch.nn.Parameter(value.clone()) for value in first]
-    optimizer = cls(parameters, lr=0.01, **options)
-    batch = Batching(optimizer, parameters)
+    pairs = [(p, torch.nn.Parameter(p.data)) for p in parameters]
+    optimizer = cls([stand_in for _, stand_in in pairs], lr=0.01, **options)
+    stepper = Stepper(optimizer, dict(pairs))
     for several in gradients:
-        for parameter, gradient in zip(parameters, several, strict=True):
-            parameter.grad = gradient
-        if at_once:
-            assert batch.begin(several)
-        optimizer.step()
-        batch.end()
-    state = [value for parameter in parameters for value in optimizer.state[parameter].values()]
-    return [bits(tensor) for tensor in [*parameters, *state]]
+        assert stepper._is_batch
+        assert stepper._is_exact(several)
+        with torch.no_grad():
+            stepper.step(pairs, several, is_plain=at_once)
+        for parameter, stand_in in pairs:
+            parameter.data = stand_in.data
+    state = [value for _, s in pairs for value in optimizer.state[s].values()]
+    return [bits(tensor) for tensor in [*parameters, *state] if tensor is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -82,18 +84,22 @@ def test_every_bit_is_the_same(cls, dtype):
 
 
 def test_all_that_are_stepped_at_once_are_compared():
-    assert set(OPTIONS) == step._EXACT
+    assert set(OPTIONS) == {*step._EXACT}
 
 
-def maybe_begun(cls=optim.SGD, n=8, dtype=torch.float32, size=4, gradient=None, **options):
+def is_batched(cls=optim.SGD, n=8, dtype=torch.float32, size=4, gradient=None, **options):
     parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for _ in range(n)]
     optimizer = cls(parameters, lr=0.01, **options)
     gradients = [torch.ones(size, dtype=dtype) for _ in range(n)]
     if gradient is not None:
         gradients[-1] = gradient
-    begun = Batching(optimizer, parameters).begin(gradients)
-    assert begun is (optimizer.param_groups[0]["foreach"] is True) or "foreach" in options
-    return begun
+    asked, seen = optimizer.param_groups[0]["foreach"], []
+    optimizer.step = lambda: seen.append(optimizer.param_groups[0]["foreach"])
+    pairs = [(parameter, torch.nn.Parameter(parameter.data)) for parameter in parameters]
+    with suppress(RuntimeError):  # torch refuses to assign such a gradient
+        Stepper(optimizer, dict(pairs)).step(pairs, gradients, is_plain=True)
+    assert optimizer.param_groups[0]["foreach"] is asked
+    return seen == [True] and asked is None
 
 
 class Own(optim.SGD):
@@ -121,8 +127,8 @@ class Own(optim.SGD):
     ids=str,
 )
 def test_what_may_differ_is_stepped_as_ever(why):
-    assert maybe_begun()
-    assert not maybe_begun(**why)
+    assert is_batched()
+    assert not is_batched(**why)
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])

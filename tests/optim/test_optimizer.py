@@ -13,7 +13,9 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
-from gradwire.optim.host import optimizer_host
+from gradwire.ids import RefId
+from gradwire.optim.host import OptimizerHost, optimizer_host
+from gradwire.optim.messages import Prepare
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.shard import Shard
 from gradwire.testing import cluster
@@ -374,11 +376,12 @@ def test_a_saved_state_is_not_that_of_a_step_which_is_dropped():
     share = (0, (0,), [gradwire.RRef(parameter)], {})
     shard = Shard(torch.optim.Adam, [share], (), {})
     step, deadline = StepId(9, 0), optimizer_host().worker.deadline(20.0)
-    assert shard.prepare(step, None, shard.options(), deadline, wait=False)
+    prepare = Prepare(RefId(0, 0), step, None, shard.options(), 20.0, wait=False, alone=False)
+    assert shard._prepare(prepare, deadline)
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(shard.state)
-        shard.abort(step)
+        shard._abort(step)
         assert asked.result() == {}
 
 
@@ -463,12 +466,12 @@ def test_a_worker_that_is_gone_before_commit_is_named(workers):
     optimizer = DistributedOptimizer(torch.optim.SGD, refs_of(made), lr=0.1)
     slope(made)
     before = values_of(made)
-    shards = list(optimizer._shards.values())
+    owner = workers[2].worker
 
     def give_up(event):
         if event.what == "prepared":
             worker, _, n = event.id[1:].partition(".")
-            shards[1].rpc_sync().abort((int(worker), int(n)))
+            owner.part(OptimizerHost).locks.give_up(StepId(int(worker), int(n)))
 
     with (
         workers[0].worker.events.subscribe(give_up),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import optim
 
-from gradwire.optim.step import PlainSgd
+from gradwire.optim.step import Stepper
 from tests.optim.test_batching import bits, values
 
 BOTH = [False, True]
@@ -20,7 +20,9 @@ def parameters_of(first):
 
 def descended(optimizer, parameters, gradients):
     with torch.no_grad():
-        return PlainSgd(optimizer, parameters).maybe_stepped(parameters, gradients)
+        stepper = Stepper(optimizer, dict(zip(parameters, parameters, strict=True)))
+        is_exact = stepper._is_exact(gradients)
+        return stepper._maybe_descended(parameters, gradients) if is_exact else None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -64,7 +66,6 @@ class Halving(optim.SGD):
 
 TORCH_STEPS = {
     "momentum": lambda p: optim.SGD(p, lr=1, momentum=0.9),
-    "a rate that is a tensor": lambda p: optim.SGD(p, lr=torch.tensor(1.0)),
     "differentiable": lambda p: optim.SGD(p, lr=1, differentiable=True),
     "fused": lambda p: optim.SGD(p, lr=1, fused=True),
     "lists asked for": lambda p: optim.SGD(p, lr=1, foreach=True),
@@ -111,3 +112,17 @@ def test_what_would_need_room_for_large_gradients_once_more_is_left_to_torch(opt
 
     assert descended(optim.SGD(parameters, lr=1, **options), parameters, gradients) is None
     assert descended(optim.SGD(parameters, lr=1), parameters, gradients) is not None
+
+
+@pytest.mark.parametrize("is_plain", BOTH)
+def test_options_that_are_not_plain_are_left_to_torch(is_plain):
+    """A rate may be a tensor."""
+    pairs = [(p, torch.nn.Parameter(p.data)) for p in parameters_of([torch.ones(3)])]
+    optimizer = optim.SGD([s for _, s in pairs], lr=0.5 if is_plain else torch.tensor(0.5))
+    stepper, descended = Stepper(optimizer, dict(pairs)), []
+    stepper._maybe_descended = lambda *_: descended.append("here")
+
+    stepper.step(pairs, [torch.ones(3)], is_plain=is_plain)
+
+    assert descended == ["here"] * is_plain
+    assert [s.tolist() for _, s in pairs] == [[0.5] * 3]

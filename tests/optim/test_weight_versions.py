@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -351,3 +352,39 @@ def test_a_graph_whose_weights_cannot_be_copied_fails_if_they_are_written(weight
     alias.mul_(100)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another one, many times inside each other."""
+
+    @staticmethod
+    def forward(ctx, x, times, innermost):
+        ctx.times, ctx.innermost = times, innermost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        nested(ctx.times - 1, ctx.innermost) if ctx.times else ctx.innermost()
+        return gradient, None, None
+
+
+def nested(times, innermost):
+    with torch.enable_grad():
+        Nested.apply(torch.ones(1, requires_grad=True), times, innermost).backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_thread_of_the_engine_saves_a_parameter_without_a_frame(weights, hooked):
+    """An accelerator's thread, or that of a backward which is nested too deep, as here."""
+    with weights.hooks() if hooked else contextlib.nullcontext():
+        y = (weights.p**3).sum()
+    threads = {threading.get_ident()}
+    y.grad_fn.register_prehook(lambda _: threads.add(threading.get_ident()))
+    firsts = []
+
+    with weights.hooks():
+        nested(60, lambda: firsts.extend(torch.autograd.grad(y, weights.p, create_graph=True)))
+        firsts[0].sum().backward()
+
+    assert len(threads) == 2
+    assert weights.p.grad.tolist() == [12, 18]

@@ -54,8 +54,8 @@ def test_a_worker_that_died_is_back_in_a_new_life(tmp_path, caplog, listen):
     assert seen["idempotent ran"] == 3
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        f"{name} died (SIGKILL) while it was at work; it is started again, life {life}"
-        for name, life in [("w1", 1), ("w1", 2), ("w1", 3), ("w2", 1), ("w2", 2)]
+        f"{name} died (SIGKILL) while it was at work; restarted as incarnation {n}"
+        for name, n in [("w1", 1), ("w1", 2), ("w1", 3), ("w2", 1), ("w2", 2)]
     ]
 
 

@@ -107,10 +107,10 @@ class _RemoteModule(native.RemoteModule):
                 "which gradwire does not have",
                 hint="leave _module_interface_cls out, or set PYTORCH_JIT=0",
             )
-        place = parse_remote_device(remote_device)
-        info = api.get_worker_info(place.worker)
+        worker, self.device = parse_remote_device(remote_device)
+        info = api.get_worker_info(worker)
         device_map = getattr(api._get_current_rpc_agent(), "_get_device_map", _no_map)
-        self.on, self.device = info.name, place.device
+        self.on = info.name
         self.is_device_map_set = bool(device_map(info))
         self.is_scriptable = interface is not None
         self.generated_methods = _METHODS

@@ -64,7 +64,10 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
 def prepare(pipe: Connection, parent: int, spec: WorkerSpec | None = None) -> None:
     """Watch the parent, ignore Ctrl-C, and flush output after each line."""
     ignore_interrupts()
-    end_with_parent(pipe, parent, None if spec is None else spec.directory)
+    watched = (pipe, parent, None if spec is None else spec.directory)
+    threading.Thread(
+        target=_end_with_parent, args=watched, name="gradwire parent watch", daemon=True
+    ).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -86,80 +89,46 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         "import, not from a notebook or a prompt",
     )
     init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
-    if not spec.is_caller:
-        if spec.may_restart:
-            _serve_all_lives(spec)
+    if spec.rank != CALLER:
+        # Serve until the function has returned, even if w0 dies and is restarted. A worker that is
+        # restarted after all others left finds the file with the value.
+        worker, is_over = cast(Worker, current_worker.find()), not spec.may_restart
+        while not is_over:
+            is_over = worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS) or spec.returned.exists()
         shutdown(timeout=FOREVER_SECONDS)
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
-        _write_returned(spec, fn(*args))
+        value = fn(*args)
+        what = f"what the function returned (a {type(value).__name__})"
+        hint = "return plain values and tensors; references end with their workers"
+        draft = spec.returned.with_suffix(".draft")
+        draft.write_bytes(pickled(value, what, hint=hint))
+        draft.replace(spec.returned)  # atomically: once it exists, the function is not called again
     pipe.send_bytes(RETURNED.encode())
-    if current_worker.maybe_default() is not None:  # unless the function called shutdown()
-        _leave_after_the_function()
-
-
-def _leave_after_the_function() -> None:
-    """Shut down; the value is written, so a worker that does not leave in time is only logged.
-
-    The parent judges such a worker: its process may have died, or may still end in the time that
-    the parent allows, which is longer.
-    """
+    if current_worker.maybe_default() is None:  # the function called shutdown()
+        return
     try:
         shutdown()
     except DeadlinePassed as error:
+        # The parent judges the worker that does not leave: its process may have died, or may still
+        # end in the time that the parent allows, which is longer.
         _log.warning("%s", error.message)
 
 
-def _serve_all_lives(spec: WorkerSpec) -> None:
-    """Serve until the function has returned, even if w0 dies and is restarted.
-
-    A worker that is restarted after all others left finds the file with the value.
-    """
-    worker = cast(Worker, current_worker.find())
-    while not worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS):
-        if spec.returned.exists():
-            return
-
-
-def _write_returned(spec: WorkerSpec, value: object) -> None:
-    """Write the value atomically: once the file exists, the function is not called again."""
-    hint = "return plain values and tensors; references end with their workers"
-    what = f"what the function returned (a {type(value).__name__})"
-    draft = spec.returned.with_suffix(".draft")
-    draft.write_bytes(pickled(value, what, hint=hint))
-    draft.replace(spec.returned)
-
-
-_ORPHANED = 1
-
-
-def end_with_parent(pipe: Connection, parent: int, directory: Path | None = None) -> None:
-    """Start a thread that ends this process when its parent ends, and removes the directory.
+def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> None:
+    """End this process when its parent ends, and remove the directory.
 
     The end of the pipe tells that the parent is gone. A process forked by the parent may hold a
     copy of its end, so the parent's process id is polled too. The parent sends nothing through
     the pipe, so this thread may read from it.
     """
-    threading.Thread(
-        target=_watch, args=(pipe, parent, directory), name="gradwire parent watch", daemon=True
-    ).start()
-
-
-def _watch(pipe: Connection, parent: int, directory: Path | None) -> None:
-    while os.getppid() == parent and not _has_ended(pipe):
-        pass
+    with suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            if pipe.poll(_LOOK_AGAIN_SECONDS):
+                pipe.recv_bytes()
     if directory is not None:
         shutil.rmtree(directory, ignore_errors=True)
-    os._exit(_ORPHANED)
-
-
-def _has_ended(pipe: Connection) -> bool:
-    try:
-        if pipe.poll(_LOOK_AGAIN_SECONDS):
-            pipe.recv_bytes()
-    except (EOFError, OSError):
-        return True
-    return False
+    os._exit(1)
 
 
 def pickled(value: object, what: str, *, hint: str | None = None) -> bytes:

@@ -30,11 +30,6 @@ class WorkerSpec:
     """whether workers that die are restarted"""
 
     @property
-    def is_caller(self) -> bool:
-        """Whether this worker runs the function; the others serve it."""
-        return self.rank == 0
-
-    @property
     def returned(self) -> Path:
         """The file with the return value of the function."""
         return self.directory / "returned"
@@ -78,26 +73,20 @@ def check_arguments(
 
 
 def worker_specs(
-    world_size: int, options: Options, directory: Path, *, may_restart: bool = False
+    world_size: int, options: Options, directory: Path, may_restart: bool = False
 ) -> list[WorkerSpec]:
     """The specifications of workers w0, w1, … of one run."""
-    rendezvous = f"file://{directory / 'rendezvous'}"
-    return [
-        WorkerSpec(
-            f"w{rank}",
-            rank,
-            world_size,
-            replace(
-                options,
-                init_method=rendezvous,
-                listen=_listen(options, directory, rank),
-                secret=options.secret or str(secret_in(directory)),
-            ),
-            directory,
-            may_restart,
-        )
-        for rank in range(world_size)
-    ]
+    shared = replace(
+        options,
+        init_method=f"file://{directory / 'rendezvous'}",
+        secret=options.secret or str(secret_in(directory)),
+    )
+    specs = []
+    for rank in range(world_size):
+        own = _socket(directory, rank) if options.listen in ("auto", "unix") else options.listen
+        own_options = replace(shared, listen=own)
+        specs.append(WorkerSpec(f"w{rank}", rank, world_size, own_options, directory, may_restart))
+    return specs
 
 
 def restarted(spec: WorkerSpec) -> WorkerSpec:
@@ -105,17 +94,11 @@ def restarted(spec: WorkerSpec) -> WorkerSpec:
 
     Its socket has a new name: a peer that still connects to the old incarnation must not reach it.
     """
-    options, life = spec.options, spec.options.incarnation + 1
-    listen = options.listen
+    listen, incarnation = spec.options.listen, spec.options.incarnation + 1
     if listen.startswith(f"unix://{spec.directory}"):
-        listen = _socket(spec.directory, spec.rank, life)
-    return replace(spec, options=replace(options, incarnation=life, listen=listen))
+        listen = _socket(spec.directory, spec.rank, f".{incarnation}")
+    return replace(spec, options=replace(spec.options, incarnation=incarnation, listen=listen))
 
 
-def _listen(options: Options, directory: Path, rank: int) -> str:
-    return _socket(directory, rank) if options.listen in ("auto", "unix") else options.listen
-
-
-def _socket(directory: Path, rank: int, life: int = 0) -> str:
-    name = f"w{rank}.{life}.socket" if life else f"w{rank}.socket"
-    return f"unix://{directory / name}"
+def _socket(directory: Path, rank: int, suffix: str = "") -> str:
+    return f"unix://{directory / f'w{rank}{suffix}.socket'}"

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Concatenate, NamedTuple, ParamSpec, final
+from typing import NamedTuple, TypeVarTuple, final
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 _LOOK_AGAIN_SECONDS = 1.0
 _TERM_SECONDS = 3.0
@@ -60,23 +60,13 @@ class ProcessGroup:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(
-        self,
-        name: str,
-        main: Callable[Concatenate[Connection, int, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> int:
+    def start(self, name: str, main: Callable[[Connection, int, *Ts], None], *args: *Ts) -> int:
         """Start a process that runs `main(pipe, parent process id, *args)`; returns its number."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
-        number = self._started
-        process = context.Process(
-            target=main, args=(theirs, os.getpid(), *args), kwargs=kwargs, name=name
-        )
-        self._pipes[number] = ours
-        self._processes[number] = process
-        self._started += 1
+        process = context.Process(target=main, args=(theirs, os.getpid(), *args), name=name)
+        number, self._started = self._started, self._started + 1
+        self._pipes[number], self._processes[number] = ours, process
         with theirs, _interrupts_held():
             process.start()
         return number
@@ -102,24 +92,30 @@ class ProcessGroup:
             self._end(SpawnProcess.terminate, _TERM_SECONDS)
         finally:  # a second Ctrl-C skips the wait, but not the kill
             self._end(SpawnProcess.kill, _KILL_SECONDS)
-            self._forget()
+            for process in self._processes.values():
+                if _is_alive(process):
+                    _log.error("process %s (%s) did not end when killed", process.pid, process.name)
+                else:
+                    process.close()
+            for pipe in self._pipes.values():
+                pipe.close()
+            self._processes.clear()
+            self._pipes.clear()
+            self._started = 0
 
     def _events_of(self, n: int) -> Iterator[ProcessEvent]:
         status = self._processes[n].exitcode  # before the pipe, which then is complete
-        yield from self._progress_of(n)
-        if status is not None:
-            self._processes.pop(n).close()
-            if n in self._pipes:
-                self._pipes.pop(n).close()
-            yield Exit(n, status)
-
-    def _progress_of(self, n: int) -> Iterator[Progress]:
         pipe = self._pipes.get(n)
         try:
             while pipe is not None and pipe.poll():
                 yield Progress(n, pipe.recv_bytes().decode())
         except (EOFError, OSError):
             self._pipes.pop(n).close()
+        if status is not None:
+            self._processes.pop(n).close()
+            if n in self._pipes:
+                self._pipes.pop(n).close()
+            yield Exit(n, status)
 
     def _end(self, how: Callable[[SpawnProcess], None], seconds: float) -> None:
         alive = [process for process in self._processes.values() if _is_alive(process)]
@@ -127,29 +123,13 @@ class ProcessGroup:
             how(process)
         deadline = time.monotonic() + seconds
         for process in alive:
-            _join(process, deadline)
-
-    def _forget(self) -> None:
-        for process in self._processes.values():
-            if _is_alive(process):
-                _log.error("process %s (%s) did not end when killed", process.pid, process.name)
-            else:
-                process.close()
-        for pipe in self._pipes.values():
-            pipe.close()
-        self._processes.clear()
-        self._pipes.clear()
-        self._started = 0
+            # Not join alone: see `events` on sentinels that grandchildren hold.
+            while process.exitcode is None and (left := deadline - time.monotonic()) > 0:
+                process.join(min(left, 0.1))
 
 
 def _is_alive(process: SpawnProcess) -> bool:
     return process.pid is not None and process.exitcode is None
-
-
-def _join(process: SpawnProcess, deadline: float) -> None:
-    """Not Process.join alone: see `events` on sentinels that grandchildren hold."""
-    while process.exitcode is None and (left := deadline - time.monotonic()) > 0:
-        process.join(min(left, 0.1))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, assert_never, cast, final
+from typing import Any, NoReturn, TypeVar, cast, final
 
 import msgspec
 
@@ -21,24 +21,15 @@ from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.launch import child
+from gradwire.launch import child, plan
 from gradwire.launch.child import maybe_exception, pickled, unpickled
-from gradwire.launch.plan import (
-    WorkerSpec,
-    arguments_in,
-    check_arguments,
-    restarted,
-    secret_in,
-    worker_specs,
-)
+from gradwire.launch.plan import WorkerSpec
 from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
 from gradwire.launch.supervise_state import (
     MAIN_GUARD_HINT,
-    STAGE_TEXTS,
     Died,
     Failed,
     Overdue,
-    Restart,
     RunState,
     RunTimeouts,
     Succeeded,
@@ -47,7 +38,7 @@ from gradwire.launch.supervise_state import (
     describe_exit,
     overdue_error,
 )
-from gradwire.options import Options, Timeouts
+from gradwire.options import Options
 from gradwire.rpc.api import positional
 from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
@@ -98,42 +89,29 @@ def run(
     >>> if __name__ == "__main__":
     ...     print(gradwire.run(main, 2, args=(torch.ones(3, requires_grad=True),)))
     """
-    _refuse_in_import()
-    _refuse_without_file(fn)
+    _check_program(fn)
     options = options or Options()
-    check_arguments(world_size, options, timeout, restarts)
+    plan.check_arguments(world_size, options, timeout, restarts)
     given = pickled(
         (fn, positional(args), listed(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
-        arguments_in(Path(directory)).write_bytes(given)
+        plan.arguments_in(Path(directory)).write_bytes(given)
         if options.secret is None:
-            write_secret(secret_in(Path(directory)))
-        workers = worker_specs(world_size, options, Path(directory), may_restart=restarts > 0)
-        timeouts = _run_timeouts(options.timeouts, timeout)
+            write_secret(plan.secret_in(Path(directory)))
+        workers = plan.worker_specs(world_size, options, Path(directory), restarts > 0)
+        timeouts = RunTimeouts(
+            start=options.timeouts.join,
+            whole=math.inf if timeout is None else timeout,
+            leave=options.timeouts.shutdown + _EXIT_SECONDS,
+        )
         state = RunState(world_size, timeouts, time.monotonic(), restarts=restarts)
         verdict = _Supervision(group, state, workers).verdict()
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
-
-
-def _refuse_in_import() -> None:
-    # multiprocessing sets this while a spawned process imports the script.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError(
-            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
-        )
-
-
-def _run_timeouts(timeouts: Timeouts, timeout: float | None) -> RunTimeouts:
-    return RunTimeouts(
-        start=timeouts.join,
-        whole=math.inf if timeout is None else timeout,
-        leave=timeouts.shutdown + _EXIT_SECONDS,
-    )
 
 
 @final
@@ -152,20 +130,20 @@ class _Supervision:
         while (verdict := self._state.verdict(time.monotonic())) is None:
             for event in self._group.events(self._state.next_deadline() - time.monotonic()):
                 self._handle(event)
-            for restart in self._state.to_restart():
-                self._restart(restart)
+            for died in self._state.to_restart():
+                self._restart(died)
         return verdict
 
     def _start(self, worker: int) -> None:
         spec = self._workers[worker]
         self._worker_of[self._group.start(spec.name, child.main, spec)] = worker
 
-    def _restart(self, restart: Restart) -> None:
-        spec = self._workers[restart.worker] = restarted(self._workers[restart.worker])
-        how, when = describe_exit(restart.status), STAGE_TEXTS[restart.stage]
-        life = spec.options.incarnation
-        _log.warning("%s died (%s) %s; it is started again, life %d", spec.name, how, when, life)
-        self._start(restart.worker)
+    def _restart(self, died: Died) -> None:
+        spec = self._workers[died.worker] = plan.restarted(self._workers[died.worker])
+        how, when = describe_exit(died.status), died.stage.value
+        n = spec.options.incarnation
+        _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
+        self._start(died.worker)
 
     def _handle(self, event: ProcessEvent) -> None:
         now, state, worker = time.monotonic(), self._state, self._worker_of[event.process]
@@ -185,8 +163,13 @@ class _Supervision:
                 state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
 
 
-def _refuse_without_file(fn: Callable[..., object]) -> None:
-    """Refuse a program without a file: each worker is a new process that imports the script."""
+def _check_program(fn: Callable[..., object]) -> None:
+    """Check that workers can import the program, each in a new process, and are not doing it."""
+    # multiprocessing sets this while a spawned process imports the script.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
+        )
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None and getattr(fn, "__module__", None) == "__main__":
@@ -205,18 +188,14 @@ def _raise(
     verdict: Failed | Died | Overdue, workers: list[WorkerSpec], timeout: float | None
 ) -> NoReturn:
     names = [spec.name for spec in workers]
-    match verdict:
-        case Failed(worker):
-            error = _revived(workers[worker])
-            raise error from error.__cause__
-        case Died(reported_by=int(worker)):
-            raise death_error(verdict, names) from _revived(workers[worker])
-        case Died():
-            raise death_error(verdict, names)
-        case Overdue():
-            raise overdue_error(verdict, names, timeout)
-        case _:
-            assert_never(verdict)
+    if isinstance(verdict, Overdue):
+        raise overdue_error(verdict, names, timeout)
+    if isinstance(verdict, Failed):
+        error = _revived(workers[verdict.worker])
+        raise error from error.__cause__
+    reporter = verdict.reported_by
+    cause = None if reporter is None else _revived(workers[reporter])
+    raise death_error(verdict, names) from cause
 
 
 def _failure_of(spec: WorkerSpec) -> Failure:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import final
 
@@ -28,13 +28,13 @@ LINGER_SECONDS = 1.0
 
 
 class WorkerStage(Enum):
-    """The progress of a worker."""
+    """The progress of a worker, and how to say when it died."""
 
-    STARTING = "starting"
-    WORKING = "working"
-    LEAVING = "leaving"
-    LEFT = "left"
-    FAILED = "failed"
+    STARTING = "while it started"
+    WORKING = "while it was at work"
+    LEAVING = "while it was leaving"
+    LEFT = "after it had left"
+    FAILED = "after it had failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Died:
     worker: int
     status: int
     stage: WorkerStage
-    reported_by: int | None
+    reported_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +76,7 @@ class Overdue:
     due: WorkerStage
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """A worker that died and is to be restarted: its exit status, and its stage then."""
-
-    worker: int
-    status: int
-    stage: WorkerStage
-
-
 Verdict = Succeeded | Failed | Died | Overdue
-
-
-@dataclass(frozen=True, slots=True)
-class _Death:
-    worker: int
-    status: int
-    stage: WorkerStage
-    explained_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    worker: int
-    explained_at: float
 
 
 @final
@@ -111,14 +88,16 @@ class RunState:
     ) -> None:
         self._stages = [WorkerStage.STARTING] * workers
         self._restarts_left = [restarts] * workers
-        self._to_restart: list[Restart] = []
+        self._to_restart: list[Died] = []
         self._exited: set[int] = set()
         self._timeouts = timeouts
         self._start_by = [now + timeouts.start] * workers
         self._end_by = now + timeouts.whole
         self._leave_by = math.inf
-        self._death: _Death | None = None
-        self._failure: _Failure | None = None
+        self._death: Died | None = None
+        self._failure: Failed | None = None
+        self._explained_at = math.inf
+        """when the death, or else the failure, is the verdict: what explains it had time to come"""
 
     def begun(self, worker: int) -> None:
         """The worker has started, and is about to join."""
@@ -137,8 +116,9 @@ class RunState:
         """The worker reported an error; `of_lost_peer` if a death may explain it."""
         self._stages[worker] = WorkerStage.FAILED
         if self._failure is None:
-            linger = LINGER_SECONDS if of_lost_peer else 0.0
-            self._failure = _Failure(worker, now + linger)
+            self._failure = Failed(worker)
+            if self._death is None:
+                self._explained_at = now + (LINGER_SECONDS if of_lost_peer else 0.0)
 
     def exited(self, worker: int, status: int, now: float) -> None:
         """The worker's process ended."""
@@ -147,67 +127,59 @@ class RunState:
             self._restarts_left[worker] -= 1
             self._stages[worker] = WorkerStage.STARTING
             self._start_by[worker] = now + self._timeouts.start
-            self._to_restart.append(Restart(worker, status, stage))
+            self._to_restart.append(Died(worker, status, stage))
             return
         self._exited.add(worker)
-        in_order = stage is WorkerStage.FAILED or (stage is WorkerStage.LEFT and status == 0)
-        in_order = in_order or self._died_after_return(worker)
+        # After the return a worker is no longer needed, if it was one to be restarted before.
+        is_over = self._stages[CALLER] in (WorkerStage.LEAVING, WorkerStage.LEFT)
+        in_order = (
+            stage is WorkerStage.FAILED
+            or (stage is WorkerStage.LEFT and status == 0)
+            or (is_over and worker != CALLER and self._restarts_left[worker] > 0)
+        )
         if self._death is None and not in_order:
             # No failure elsewhere follows the death of the caller, or of one that had not joined.
             causes_failures = worker != CALLER and stage is WorkerStage.WORKING
-            linger = LINGER_SECONDS if causes_failures else 0.0
-            self._death = _Death(worker, status, stage, now + linger)
+            self._explained_at = now + (LINGER_SECONDS if causes_failures else 0.0)
+            self._death = Died(worker, status, stage)
 
     def _may_restart(self, worker: int, status: int) -> bool:
-        is_going_on = self._death is None and self._failure is None
         at_work = (WorkerStage.STARTING, WorkerStage.WORKING)
         could_not_import = self._stages[worker] is WorkerStage.STARTING and status > 0
         return (
             self._restarts_left[worker] > 0
-            and is_going_on
+            and self._death is None
+            and self._failure is None
             and self._stages[CALLER] in at_work
             and self._stages[worker] in at_work
             and not could_not_import
         )
 
-    def _died_after_return(self, worker: int) -> bool:
-        """Whether the worker would be restarted if the function had not returned."""
-        is_over = self._stages[CALLER] in (WorkerStage.LEAVING, WorkerStage.LEFT)
-        return self._restarts_left[worker] > 0 and worker != CALLER and is_over
-
-    def to_restart(self) -> list[Restart]:
-        """The workers to restart; each is returned once."""
+    def to_restart(self) -> list[Died]:
+        """The workers that died and are to be restarted; each is returned once."""
         due, self._to_restart = self._to_restart, []
         return due
 
     def verdict(self, now: float) -> Verdict | None:
         """The verdict on the run; None while it goes on."""
-        if self._death is not None:
-            return self._verdict_of(self._death, now)
-        if self._failure is not None:
-            return Failed(self._failure.worker) if now >= self._failure.explained_at else None
+        if self._death is not None and self._failure is not None:
+            return replace(self._death, reported_by=self._failure.worker)
+        first = self._death or self._failure
+        if first is not None:
+            return first if now >= self._explained_at else None
         if len(self._exited) == len(self._stages):
             return Succeeded()
         return self._maybe_overdue(now)
 
     def next_deadline(self) -> float:
         """When to ask for the verdict again if there is no event before."""
-        if self._death is not None:
-            return self._death.explained_at
-        if self._failure is not None:
-            return self._failure.explained_at
+        if self._death is not None or self._failure is not None:
+            return self._explained_at
         starting = [self._start_by[worker] for worker in self._starting()]
         return min(*starting, self._end_by, self._leave_by, math.inf)
 
     def _starting(self) -> list[int]:
         return [w for w, stage in enumerate(self._stages) if stage is WorkerStage.STARTING]
-
-    def _verdict_of(self, death: _Death, now: float) -> Died | None:
-        if self._failure is not None:
-            return Died(death.worker, death.status, death.stage, self._failure.worker)
-        if now >= death.explained_at:
-            return Died(death.worker, death.status, death.stage, None)
-        return None
 
     def _maybe_overdue(self, now: float) -> Overdue | None:
         late = tuple(worker for worker in self._starting() if now >= self._start_by[worker])
@@ -226,13 +198,6 @@ MAIN_GUARD_HINT = (
     'a script calls run() under `if __name__ == "__main__":`, as every worker imports it'
 )
 
-STAGE_TEXTS = {
-    WorkerStage.STARTING: "while it started",
-    WorkerStage.WORKING: "while it was at work",
-    WorkerStage.LEAVING: "while it was leaving",
-    WorkerStage.LEFT: "after it had left",
-}
-
 
 def death_error(died: Died, names: Sequence[str]) -> GradwireError:
     """The error for a worker that died."""
@@ -242,9 +207,7 @@ def death_error(died: Died, names: Sequence[str]) -> GradwireError:
             f"{name} could not start: it ended with {how} while importing the script",
             hint=f"what it printed says why; {MAIN_GUARD_HINT}",
         )
-    return PeerLost(
-        f"{name} died ({how}) {STAGE_TEXTS[died.stage]}", hint="what it printed may say why"
-    )
+    return PeerLost(f"{name} died ({how}) {died.stage.value}", hint="what it printed may say why")
 
 
 def overdue_error(late: Overdue, names: Sequence[str], timeout: float | None) -> DeadlinePassed:

@@ -31,17 +31,17 @@ def create(
     make: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
     """Make a module and move it to its device."""
-    module = make(*args, **kwargs)
+    module, name = make(*args, **kwargs), getattr(make, "__name__", type(make).__name__)
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"{_name_of(make)} made a {type(module).__name__}, which is no torch.nn.Module",
+            f"{name} made a {type(module).__name__}, which is no torch.nn.Module",
             hint="RemoteModule takes a subclass of it, or a function that returns one",
         )
     try:
         return module.to(device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
-            f"the {_name_of(make)} could not be put on {device}: {error}",
+            f"the {name} could not be put on {device}: {error}",
             hint="name a device that its worker has",
         ) from error
 
@@ -152,7 +152,3 @@ def _at_rest(value: object, device: str) -> object:
     if device == "cpu" or torch.device(device).type in ("cpu", "meta"):
         return value
     return moved(value, "cpu")
-
-
-def _name_of(make: object) -> str:
-    return getattr(make, "__name__", type(make).__name__)

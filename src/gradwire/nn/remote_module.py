@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -32,10 +32,8 @@ def _refused(method: str, hint: str) -> Any:  # noqa: ANN401
     def refuse(self: RemoteModule, *_: object, **__: object) -> NoReturn:
         self._refuse(method, hint)
 
-    refuse.__name__, refuse.__doc__ = (
-        method,
-        "Refused: not possible for a module on another worker.",
-    )
+    refuse.__name__ = method
+    refuse.__doc__ = "Refused: not possible for a module on another worker."
     return refuse
 
 
@@ -66,20 +64,27 @@ class RemoteModule(nn.Module):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        place = parse_remote_device(remote_device)
-        self.on, self.device = get_worker_info(place.worker).name, place.device
+        worker, self.device = parse_remote_device(remote_device)
+        self.on = get_worker_info(worker).name
         args = () if args is None else positional(args)
         self._class_name = getattr(module_cls, "__name__", self._class_name)
-        made = (module_cls, args, keywords(kwargs), place.device)
+        made = (module_cls, args, keywords(kwargs), self.device)
         self.module_rref = remote(self.on, remote_functions.create, made)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> Self:
         """A RemoteModule for a module that exists, from its place and a reference to it."""
-        place = parse_remote_device(remote_device)
-        worker = get_worker_info(place.worker).name
-        _check_place(worker, module_rref)
-        return cls._from_parts(worker, place.device, True, module_rref)
+        name, device = parse_remote_device(remote_device)
+        worker = get_worker_info(name).name
+        if not isinstance(module_rref, RRef):
+            raise UsageError(f"a {type(module_rref).__name__} is no reference to a module")
+        if module_rref.owner_name() != worker:
+            raise UsageError(
+                f"a RemoteModule on {worker} was made of a reference to a value of "
+                f"{module_rref.owner_name()}",
+                hint="name the worker that owns the module",
+            )
+        return cls._from_parts(worker, device, True, module_rref)
 
     # -- run it
 
@@ -111,9 +116,7 @@ class RemoteModule(nn.Module):
 
     def remote_parameters(self, recurse: bool = True) -> Parameters:
         """References to its parameters, as an optimizer for several workers takes them."""
-        named: remote_functions.Named = self._ask(
-            remote_functions.named_parameters, "", recurse, True
-        )
+        named = self._ask(remote_functions.named_parameters, "", recurse, True)
         return [rref for _, rref in named]
 
     def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
@@ -211,26 +214,7 @@ class RemoteModule(nn.Module):
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected]
 
-    # -- not supported
-
-    to = _refused("to", _PLACED)
-    to_empty = _refused("to_empty", _PLACED)
-    cpu = _refused("cpu", _PLACED)
-    cuda = _refused("cuda", _PLACED)
-    ipu = _refused("ipu", _PLACED)
-    xpu = _refused("xpu", _PLACED)
-    mtia = _refused("mtia", _PLACED)
-    type = _refused("type", _PLACED)
-    float = _refused("float", _PLACED)
-    double = _refused("double", _PLACED)
-    half = _refused("half", _PLACED)
-    bfloat16 = _refused("bfloat16", _PLACED)
-    share_memory = _refused("share_memory", _PLACED)
-    register_parameter = _refused("register_parameter", _MADE_THERE)
-    register_buffer = _refused("register_buffer", _MADE_THERE)
-    add_module = _refused("add_module", _MADE_THERE)
-    children = _refused("children", _MADE_THERE)
-    named_children = _refused("named_children", _MADE_THERE)
+    # -- not supported; more methods are refused below
 
     def _apply(self, _fn: Callable[..., Any], _recurse: bool = True) -> Self:
         """Do nothing when a module that contains this one is moved."""
@@ -253,7 +237,7 @@ class RemoteModule(nn.Module):
         """The worker and the device."""
         return f"on={self.on!r}, device={self.device!r}"
 
-    # -- travelling
+    # -- sent in calls
 
     def _travel_parts(self) -> tuple[object, ...]:
         return self.on, self.device, self.training, self.module_rref
@@ -286,16 +270,12 @@ class RemoteModule(nn.Module):
         )
 
 
-def _check_place(worker: str, module_rref: RRef[nn.Module]) -> None:
-    """Check that this is a reference to a value on that worker."""
-    if not isinstance(module_rref, RRef):
-        raise UsageError(f"a {type(module_rref).__name__} is no reference to a module")
-    if module_rref.owner_name() != worker:
-        raise UsageError(
-            f"a RemoteModule on {worker} was made of a reference to a value of "
-            f"{module_rref.owner_name()}",
-            hint="name the worker that owns the module",
-        )
+_DEVICES = ("to", "to_empty", "cpu", "cuda", "ipu", "xpu", "mtia", "share_memory")
+_DTYPES = ("type", "float", "double", "half", "bfloat16")
+_PARTS = ("register_parameter", "register_buffer", "add_module", "children", "named_children")
+for _name in (*_DEVICES, *_DTYPES, *_PARTS):
+    _hint = _MADE_THERE if _name in _PARTS else _PLACED
+    setattr(RemoteModule, _name, _refused(_name, _hint))
 
 
 def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.State:
@@ -309,34 +289,18 @@ def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.St
     return plain
 
 
-class RemoteDevice(NamedTuple):
-    """A worker, by its name or number, and one of its devices."""
-
-    worker: str | int
-    device: str
-
-
-def parse_remote_device(text: str) -> RemoteDevice:
-    """Parse "worker/device". Does not check whether there is such a worker."""
+def parse_remote_device(text: str) -> tuple[str | int, str]:
+    """The name or number of a worker, which need not exist, and one of its devices."""
     if not isinstance(text, str):
         raise UsageError(f"a {type(text).__name__} names no place for a module", hint=_HINT)
     worker, slash, device = text.partition("/")
     if not worker or "/" in device or (slash and not device):
         raise UsageError(f"{text!r} is not <worker>/<device>", hint=_HINT)
-    return RemoteDevice(_worker(worker, text), _device(device or "cpu", text))
-
-
-def _worker(name: str, text: str) -> str | int:
-    rank = name.removeprefix("rank:")
-    if rank == name:
-        return name
-    if not (rank.isascii() and rank.isdecimal()):
+    rank = worker.removeprefix("rank:")
+    if rank != worker and not (rank.isascii() and rank.isdecimal()):
         raise UsageError(f"{text!r}: {rank!r} is no number of a worker", hint=_HINT)
-    return int(rank)
-
-
-def _device(name: str, text: str) -> str:
     try:
-        return str(torch.device(name))
+        device = str(torch.device(device or "cpu"))
     except RuntimeError as error:
-        raise UsageError(f"{text!r}: torch knows no device {name!r}", hint=_HINT) from error
+        raise UsageError(f"{text!r}: torch knows no device {device!r}", hint=_HINT) from error
+    return worker if rank == worker else int(rank), device

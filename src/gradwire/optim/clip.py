@@ -7,7 +7,8 @@ for bit as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -27,15 +28,13 @@ def norms_here(
     refs: list[Ref], norm_type: float, context: ContextId | None
 ) -> list[torch.Tensor | None]:
     """The norm of each parameter's gradient; None for those without one."""
-    parameters = [parameter_of(ref) for ref in refs]
-    return norms_of(optimizer_host().gradients(context, parameters), norm_type)
+    return norms_of(optimizer_host().gradients(context, map(parameter_of, refs)), norm_type)
 
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
     """Scale the gradients of these parameters in place."""
-    parameters = [parameter_of(ref) for ref in refs]
-    scale(optimizer_host().gradients(context, parameters), coefficient)
+    scale(optimizer_host().gradients(context, map(parameter_of, refs)), coefficient)
 
 
 def clip_grad_norm_(
@@ -53,36 +52,23 @@ def clip_grad_norm_(
     """
     refs = list(parameters)
     check_references(refs)
-    shares = by_owner(refs)
     with torch.no_grad():
-        asked = [
-            rpc_async(owner, norms_here, args=([refs[n] for n in share], norm_type, context_id))
-            for owner, share in shares.items()
-        ]
-        norms: list[torch.Tensor | None] = [None] * len(refs)
-        for share, answer in zip(shares.values(), asked, strict=True):
-            for n, norm in zip(share, answer.wait(), strict=True):
-                norms[n] = norm
+        norms = ask_owners(refs, norms_here, norm_type, context_id)
         total, coefficient = norm_and_scale(norms, max_norm, norm_type, error_if_nonfinite)
-        if coefficient is None:
-            return total
-        told = [
-            rpc_async(owner, scale_here, args=([refs[n] for n in share], coefficient, context_id))
-            for owner, share in shares.items()
-        ]
-        for done in told:
-            done.wait()
+        if coefficient is not None:
+            ask_owners(refs, scale_here, coefficient, context_id)
     return total
 
 
 def norm_and_scale(
-    norms: list[torch.Tensor | None],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
+    norms: list[torch.Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The total norm, and the factor to scale by; None if that is 1."""
-    total = _total([norm for norm in norms if norm is not None], norm_type)
+    found = [norm for norm in norms if norm is not None]
+    total = torch.tensor(0.0)
+    if found:
+        stacked = torch.stack([norm.to(found[0].device) for norm in found])
+        total = torch.linalg.vector_norm(stacked, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise UsageError(
             f"the total norm of order {norm_type} of the gradients is non-finite: {total}",
@@ -92,13 +78,27 @@ def norm_and_scale(
     return total, None if coefficient == 1.0 else coefficient
 
 
-def _total(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    if not norms:
-        return torch.tensor(0.0)
-    first = norms[0].device
-    stacked = torch.stack([norm.to(first) for norm in norms])
-    total: torch.Tensor = torch.linalg.vector_norm(stacked, norm_type)
-    return total
+def ask_owners(
+    refs: Sequence[Ref],
+    function: Callable[..., list[Any] | None],
+    *args: object,
+    values: Sequence[object] | None = None,
+) -> list[Any]:
+    """Call a function on all owners at once, with their references and the `values` of these.
+
+    Returns what it returned for each reference, in their order.
+    """
+    shares, asked = by_owner(refs), []
+    answers: dict[int, Any] = {}
+    with torch.no_grad():
+        for owner, share in shares.items():
+            own = () if values is None else ([values[n] for n in share],)
+            asked.append(rpc_async(owner, function, args=([refs[n] for n in share], *own, *args)))
+        for share, future in zip(shares.values(), asked, strict=True):
+            answer = future.wait()
+            if answer is not None:
+                answers |= zip(share, answer, strict=True)
+    return [answers.get(n) for n in range(len(refs))]
 
 
 def by_owner(refs: Iterable[Ref]) -> dict[WorkerId, list[int]]:

@@ -11,6 +11,7 @@ import torch
 from gradwire.current import current_worker
 from gradwire.errors import ContextClosed, PeerLost, UsageError
 from gradwire.ids import ContextId, WorkerId, first_of
+from gradwire.optim.messages import Agreed
 from gradwire.optim.parameter_locks import ParameterLocks, StepId
 from gradwire.optim.weight_versions import WeightVersions
 from gradwire.rpc.worker import Worker
@@ -26,6 +27,7 @@ class OptimizerHost:
         self.locks = ParameterLocks(worker.agent.clock)
         self._steps = itertools.count(first_of(worker.directory.myself.life))
         worker.engine.saving = self.versions.hooks
+        worker.agent.kinds.add(Agreed)
         self.lost: dict[WorkerId, PeerLost] = {}
         worker.agent.on_peer_lost(self._peer_lost)
 

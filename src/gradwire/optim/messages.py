@@ -47,6 +47,9 @@ class Abort(Message, frozen=True, tag=0x62):
     seconds: Seconds
 
 
+StepMessage = Prepare | Commit | Abort
+
+
 class Agreed(Message, frozen=True, tag=0x63):
     """Whether the shard has done it."""
 

@@ -6,7 +6,8 @@ is where and the parameter groups. All shards step or none, by a two-phase commi
     prepare   all owners at once compute the step, without changing the parameters
     commit    one message to each, once all are prepared; abort, if one has failed
 
-If all parameters are on one worker, that one does both at once.
+If all parameters are on one worker, that one does both at once. A saved state has two forms:
+gathered, which is torch's own, and by owner.
 
 Note [Locks on many workers]: a prepared step locks its parameters on each owner until it ends. Two
 steps over the same owners could each hold a lock that the other waits for. So first all owners are
@@ -17,7 +18,9 @@ locks only on owners with lower ids, so there is no deadlock.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -25,26 +28,19 @@ import torch
 
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.checkpoint import (
-    PARAMETERS,
-    fetch_values,
-    gathered,
-    numbered_groups,
-    sharded,
-    split_state_dict,
-    write_values,
-)
-from gradwire.optim.clip import by_owner, check_references, norm_and_scale
+from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
 from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import Options, Shard, State, check_class
+from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class, without_params
 from gradwire.optim.torch_private import seen_by_hooks
-from gradwire.optim.two_phase_commit import TwoPhaseCommit, make_shard
+from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
+from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
 Ref = RRef[torch.Tensor]
 StateDict = dict[str, Any]
+Groups = list[dict[str, Any]]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -70,7 +66,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *args: object,
         **kwargs: object,
     ) -> None:
-        _check_class(optimizer_class)
+        check_class(optimizer_class)
+        closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{optimizer_class.__name__} needs a closure, which cannot be called from many "
+                "workers",
+                hint="use a class whose step() needs gradients only",
+            )
         if isinstance(params_rref, RRef):
             raise ArgumentTypeError(
                 "params_rref is one reference, not a list of them", hint="pass [rref]"
@@ -82,10 +85,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(cast(Any, params_rref), {})
         owners = sorted({ref.owner().id for ref in self._refs()})
         self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
-        self._two_phase = TwoPhaseCommit(self._here, self._shards)
         self._add_defaults(self._ask_all("options").values())
-        self.defaults = self._ask_one("defaults")
-        self.state = cast(Any, _State(self._shards, self._two_phase, self.param_groups))
+        self.defaults = self._shards[owners[0]].rpc_sync().defaults()
+        self.state = cast(Any, _State(self._shards, self.param_groups))
         self._is_made = True
 
     # -- a step
@@ -110,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if context_id is not None:
             self._here.worker.engine.contexts.find(context_id)
-        self._two_phase.step(context_id, self._options(), timeout)
+        TwoPhaseCommit(self._here, self._shards, context_id, self._options(), timeout).run()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad` on all workers. The gradients of a context end with the context."""
@@ -139,7 +141,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of references; it may have new owners."""
         group = dict(param_group)
-        refs = group["params"] = _as_list(group["params"])
+        if isinstance(group["params"], set | frozenset):
+            raise UsageError("the order of a set is not the same in each run", hint="pass a list")
+        is_one = isinstance(group["params"], RRef)
+        refs = group["params"] = [group["params"]] if is_one else list(group["params"])
         check_references(refs)
         if set(refs) & set(self._refs()) or len(set(refs)) < len(refs):
             raise UsageError("a reference appears in more than one place", hint="give it once")
@@ -155,36 +160,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add the last group on its owners; returns the options that each of them has then."""
         number = len(self.param_groups) - 1
         owners = by_owner(group["params"])
-        old = [owner for owner in owners if owner in self._shards]
+        old = {owner: self._shards[owner] for owner in owners if owner in self._shards}
         new = {o: self._new_shard(o, [group], number) for o in owners if o not in self._shards}
         try:
             fresh = {owner: shard.rpc_sync().options() for owner, shard in new.items()}
-            learned = self._two_phase.ask(
-                "add_group", lambda owner: self._share(owner, group, number), old
-            )
-            _checked(learned)
+            learned = _checked(ask(old, "add_group", lambda o: (self._share(o, group, number),)))
         except Exception:
-            self._two_phase.ask("drop_group", lambda _: (number,), old)
+            ask(old, "drop_group", lambda _: (number,))
             raise
         self._shards.update(new)
         return learned | fresh
 
-    def _new_shard(
-        self, owner: WorkerId, groups: list[dict[str, Any]], first: int = 0
-    ) -> RRef[Shard]:
+    def _new_shard(self, owner: WorkerId, groups: Groups, first: int = 0) -> RRef[Shard]:
         shares = [self._share(owner, group, first + n) for n, group in enumerate(groups)]
         mine = [share for share in shares if share[1]]
         with torch.no_grad():
-            return remote(owner, make_shard, args=(self._cls, mine, self._args, self._kwargs))
+            return remote(owner, Shard, args=(self._cls, mine, self._args, self._kwargs))
 
-    def _share(
-        self, owner: WorkerId, group: dict[str, Any], number: int
-    ) -> tuple[int, tuple[int, ...], list[Ref], Options]:
+    def _share(self, owner: WorkerId, group: dict[str, Any], number: int) -> GroupSpec:
         """One owner's part of a group, with the numbers of its parameters over all groups."""
         before = sum(len(each["params"]) for each in self.param_groups[:number])
         places = by_owner(group["params"]).get(owner, [])
         indices = tuple(before + n for n in places)
-        return number, indices, [group["params"][n] for n in places], _without_params(group)
+        return number, indices, [group["params"][n] for n in places], without_params(group)
 
     def _add_defaults(self, answers: Iterable[dict[int, Options]]) -> None:
         """Add to the groups the default options that the class has set on the owners."""
@@ -194,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self.param_groups[number].setdefault(key, value)
 
     def _options(self) -> dict[int, Options]:
-        return {n: _without_params(group) for n, group in enumerate(self.param_groups)}
+        return {n: without_params(group) for n, group in enumerate(self.param_groups)}
 
     def _refs(self) -> list[Ref]:
         return _refs_in(self.param_groups)
@@ -207,15 +205,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With `sharded_by_owner` the state of each owner stays apart, under the owner's name.
         """
         parts = self._ask_all("state")
-        groups = numbered_groups(self.param_groups)
+        groups = _numbered_groups(self.param_groups)
         if sharded_by_owner:
             directory = self._here.worker.directory
-            return sharded({directory.name(o): part for o, part in parts.items()}, groups)
-        return gathered(parts.values(), groups)
+            shards = {directory.name(owner): part for owner, part in parts.items()}
+            return {"shards": shards, "param_groups": groups}
+        state = {n: value for part in parts.values() for n, value in part.items()}
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a saved state of either form, even if parameters are on other workers now."""
-        state, options = split_state_dict(state_dict, self.param_groups)
+        state, options = _split_state_dict(state_dict, self.param_groups)
         for group, saved in zip(self.param_groups, options, strict=True):
             refs = group["params"]
             group.clear()
@@ -226,39 +226,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
             mine = {n for n, ref in enumerate(self._refs()) if ref.owner().id == owner}
             return {n: state[n] for n in mine & state.keys()}, by_number
 
-        _checked(self._two_phase.ask("load", share))
+        _checked(ask(self._shards, "load", share))
 
     def checkpoint(self) -> StateDict:
         """All that is needed to resume: the values of the parameters, and `state_dict()`."""
-        return {PARAMETERS: fetch_values(self._refs()), **self.state_dict()}
+        return {"parameters": ask_owners(self._refs(), values_of), **self.state_dict()}
 
     def restore(self, checkpoint: StateDict) -> None:
         """Load what `checkpoint()` saved, even into new parameters on other workers.
 
         Not all or nothing: if a worker is lost during it, restore again.
         """
-        write_values(self._refs(), checkpoint)
+        refs, values = self._refs(), checkpoint.get("parameters")
+        if values is None:
+            raise UsageError(
+                "this is not a checkpoint: it has no values of parameters",
+                hint="checkpoint() makes one; load what state_dict() returns with "
+                "load_state_dict()",
+            )
+        if len(values) != len(refs):
+            raise ValueError(
+                f"the checkpoint has {len(values)} parameters, this optimizer {len(refs)}"
+            )
+        ask_owners(refs, set_values, values=values)
         self.load_state_dict(checkpoint)
 
-    # -- asking owners
-
-    def _ask_all(self, method: str, *args: object) -> dict[WorkerId, Any]:
-        return _checked(self._two_phase.ask(method, lambda _: args))
-
-    def _ask_one(self, method: str) -> Any:  # noqa: ANN401
-        return getattr(next(iter(self._shards.values())).rpc_sync(), method)()
+    def _ask_all(self, method: str, *args: object) -> Answers:
+        return _checked(ask(self._shards, method, lambda _: args))
 
 
 class _State(Mapping[Ref, dict[str, Any]]):
     """The state of each parameter, by its reference; each lookup asks its owner."""
 
-    def __init__(
-        self,
-        shards: dict[WorkerId, RRef[Shard]],
-        two_phase: TwoPhaseCommit,
-        groups: list[dict[str, Any]],
-    ) -> None:
-        self._shards, self._two_phase, self._groups = shards, two_phase, groups
+    def __init__(self, shards: dict[WorkerId, RRef[Shard]], groups: Groups) -> None:
+        self._shards, self._groups = shards, groups
 
     def __getitem__(self, ref: Ref) -> dict[str, Any]:
         n = _refs_in(self._groups).index(ref)
@@ -266,7 +267,7 @@ class _State(Mapping[Ref, dict[str, Any]]):
         return cast(dict[str, Any], shard.rpc_sync().state([n]).get(n, {}))
 
     def __iter__(self) -> Iterator[Ref]:
-        answers = _checked(self._two_phase.ask("known", lambda _: ()))
+        answers = _checked(ask(self._shards, "known", lambda _: ()))
         known = {n for part in answers.values() for n in part}
         return iter([ref for n, ref in enumerate(_refs_in(self._groups)) if n in known])
 
@@ -274,35 +275,55 @@ class _State(Mapping[Ref, dict[str, Any]]):
         return len(list(iter(self)))
 
 
-def _check_class(cls: type[torch.optim.Optimizer]) -> None:
-    check_class(cls)
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{cls.__name__} needs a closure, which cannot be called from many workers",
-            hint="use a class whose step() needs gradients only",
-        )
-
-
-def _as_list(params: object) -> list[Ref]:
-    if isinstance(params, RRef):
-        return [params]
-    if isinstance(params, set | frozenset):
-        raise UsageError("the order of a set is not the same in each run", hint="pass a list")
-    return list(cast(Iterable[Ref], params))
-
-
-def _refs_in(groups: list[dict[str, Any]]) -> list[Ref]:
+def _refs_in(groups: Groups) -> list[Ref]:
     return [ref for group in groups for ref in group["params"]]
 
 
-def _without_params(group: dict[str, Any]) -> Options:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _checked(answers: dict[WorkerId, Any]) -> dict[WorkerId, Any]:
+def _checked(answers: Answers) -> Answers:
     """The answers; raises the first one that is an exception."""
     for answer in answers.values():
         if isinstance(answer, Exception):
             raise answer
     return answers
+
+
+def _numbered_groups(groups: Groups) -> Groups:
+    """The groups with each parameter replaced by its number over all workers."""
+    numbers = itertools.count()
+    return [
+        copy.deepcopy({**group, "params": [next(numbers) for _ in group["params"]]})
+        for group in groups
+    ]
+
+
+def _split_state_dict(saved: StateDict, groups: Groups) -> tuple[State, Groups]:
+    """The state by number and the options of each group in a state dict; checks that it fits."""
+    theirs = saved["param_groups"]
+    if len(theirs) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(theirs)} parameter groups, this optimizer {len(groups)}"
+        )
+    for n, (their, mine) in enumerate(zip(theirs, groups, strict=True)):
+        if len(their["params"]) != len(mine["params"]):
+            raise ValueError(
+                f"parameter group {n} of the loaded state dict has {len(their['params'])} "
+                f"parameters, that of this optimizer {len(mine['params'])}"
+            )
+    parts = saved["shards"].values() if "shards" in saved else [saved["state"]]
+    place = {number: n for n, number in enumerate(_refs_in(theirs))}
+    state = {place[number]: value for part in parts for number, value in part.items()}
+    return state, copy.deepcopy([without_params(group) for group in theirs])
+
+
+@expose
+def values_of(refs: list[Ref]) -> list[torch.Tensor]:
+    """Copies of the values of parameters of this worker."""
+    return [ref.local_value().detach().clone() for ref in refs]
+
+
+@expose
+def set_values(refs: list[Ref], values: list[torch.Tensor]) -> None:
+    """Set the values of parameters of this worker."""
+    with torch.no_grad():
+        for ref, value in zip(refs, values, strict=True):
+            ref.local_value().copy_(value)

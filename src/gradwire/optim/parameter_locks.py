@@ -40,10 +40,6 @@ class StepLock:
     """drops the prepared step; None until it is prepared"""
     ending: bool = False
 
-    def is_late(self, now: float) -> bool:
-        """Whether another step may end it: its deadline has passed, and it can be undone."""
-        return self.deadline < now and self.undo is not None and not self.ending
-
 
 @final
 class ParameterLocks:
@@ -70,7 +66,8 @@ class ParameterLocks:
                 if not others:
                     self._held[step] = lock
                     return lock
-                late = [t for t in others if t.is_late(self._clock.now())]
+                late = [t for t in others if t.undo is not None and not t.ending]
+                late = [t for t in late if t.deadline < self._clock.now()]
                 if not late and not wait:
                     return None
                 if not late:

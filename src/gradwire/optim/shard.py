@@ -1,8 +1,9 @@
 """Shard: one owner's part of an optimizer: its parameters, and a torch optimizer that steps them.
 
-A step has two halves. `prepare` computes the new values and the new state without changing the
-parameters (step.py), and may fail. `commit` puts them in place and cannot fail; `abort` drops them.
-So the steps of many shards are committed only when all of them are prepared.
+A step has two halves. `Prepare` computes the new values and the new state without changing the
+parameters (step.py), and may fail. `Commit` puts them in place and cannot fail; `Abort` drops them.
+So the steps of many shards are committed only when all of them are prepared. They are messages
+rather than methods that a peer may call, because StepServer checks who has made the step.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 
-from gradwire.errors import UsageError
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import ContextId
 from gradwire.optim.host import optimizer_host
-from gradwire.optim.messages import PlainOptions
+from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, StepMessage
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.step import Pairs, Prepared, Stepper, plain_mode
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
+from gradwire.rpc.worker import Worker
 
 Options = dict[str, Any]
 State = dict[int, Any]
@@ -60,54 +63,38 @@ class Shard:
     ) -> None:
         check_class(cls)  # again, as any peer may ask
         self._here = optimizer_host()
+        self._here.worker.part(StepServer)
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._prepared: dict[StepId, Prepared] = {}
-        self._names: frozenset[int] = frozenset()
-        self._pairs: Pairs = []
-        made = [self._make_group(*group) for group in groups]
+        made = [self._make_group(group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
-        self._stepper = Stepper(self._optimizer, self._stand_ins)
-        self._here.versions.register(self._stand_ins)
+        self._prepare_stepping()
 
     # -- groups
 
-    def _make_group(
-        self,
-        number: int,
-        indices: tuple[int, ...],
-        refs: list[RRef[torch.Tensor]],
-        options: Options,
-    ) -> dict[str, Any]:
+    def _make_group(self, group: GroupSpec) -> dict[str, Any]:
+        number, indices, refs, options = group
         parameters = [parameter_of(ref) for ref in refs]
-        twice = [i for i, p in zip(indices, parameters, strict=True) if p in self._stand_ins]
-        if twice or len(set(parameters)) < len(parameters):
+        if not self._stand_ins.keys().isdisjoint(parameters) or len({*parameters}) < len(refs):
             raise UsageError(
                 f"some parameters on {self._here.worker.name} appear in more than one place",
                 hint="give each parameter once, by one reference",
             )
         stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
         self._stand_ins |= zip(parameters, stand_ins, strict=True)
-        self._cache_pairs()
         self._groups.append(Group(number, indices, parameters))
         return {**options, "params": stand_ins}
 
-    def add_group(
-        self,
-        number: int,
-        indices: tuple[int, ...],
-        refs: list[RRef[torch.Tensor]],
-        options: Options,
-    ) -> dict[int, Options]:
+    def add_group(self, group: GroupSpec) -> dict[int, Options]:
         """Add a group; returns the options of all groups."""
         try:
             with self._all_locked():
-                self._optimizer.add_param_group(self._make_group(number, indices, refs, options))
+                self._optimizer.add_param_group(self._make_group(group))
+                self._prepare_stepping()
         except BaseException:
-            self.drop_group(number)
+            self.drop_group(group[0])
             raise
-        self._stepper = Stepper(self._optimizer, self._stand_ins)
-        self._here.versions.register(self._stand_ins)
         return self.options()
 
     def drop_group(self, number: int) -> None:
@@ -117,12 +104,14 @@ class Shard:
         del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
         for parameter in (p for group in dropped for p in group.parameters):
             self._optimizer.state.pop(self._stand_ins.pop(parameter), None)
-        self._cache_pairs()
+        self._prepare_stepping()
 
-    def _cache_pairs(self) -> None:
+    def _prepare_stepping(self) -> None:
         """Compute once what every step needs."""
         self._names = frozenset(map(id, self._stand_ins))
-        self._pairs = list(self._stand_ins.items())
+        self._pairs: Pairs = list(self._stand_ins.items())
+        self._stepper = Stepper(self._optimizer, self._stand_ins)
+        self._here.versions.register(self._stand_ins)
 
     def defaults(self) -> Options:
         """The default options of a group."""
@@ -130,11 +119,8 @@ class Shard:
 
     def options(self) -> dict[int, Options]:
         """The options of each group, by its number."""
-        groups = self._optimizer.param_groups
-        return {
-            mine.number: {key: group[key] for key in group if key != "params"}
-            for mine, group in zip(self._groups, groups, strict=True)
-        }
+        both = zip(self._groups, self._optimizer.param_groups, strict=True)
+        return {mine.number: without_params(group) for mine, group in both}
 
     def set_options(self, options: dict[int, Options]) -> None:
         """Set options that are not plain data, and so are not part of a Prepare message."""
@@ -149,43 +135,29 @@ class Shard:
 
     # -- a step
 
-    def step(
-        self,
-        step: StepId,
-        context: ContextId | None,
-        options: PlainOptions | None,
-        deadline: float,
-    ) -> None:
-        """Prepare and commit at once, if no other worker takes part."""
-        lock = self._here.locks.acquire(step, self._names, deadline, wait=True)
-        assert lock is not None
-        try:
-            with plain_mode():
-                self._put_in_place(self._computed(context, options))
-        finally:
-            self._here.locks.release(lock)
+    def _prepare(self, message: Prepare, deadline: float) -> bool:
+        """Compute the step. False if another step has locked a parameter, unless we `wait`.
 
-    def prepare(
-        self,
-        step: StepId,
-        context: ContextId | None,
-        options: PlainOptions | None,
-        deadline: float,
-        *,
-        wait: bool,
-    ) -> bool:
-        """Compute the step. False if another step has locked a parameter, unless we `wait`."""
+        If the shard is `alone`, no other worker takes part, and the step is committed at once.
+        """
+        step, alone = message.step, message.alone
         locks = self._here.locks
-        lock = locks.acquire(step, self._names, deadline, wait=wait)
+        lock = locks.acquire(step, self._names, deadline, wait=message.wait)
         if lock is None:
             return False
         try:
             with plain_mode():
-                self._prepared[step] = self._computed(context, options)
+                prepared = self._computed(message.context, message.options)
+                if alone:
+                    self._put_in_place(prepared)
+                else:
+                    self._prepared[step] = prepared
         except BaseException:
             locks.release(lock)
             raise
-        if not locks.ready(lock, lambda: self._undo(step)):
+        if alone:
+            locks.release(lock)
+        elif not locks.ready(lock, lambda: self._undo(step)):
             self._undo(step)
             locks.release(lock)
         return True
@@ -197,26 +169,18 @@ class Shard:
         if len(gradients) < len(found):
             all_ = zip(pairs, found, strict=True)
             pairs = [pair for pair, gradient in all_ if gradient is not None]
-        prepared = self._stepper.begin(pairs)
-        try:
-            if options is not None:
-                self._set(options)
-            self._stepper.step(pairs, gradients, is_plain=options is not None)
-        except BaseException:
-            self._stepper.put_back(prepared)
-            raise
-        return prepared
+        if options is not None:
+            self._set(options)
+        return self._stepper.step(pairs, gradients, is_plain=options is not None)
 
-    def commit(self, step: tuple[int, int]) -> bool:
+    def _commit(self, step: StepId) -> bool:
         """Put the prepared step in place. False if it was given up before."""
-        name = StepId(*step)
-        lock = self._here.locks.claim(name)
+        lock = self._here.locks.claim(step)
         if lock is None:
             return False
-        prepared = self._prepared.pop(name)
         try:
             with plain_mode():
-                self._put_in_place(prepared)
+                self._put_in_place(self._prepared.pop(step))
         finally:
             self._here.locks.release(lock)
         return True
@@ -225,9 +189,9 @@ class Shard:
         for parameter, stand_in in self._here.versions.replace(prepared.pairs):
             stand_in.data = parameter.data
 
-    def abort(self, step: tuple[int, int]) -> None:
+    def _abort(self, step: StepId) -> None:
         """Drop the prepared step, if there is one."""
-        self._here.locks.give_up(StepId(*step))
+        self._here.locks.give_up(step)
 
     def _undo(self, step: StepId) -> None:
         with plain_mode():
@@ -245,9 +209,9 @@ class Shard:
 
     def norms(self, norm_type: float, context: ContextId | None) -> State:
         """The norm of each gradient, by the number of its parameter."""
-        numbers = [i for group in self._groups for i in group.indices]
         norms = norms_of(self._here.gradients(context, self._stand_ins), norm_type)
-        return {i: norm for i, norm in zip(numbers, norms, strict=True) if norm is not None}
+        both = zip(self._numbered(), norms, strict=True)
+        return {i: norm for (i, _), norm in both if norm is not None}
 
     def scale(self, coefficient: torch.Tensor, context: ContextId | None) -> None:
         """Scale the gradients in place."""
@@ -297,6 +261,53 @@ class Shard:
             yield
         finally:
             here.locks.release(lock)
+
+
+@final
+class StepServer:
+    """Handles the messages of steps for all shards of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        agent = worker.agent
+        agent.handle(Prepare, self._prepare, Lane.USER, lambda message: message.shard)
+        agent.handle(Commit, self._end, Lane.USER)
+        agent.handle(Abort, self._end, Lane.USER)
+
+    def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
+        deadline = self._deadline(message)
+        with self._worker.serving_scope(None, deadline):
+            done = self._shard(message, source, deadline)._prepare(message, deadline)
+        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+
+    def _end(self, message: Commit | Abort, _: Payload, source: Source) -> None:
+        deadline, done = self._deadline(message), True
+        shard = self._shard(message, source, deadline)
+        if isinstance(message, Commit):
+            done = shard._commit(message.step)
+        else:
+            shard._abort(message.step)
+        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+
+    def _deadline(self, message: StepMessage) -> float:
+        """At most the step timeout of this worker, because others wait for the same parameters."""
+        now = self._worker.agent.clock.now()
+        return min(now + message.seconds, self._worker.step_deadline())
+
+    def _shard(self, message: StepMessage, source: Source, deadline: float) -> Shard:
+        """The shard of a step; the peer must hold a reference to it, and have made the step."""
+        ref, step, asker = message.shard, message.step, source.worker
+        if step.worker != asker:
+            raise BadMessage(f"w{asker} sent a message for {step}, which is another worker's")
+        shard = self._worker.refs.value_for(asker, ref, deadline)
+        if not isinstance(shard, Shard):
+            raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")
+        return shard
+
+
+def without_params(group: dict[str, Any]) -> Options:
+    """The options of a parameter group."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:

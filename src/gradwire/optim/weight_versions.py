@@ -16,9 +16,17 @@ that the backward of that graph fails rather than be wrong.
 Note [Between saving and computing]: an operator saves its inputs first and reads them afterwards,
 without the GIL. A step in between would make it save the old weights and use the new ones. So the
 hook notes the thread that saved a parameter and the instruction that it is at, and a step waits
-until the thread has moved on. It waits for an operator, never for user code. Nor may the version
-change while an operator's inputs are being saved: torch would take it for a write by the hook. It
-changes only for a parameter that something else than an operator holds.
+until the thread has moved on. It waits for an operator, never for user code: torch tells nobody
+that an operator has read its inputs, so the frame of its caller is polled. A loop may be seen at
+the same instruction again, and looks as if it had not moved; that costs time, but no more than
+`_OPERATOR_SECONDS`, and an operator reads a pointer to its inputs long before.
+
+Nor may the version change while an operator's inputs are being saved: torch would take it for a
+write by the hook, and raise. It changes only for a parameter that something else than an operator
+holds, which the reference count tells: an operator lets go of it within `_POLLS_OF_GRAPHS` polls.
+A count that is too high costs that time, and an error of torch's if an operator holds on longer; a
+count that is too low is possible for a graph made without the hooks while the parameter required no
+gradient: its backward uses the weights of the step.
 
 Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_dict()` from before
 a step still uses the old storage, but shares a version counter with the parameter, which has a new
@@ -49,27 +57,21 @@ _POLLS_OF_GRAPHS = 5000
 """A parameter that is held at each of so many polls is held by a graph, not by an operator."""
 
 
+_ById = dict[int, weakref.ref[torch.Tensor]]
+
+
 @final
 class _Generation:
     """One storage of a parameter. `last` is its version when a step replaced it, None before."""
 
-    __slots__ = ("_kept", "copies", "last")
+    __slots__ = ("copies", "kept", "last")
 
     def __init__(self) -> None:
         self.last: int | None = None
-        self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.kept: _ById = {}
+        """the tensors that graphs saved"""
         self.copies: dict[int, torch.Tensor] = {}
         """set when it is replaced: what graphs get for the tensors that they saved, by id"""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Note that a graph saved this tensor. hot: for each parameter that an operator saves"""
-        number, kept = id(tensor), self._kept
-        kept[number] = weakref.ref(tensor, lambda _: kept.pop(number, None))
-
-    def kept(self) -> list[torch.Tensor]:
-        """The tensors that graphs still hold."""
-        alive = [reference() for reference in list(self._kept.values())]
-        return [tensor for tensor in alive if tensor is not None]
 
 
 @final
@@ -77,7 +79,8 @@ class _Entry:
     """A parameter that is stepped here.
 
     `before` keeps the storage that the last step replaced, because an operator that saves nothing
-    may still read it. `generation` is None until a graph saves the parameter.
+    may still read it. `generation` is None until a graph saves the parameter. `stand_ins` are of
+    all optimizers that step it: they may share its storage, but never write to it.
     """
 
     __slots__ = ("before", "generation", "is_strided", "parameter", "stand_ins")
@@ -86,14 +89,18 @@ class _Entry:
         self.parameter, self.is_strided = parameter, is_strided
         self.generation: _Generation | None = None
         self.before: object = None
-        self.stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
-        """of all optimizers that step it; they may share its storage, but never write to it"""
+        self.stand_ins: _ById = {}
 
-    def shares_with(self, stand_in: torch.Tensor) -> None:
-        """Note a stand-in that shares its storage from this step on."""
-        number, known = id(stand_in), self.stand_ins
-        if number not in known:
-            known[number] = weakref.ref(stand_in, lambda _: known.pop(number, None))
+
+def _note(known: _ById, tensor: torch.Tensor) -> None:
+    """Note a tensor by its id, as long as it lives. hot: for each parameter that is saved"""
+    number = id(tensor)
+    known[number] = weakref.ref(tensor, lambda _: known.pop(number, None))
+
+
+def _alive(known: _ById) -> list[torch.Tensor]:
+    alive = [reference() for reference in list(known.values())]
+    return [tensor for tensor in alive if tensor is not None]
 
 
 _Saved = tuple[torch.Tensor, int, _Generation | None]
@@ -110,11 +117,6 @@ class _Spot(NamedTuple):
     instruction: int
     parameters: frozenset[int]
 
-    @property
-    def is_left(self) -> bool:
-        """Whether the thread has moved on."""
-        return self.frame.f_lasti != self.instruction
-
 
 @final
 class _HookedBlock:
@@ -126,15 +128,22 @@ class _HookedBlock:
         self._versions, self._hooks = versions, hooks
 
     def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        self._versions.entered(self._thread)
+        self._thread = thread = threading.get_ident()
+        versions = self._versions
+        with versions._lock:
+            versions._under_hooks[thread] = versions._under_hooks.get(thread, 0) + 1
         self._hooks.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        versions, thread = self._versions, self._thread
         try:
             self._hooks.__exit__(None, None, None)
         finally:
-            self._versions.left(self._thread)
+            with versions._lock:
+                versions._spots.pop(thread, None)
+                left = versions._under_hooks.pop(thread) - 1
+                if left:
+                    versions._under_hooks[thread] = left
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -154,38 +163,17 @@ class WeightVersions:
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let graphs save these parameters by their storage from now on."""
+        entries = self._entries
         with self._lock:
             for parameter in parameters:
-                entry = self._entries.get(id(parameter))
-                if entry is None or entry.parameter() is not parameter:
-                    is_strided = parameter.layout == torch.strided
-                    self._entries[id(parameter)] = _Entry(self._watch(parameter), is_strided)
-
-    def _watch(self, parameter: torch.Tensor) -> weakref.ref[torch.Tensor]:
-        key, entries = id(parameter), self._entries
-
-        def gone(dead: weakref.ref[torch.Tensor]) -> None:
-            if (entry := entries.get(key)) is not None and entry.parameter is dead:
-                del entries[key]
-
-        return weakref.ref(parameter, gone)
+                key = id(parameter)
+                if key not in entries or entries[key].parameter() is not parameter:
+                    alive = weakref.ref(parameter, lambda _, key=key: entries.pop(key, None))  # type: ignore[misc]
+                    entries[key] = _Entry(alive, parameter.layout == torch.strided)
 
     def hooks(self) -> AbstractContextManager[None]:
         """A block with the hooks, for code that makes graphs."""
         return _HookedBlock(self, self._hooks) if self._entries else _NOTHING
-
-    def entered(self, thread: int) -> None:
-        """Note that a thread has entered the hooks."""
-        with self._lock:
-            self._under_hooks[thread] = self._under_hooks.get(thread, 0) + 1
-
-    def left(self, thread: int) -> None:
-        """Note that a thread has left the hooks, once for each `entered`."""
-        with self._lock:
-            self._spots.pop(thread, None)
-            left = self._under_hooks.pop(thread) - 1
-            if left:
-                self._under_hooks[thread] = left
 
     def replace(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -201,21 +189,20 @@ class WeightVersions:
             for parameter, stand_in in pairs:
                 entry = self._entries[id(parameter)]
                 own: Any = parameter.untyped_storage() if entry.is_strided else parameter.data
-                if entry.is_strided and _is_shared(own, parameter):
+                # Larger than the parameter, or shared with other processes: others must see it.
+                if entry.is_strided and (own.nbytes() != parameter.nbytes or own.is_shared()):
                     parameter.copy_(stand_in)
                     apart.append((parameter, stand_in))
                     continue
                 entry.before = own
                 parameter.data = stand_in
-                entry.shares_with(stand_in)
+                if id(stand_in) not in entry.stand_ins:
+                    _note(entry.stand_ins, stand_in)
                 if entry.generation is not None:
                     _leave(entry, own, parameter)
                 if kept and parameter in kept:
                     torch.autograd.graph.increment_version(parameter)
         return apart
-
-    def _is_alone(self) -> bool:
-        return not self._under_hooks.keys() - {threading.get_ident()}
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What to save for a tensor. hot: every tensor that a graph saves"""
@@ -224,12 +211,13 @@ class WeightVersions:
             with self._lock:
                 entry = self._maybe_entry(base)
                 if entry is not None:
-                    if base is tensor:  # a view already has the storage that it will read
-                        self._note(sys._getframe(1), id(tensor))
+                    # A view, or what a graph unpacked, already has the storage that is read next.
+                    if entry.parameter() is tensor:
+                        self._note_spot(sys._getframe().f_back, id(tensor))
                     if entry.generation is None:
                         entry.generation = _Generation()
                     stored = tensor.detach()
-                    entry.generation.keep(stored)
+                    _note(entry.generation.kept, stored)
                     return stored, tensor._version, entry.generation
         # An output saved as it is would hold its node, which holds the saved tensor: a cycle.
         kept = tensor if tensor.is_leaf else tensor.detach()
@@ -250,34 +238,30 @@ class WeightVersions:
             return None
         return entry if variable.data_ptr() == leaf.data_ptr() else None
 
-    def _note(self, frame: FrameType, parameter: int) -> None:
+    def _note_spot(self, frame: FrameType | None, parameter: int) -> None:
+        if frame is None:  # a thread of the engine, which runs a graph made without the hooks
+            return
         thread = threading.get_ident()
         spot = self._spots.get(thread)
-        is_same = spot is not None and spot.frame is frame and not spot.is_left
+        is_same = spot is not None and spot[:2] == (frame, frame.f_lasti)
         more = spot.parameters if spot is not None and is_same else frozenset()
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
     def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
         """See Note [Between saving and computing]. Returns those held without the hooks."""
-        kept = parameters
+        kept, me = parameters, threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
-            self._forget_finished_spots()
-            is_read = bool(self._spots) and self._are_read(parameters)
+            for thread, spot in list(self._spots.items()):
+                if spot.frame.f_lasti != spot.instruction:  # the thread has moved on
+                    del self._spots[thread]
+            spots = self._spots.values()
+            is_read = any(not spot.parameters.isdisjoint(map(id, parameters)) for spot in spots)
             kept = kept_by_graphs(kept)
-            look_again = kept and polled < _POLLS_OF_GRAPHS and not self._is_alone()
+            look_again = kept and polled < _POLLS_OF_GRAPHS and self._under_hooks.keys() - {me}
             if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
         return set(kept)
-
-    def _are_read(self, parameters: list[torch.Tensor]) -> bool:
-        names = {*map(id, parameters)}
-        return any(spot.parameters & names for spot in self._spots.values())
-
-    def _forget_finished_spots(self) -> None:
-        for thread, spot in list(self._spots.items()):
-            if spot.is_left:
-                del self._spots[thread]
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
@@ -302,7 +286,7 @@ def _leave(entry: _Entry, own: Any, parameter: torch.Tensor) -> None:  # noqa: A
     """End the generation of the old storage. See Note [Storage that a step has left]."""
     generation, entry.generation = entry.generation, None
     assert generation is not None
-    if kept := generation.kept():
+    if kept := _alive(generation.kept):
         try:
             generation.copies = _copies(entry, own, kept)
         except RuntimeError:  # out of memory: versions are still compared, so any write is an error
@@ -311,18 +295,11 @@ def _leave(entry: _Entry, own: Any, parameter: torch.Tensor) -> None:  # noqa: A
     generation.last = parameter._version
 
 
-def _copies(
-    entry: _Entry,
-    own: Any,  # noqa: ANN401
-    kept: Sequence[torch.Tensor],
-) -> dict[int, torch.Tensor]:
+def _copies(entry: _Entry, own: Any, kept: list[torch.Tensor]) -> dict[int, torch.Tensor]:  # noqa: ANN401
     """Copies of the saved tensors whose storage something else may write to, by id."""
     if not entry.is_strided:
         return {id(tensor): tensor.clone() for tensor in kept}
-    stand_ins = [reference() for reference in list(entry.stand_ins.values())]
-    known = [
-        tensor for tensor in (*kept, *stand_ins) if tensor is not None and is_over(own, tensor)
-    ]
+    known = [tensor for tensor in (*kept, *_alive(entry.stand_ins)) if is_over(own, tensor)]
     is_held = holders_of(own) > len(known) + 1  # and `own`
     copied: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
     copies = {}
@@ -334,8 +311,3 @@ def _copies(
             copied[storage] = storage.clone()  # type: ignore[no-untyped-call]
         copies[id(tensor)] = same_over(copied[storage], tensor)
     return copies
-
-
-def _is_shared(storage: torch.UntypedStorage, parameter: torch.Tensor) -> bool:
-    """Whether the storage is larger than the parameter, or shared with other processes."""
-    return storage.nbytes() != parameter.nbytes or storage.is_shared()

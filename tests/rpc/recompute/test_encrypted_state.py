@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import BadMessage
+from gradwire.rpc.recompute import checkpoint_run
 from gradwire.rpc.recompute.checkpoint_run import decrypted, encrypted
 
 CONTENT = bytes(range(256)) * 20
@@ -40,3 +41,16 @@ def test_it_cannot_be_made_up(body):
 def test_it_is_for_one_function():
     with pytest.raises(BadMessage, match="call of m:g"):
         decrypted(encrypted(CONTENT, "m:f"), "m:g")
+
+
+def test_each_use_has_a_key_of_its_own(monkeypatch):
+    keys = checkpoint_run._key, checkpoint_run._stream_key, checkpoint_run._tag_key
+    assert len({*keys}) == 3
+    body = encrypted(CONTENT, "m:f")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_run, "_stream_key", keys[2])
+        assert decrypted(body, "m:f") != CONTENT
+    monkeypatch.setattr(checkpoint_run, "_tag_key", keys[1])
+    with pytest.raises(BadMessage):
+        decrypted(body, "m:f")

@@ -105,6 +105,9 @@ def _encoded(recording: Recording, function: str, *, wait: bool) -> bytes:
 _NONCE_BYTES = _TAG_BYTES = 16
 _key = secrets.token_bytes(32)
 """of this process; a worker that was restarted cannot decrypt what it encrypted before"""
+# One key for each use, so that nothing which one of them reveals helps against the other.
+_stream_key = hashlib.blake2b(key=_key, person=b"gradwire stream", digest_size=32).digest()
+_tag_key = hashlib.blake2b(key=_key, person=b"gradwire tag", digest_size=32).digest()
 
 
 def encrypted(content: bytes, function: str) -> bytes:
@@ -126,14 +129,14 @@ def decrypted(body: bytes, function: str) -> bytes:
 
 
 def _xor_keystream(content: bytes, nonce: bytes) -> bytes:
-    stream = hashlib.shake_256(_key + nonce).digest(len(content))
+    stream = hashlib.shake_256(_stream_key + nonce).digest(len(content))
     number = int.from_bytes(content, "little") ^ int.from_bytes(stream, "little")
     return number.to_bytes(len(content), "little")
 
 
 def _tag(hidden: bytes, function: str) -> bytes:
     about = hashlib.blake2b(function.encode(), digest_size=16).digest()
-    return hashlib.blake2b(about + hidden, key=_key, digest_size=_TAG_BYTES).digest()
+    return hashlib.blake2b(about + hidden, key=_tag_key, digest_size=_TAG_BYTES).digest()
 
 
 # -- the caller
