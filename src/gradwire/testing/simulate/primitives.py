@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import Empty
-from typing import Any, final
+from typing import Any, cast, final
 
 from gradwire import threads
 from gradwire.testing.simulate.scheduler import Scheduler, Task, Timed, Unwound, Wait
@@ -21,6 +21,16 @@ def _until(scheduler: Scheduler, timeout: float | None) -> float | None:
     if timeout is None or timeout < 0 or timeout >= threading.TIMEOUT_MAX:
         return None
     return scheduler.now + timeout
+
+
+def now(scheduler: Scheduler) -> float:
+    """As time.monotonic."""
+    return scheduler.now
+
+
+def sleep(scheduler: Scheduler, seconds: float) -> None:
+    """As time.sleep."""
+    scheduler.block([], scheduler.now + max(0.0, seconds))
 
 
 class Lock:
@@ -117,6 +127,7 @@ class RLock(Lock):
         self._depth = depth
 
     def _is_owned(self) -> bool:
+        """For gradwire/threads.py."""
         return self._owner is not None and self._owner is self._scheduler.current
 
 
@@ -249,7 +260,7 @@ class Thread:
         self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
         self.name, self.daemon = name or "thread", bool(daemon)
         self._task: Task | None = None
-        self._number = scheduler.number()
+        self._number = next(scheduler.numbers)
 
     def __hash__(self) -> int:
         return self._number  # sets of threads are walked in an order that the seed decides
@@ -258,7 +269,7 @@ class Thread:
         """Let it run."""
         scheduler = self._scheduler
         self._task = scheduler.spawn(self.name, scheduler.me().process, self._run)
-        _by_task(scheduler)[self._task] = self
+        self._task.thread = self
 
     def _run(self) -> None:
         target, self._target = self._target, None
@@ -296,12 +307,11 @@ def thread(
 
 def current_thread(scheduler: Scheduler) -> Thread:
     """The one that asks."""
-    known = _by_task(scheduler)
     task = scheduler.me()
-    if task not in known:
-        known[task] = Thread(scheduler, name=task.name)
-        known[task]._task = task
-    return known[task]
+    if task.thread is None:
+        task.thread = Thread(scheduler, name=task.name)
+        task.thread._task = task
+    return cast(Thread, task.thread)
 
 
 @final
@@ -318,7 +328,7 @@ class Timer:
     ) -> None:
         self._scheduler, self._interval = scheduler, interval
         self.name, self.daemon = "timer", False
-        self._call = partial(function, *(args or ()), **(kwargs or {}))
+        self._call: Callable[[], Any] = partial(function, *(args or ()), **(kwargs or {}))
         self._timed: Timed | None = None
 
     def start(self) -> None:
@@ -328,12 +338,9 @@ class Timer:
 
         def fire() -> None:
             if not process.is_dead:
-                scheduler.spawn(self.name, process, self._fire)
+                scheduler.spawn(self.name, process, self._call)
 
         self._timed = scheduler.at(scheduler.now + self._interval, fire)
-
-    def _fire(self) -> None:
-        self._call()
 
     def cancel(self) -> None:
         """It will not be called."""
@@ -342,7 +349,3 @@ class Timer:
 
     def join(self, timeout: float | None = None) -> None:
         """What has been cancelled has ended."""
-
-
-def _by_task(scheduler: Scheduler) -> dict[Task, Thread]:
-    return scheduler.threads  # type: ignore[return-value]

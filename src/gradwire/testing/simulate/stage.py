@@ -31,7 +31,7 @@ from gradwire.testing.simulate.programs import (
 )
 from gradwire.testing.simulate.world import Life, World
 
-SLACK_SECONDS = 0.5
+_SLACK_SECONDS = 0.5
 _END_SECONDS = 10.0
 """How long the others may take to put back what a failed pass has changed; see
 autograd/backward/coordinator.py.
@@ -56,32 +56,23 @@ class MadeParameter:
     """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
 
 
-@dataclass(slots=True)
-class StepOutcome:
-    """How a step ended."""
-
-    script: Script
-    step: Step
-    error: str | None
-    seconds: float
-
-
 @final
 class StepRun:
-    """See the top of this file."""
+    """Plays the scripts of one history."""
 
     def __init__(self, world: World, nemesis: Nemesis) -> None:
         self._world, self._nemesis = world, nemesis
         self.parts: dict[str, MadeParameter] = {}
         self.executed: Counter[int] = Counter()
-        self.told: list[StepOutcome] = []
+        self.errors: list[str] = []
+        """of the steps that failed"""
         self.violations: list[str] = []
         self.over: set[str] = set()
 
     # -- what parts say
 
     def made(self, name: str, part: Parameter) -> None:
-        """See programs.StepRun."""
+        """A part was made where the thread that asks runs."""
         process = self._world.scheduler.me().process
         life = self._world.lives[process.name]
         assert life.process is process
@@ -90,7 +81,7 @@ class StepRun:
         self.parts[name] = MadeParameter(part, life)
 
     def ran(self, ticket: int) -> None:
-        """See programs.StepRun."""
+        """A call was executed."""
         self.executed[ticket] += 1
         if self.executed[ticket] > 1:
             self.violate("I8", f"call {ticket} was executed {self.executed[ticket]} times")
@@ -110,26 +101,24 @@ class StepRun:
         parts: list[Any] | None = None
         tag = name
         for n, step in enumerate(script.steps):
-            began = scheduler.now
             error: str | None = None
             try:
                 if parts is None:
                     tag = f"{name}.{n}"
-                    parts = self._parts(script, tag)
+                    seconds = len(script.places) * self._world.options.timeouts.call
+                    with self._within("remote()", seconds):
+                        parts = make_parts(script, tag)
                 self._step(script, step, parts, tag)
             except GradwireError as raised:
                 error = f"{type(raised).__name__}: {raised}"
                 self._check_error(error)
+                self.errors.append(error)
                 parts = None
             self._world.counts["good steps" if error is None else "failed steps"] += 1
-            self.told.append(StepOutcome(script, step, error, scheduler.now - began))
-            self._world.note("step", script.root, f"{n} of {name}: {_first_line(error) or 'good'}")
+            first_line = (error or "good").partition("\n")[0]
+            self._world.note("step", script.root, f"{n} of {name}: {first_line}")
             scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
         self.over.add(name)
-
-    def _parts(self, script: Script, tag: str) -> list[Any]:
-        with self._within("remote()", len(script.places) * self._world.options.timeouts.call):
-            return make_parts(script, tag)
 
     def _step(self, script: Script, step: Step, parts: list[Any], tag: str) -> None:
         timeouts = self._world.options.timeouts
@@ -259,7 +248,7 @@ class StepRun:
             yield
         finally:
             took = self._world.scheduler.now - began
-            if took > seconds + SLACK_SECONDS:
+            if took > seconds + _SLACK_SECONDS:
                 self.violate("I3", f"{what} took {took:.3f} s, at most {seconds:g} were allowed")
 
 
@@ -278,7 +267,3 @@ def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def _spoken(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else str(tensor.tolist())
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").partition("\n")[0]

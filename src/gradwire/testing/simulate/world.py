@@ -1,14 +1,14 @@
 """Simulated workers: real ones, over simulated links, each a process that can crash and come back.
 
-What happens is told in lines that a person can read, in the order it happened.
+What happens is recorded as lines of text, in order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -26,6 +26,7 @@ from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.links import SimulatedNetwork
 from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
@@ -39,7 +40,6 @@ ANY, BACKWARD = "any", "backward"
 _REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
-
 _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
 
@@ -51,13 +51,11 @@ class Life:
     number: int
     process: Process
     worker: Worker | None = None
-    heard: AbstractContextManager[None] | None = None
-    """the subscription to what it says"""
 
 
 @final
 class World:
-    """The workers of one history, and what happened to them."""
+    """The workers of one history, and what happened to them; a context manager."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class World:
         most_switches: int = 200_000,
     ) -> None:
         self.scheduler = Scheduler(seed, most_switches=most_switches)
-        self.network = SimulatedNetwork(self.scheduler, self, capacity=capacity)
+        self.network = SimulatedNetwork(self.scheduler, self, capacity)
         self.options, self.expose, self.is_open = options, tuple(expose), is_open
         self.names = [f"w{n}" for n in range(workers)]
         self.lives: dict[str, Life] = {}
@@ -84,7 +82,20 @@ class World:
         self._lines: list[tuple[float, str, str, str]] = []
         self._repeats = repeats
         self._store = HashStore() if is_open else None
-        self._life_numbers = Counter(self.names)
+        self._life_numbers: Counter[str] = Counter()
+        self._open = ExitStack()
+
+    def __enter__(self) -> World:
+        modules = [thing for thing in self.expose if isinstance(thing, ModuleType)]
+        log = self._open.enter_context(simulated(modules))
+        handler = _LogToWorld(self)
+        log.addHandler(handler)
+        self._open.callback(log.removeHandler, handler)
+        self._open.callback(self.scheduler.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     # -- what happened
 
@@ -103,17 +114,16 @@ class World:
             self._step(text)
 
     def sent(self, frame: Frame) -> str:
-        """See `Watcher`."""
+        """A frame leaves; returns how traces name it."""
         kind = _kinds().get(frame.kind, f"kind {frame.kind:#x}")
         arrow = "answer" if frame.flags & IS_ANSWER else "request" if frame.request else ""
         text = f"{kind} {arrow} {frame.request or ''}".rstrip()
-        task = self.scheduler.me()
-        self.note("sends", task.process.name, text)
+        self.note("sends", self.scheduler.me().process.name, text)
         self._step(text)
         return text
 
     def may_repeat(self, frame: Frame) -> bool:
-        """See `Watcher`."""
+        """Whether the protocol lets this one come twice, and it shall."""
         if not self._repeats:
             return False
         may = frame.flags & IS_ANSWER or _kinds().get(frame.kind) in _REPEATABLE
@@ -159,7 +169,7 @@ class World:
     def begin_life(self, name: str) -> Life:
         """A worker starts, for the first time or again."""
         self._life_numbers[name] += 1
-        number = self._life_numbers[name] - 1
+        number = self._life_numbers[name]
         life = self.lives[name] = Life(name, number, Process(name))
         self.note("starts", name, f"life {number}")
         begin = self._join if self.is_open else self._meet
@@ -174,15 +184,12 @@ class World:
         self.scheduler.kill(life.process)
         self.network.crashed(life.process, silent_for=silent_for)
 
-    def is_alive(self, name: str) -> bool:
-        """Whether it lives, and has joined."""
-        life = self.lives[name]
-        return not life.process.is_dead and life.worker is not None
-
     def workers(self) -> dict[str, Worker]:
-        """Those that live and have joined."""
+        """Those that run and have joined."""
         return {
-            n: life.worker for n, life in self.lives.items() if self.is_alive(n) and life.worker
+            name: life.worker
+            for name, life in self.lives.items()
+            if life.worker is not None and not life.process.is_dead
         }
 
     def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
@@ -197,19 +204,18 @@ class World:
         return self.scheduler.spawn(f"{name} {what}", life.process, run)
 
     def _meet(self, life: Life) -> None:
-        id = self.names.index(life.name)
         members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
         transports = Transports({"memory": self.network})
         listener = transports.listen(_address(life.name, 0))
-        self._joined(life, self._worker(Directory(id, members), "world", transports, listener))
+        directory = Directory(self.names.index(life.name), members)
+        self._joined(life, self._worker(directory, "world", transports, listener))
 
     def _join(self, life: Life) -> None:
         """As rpc/join.py does in an open world."""
         assert self._store is not None
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
         listener = transports.listen(_address(life.name, life.number))
-        signed = SignedStore(self._store, _SECRET, Refusals())
-        roster = RosterStore(signed, transports, clock)
+        roster = RosterStore(SignedStore(self._store, _SECRET, Refusals()), transports, clock)
         limit = clock.now() + self.options.timeouts.join
         id = self.names.index(life.name)
         me = roster.register(life.name, id, listener.address, limit)
@@ -226,33 +232,23 @@ class World:
         return Worker(*place, self.options, self.expose, store=self._store)
 
     def _joined(self, life: Life, worker: Worker) -> None:
-        life.heard = worker.events.subscribe(self._heard)
-        life.heard.__enter__()
+        self._open.enter_context(worker.events.subscribe(self._heard))
         life.worker = worker
         self.note("joined", life.name, f"life {life.number}")
 
 
 @final
-class LogToWorld(logging.Handler):
+class _LogToWorld(logging.Handler):
     """What workers log, as lines of the history."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        if not self._world.scheduler.is_closed:
-            self.records.append(record)
-            task = self._world.scheduler.current
-            where = "-" if task is None else task.process.name
-            self._world.note("logs", where, record.getMessage())
-
-
-def modules_in(exposed: Iterable[object]) -> list[ModuleType]:
-    """The modules among what is exposed."""
-    return [thing for thing in exposed if isinstance(thing, ModuleType)]
+        task = self._world.scheduler.current
+        where = "-" if task is None else task.process.name
+        self._world.note("logs", where, record.getMessage())
 
 
 def _address(name: str, life: int) -> str:
