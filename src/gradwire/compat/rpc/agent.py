@@ -1,22 +1,17 @@
-"""The agent object of torch.distributed.rpc: a face of our worker.
-
-Programs replace some functions of `rpc.api`, so these are looked up there when they are called.
-"""
+"""The agent object of torch.distributed.rpc, over a worker of ours, and the devices it names."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
 from typing import cast
 
 import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.peers.directory import Directory, WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
@@ -28,11 +23,6 @@ from gradwire.rpc.worker import Worker
 _CLOSE_SECONDS = 1.0
 _SHORTEST_SECONDS = 1e-6
 _agent: ProcessValue[RpcAgent] = ProcessValue()
-
-
-def late_api() -> ModuleType:
-    """`rpc.api` as it is now, with what a program has put in the place of its functions."""
-    return importlib.import_module("gradwire.compat.rpc.api")
 
 
 def patience(timeout: float | None) -> float:
@@ -92,7 +82,10 @@ class TensorPipeAgent(RpcAgent):
             note=mine.to_note(),
         )
         try:
-            agree_on_devices(mine, worker.directory)
+            directory = worker.directory
+            notes = [directory.note(info.id) for info in directory.others()]
+            everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
+            check_device_maps(everyone, is_static_group=not directory.is_open)
             _greet(worker, opts)
         except BaseException:  # also if we were interrupted: nobody else would close it
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
@@ -284,20 +277,6 @@ class DeviceFacts:
             for to, m in said.maps.items()
         }
         return cls(said.name, said.count, maps, [torch.device(device) for device in said.devices])
-
-
-def agree_on_devices(mine: DeviceFacts, directory: Directory) -> list[torch.device]:
-    """Our devices, if what everyone has said of theirs fits together."""
-    notes = [directory.note(info.id) for info in directory.others()]
-    everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
-    check_device_maps(everyone, is_static_group=not directory.is_open)
-    return mine.devices or _used(mine, everyone)
-
-
-def _used(mine: DeviceFacts, everyone: Sequence[DeviceFacts]) -> list[torch.device]:
-    ours = {device for device_map in mine.maps.values() for device in device_map}
-    asked = {device for other in everyone for device in other.maps.get(mine.name, {}).values()}
-    return sorted((ours | asked) - {torch.device("cpu")}, key=lambda device: device.index or 0)
 
 
 def check_device_maps(everyone: Sequence[DeviceFacts], *, is_static_group: bool = True) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.autograd.scope import current_context
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.references import PyRRef, beside
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
@@ -120,8 +121,6 @@ def run_serialized(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: list[PyRRef[Any]]
 ) -> object:
     """Run a function that a pickler of the program's own has packed."""
-    from gradwire.compat.rpc import api  # the pickler in use is looked up when it is used
-
     with beside(references):
         udf = api._default_pickler.deserialize(binary_data, tensor_table)
     assert isinstance(udf, PythonUDF)

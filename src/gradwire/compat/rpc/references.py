@@ -11,6 +11,7 @@ import torch
 
 from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agent import _is_current_rpc_agent_set, patience
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_fetch, timed_out
@@ -92,8 +93,6 @@ class PyRRef(native.RRef[T]):
         return super().local_value()
 
     def _get_type(self, timeout: float | None = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:  # noqa: ANN401
-        from gradwire.compat.rpc import api
-
         if self._type is None:
             if self.is_owner():
                 self._type = torch.futures.Future()
@@ -190,7 +189,6 @@ class PyRRef(native.RRef[T]):
         return self._proxy("remote", timeout)
 
     def _proxy(self, function: str, timeout: float | None) -> Any:  # noqa: ANN401
-        from gradwire.compat.rpc import api
         from gradwire.compat.rpc.rref_proxy import RRefProxy
 
         call: Callable[..., Any] = getattr(api, function)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.compat.rpc import backend_registry, constants
 from gradwire.compat.rpc._testing.faults import FaultPlan
-from gradwire.compat.rpc.agent import TensorPipeAgent, late_api
+from gradwire.compat.rpc.agent import TensorPipeAgent
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.rpc.behavior import Behavior
 
@@ -51,17 +50,9 @@ def _options(rpc_timeout: float, init_method: str, **more: Any) -> object:  # no
     )
 
 
-def _agent(
-    store: Store,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
-) -> FaultyTensorPipeAgent:
-    agent = FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
-    late_api()._init_rpc_states(agent)
-    return agent
-
-
 if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):
-    backend_registry.register_backend("FAULTY_TENSORPIPE", _options, _agent)
+    backend_registry.register_backend(
+        "FAULTY_TENSORPIPE",
+        _options,
+        partial(backend_registry._start_agent, agent_class=FaultyTensorPipeAgent),
+    )
