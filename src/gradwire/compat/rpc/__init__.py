@@ -1,4 +1,5 @@
-"""torch.distributed.rpc, on gradwire."""
+"""torch.distributed.rpc, on gradwire: how a program begins, and names that programs import here."""
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -10,15 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat import autograd as dist_autograd
-from gradwire.compat.rpc import (
-    _utils,
-    api,
-    backend_registry,
-    constants,
-    functions,
-    internal,
-    options,
-)
+from gradwire.compat.rpc import _utils, api, backend_registry, functions
 from gradwire.compat.rpc.agent import (
     RpcAgent,
     TensorPipeAgent,
@@ -55,42 +48,14 @@ from gradwire.errors import UsageError
 from gradwire.options import rank_from_environment
 from gradwire.rpc.join import rendezvous_store
 
-__all__ = [
-    "_DEFAULT_INIT_METHOD",
-    "_DEFAULT_NUM_WORKER_THREADS",
-    "_DEFAULT_RPC_TIMEOUT_SEC",
-    "_UNSET_RPC_TIMEOUT",
+__all__ = [  # torch's
     "AllGatherStates",
     "BackendType",
-    "PyRRef",
     "RRef",
-    "RpcAgent",
-    "RpcBackendOptions",
-    "Store",
-    "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "_delete_all_user_and_unforked_owner_rrefs",
-    "_get_current_rpc_agent",
-    "_init_rpc_backend",
-    "_is_current_rpc_agent_set",
-    "_reset_current_rpc_agent",
-    "_server_process_global_profile",
-    "_set_and_start_rpc_agent",
-    "_set_rpc_timeout",
-    "_utils",
-    "_wait_all",
-    "api",
-    "backend_registry",
-    "constants",
-    "enable_gil_profiling",
-    "functions",
-    "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
-    "internal",
     "is_available",
-    "options",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -41,7 +41,7 @@ class RpcBackendOptions:
             )
 
     def for_worker(self) -> Options:
-        """The same for the worker that it becomes. Joining keeps its own patience."""
+        """The same for a worker of ours; its deadline for joining is the usual one."""
         seconds = float(self.rpc_timeout) or constants.A_LONG_TIME_SECONDS
         return Options(
             init_method=self.init_method,
@@ -101,12 +101,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = named
 
     def for_worker(self) -> Options:
-        """The same for the worker that it becomes."""
-        return _with_threads(super().for_worker(), self.num_worker_threads)
-
-
-def _with_threads(options: Options, threads: int) -> Options:
-    return replace(options, threads=max(1, threads))
+        """The same for a worker of ours."""
+        return replace(super().for_worker(), threads=max(1, self.num_worker_threads))
 
 
 def _device(given: DeviceType) -> torch.device:

@@ -114,7 +114,8 @@ class PyRRef(native.RRef[T]):
 
         def complete(outcome: Outcome) -> None:
             if isinstance(outcome, Exception):
-                future.set_exception(self._spoken_error(outcome))  # type: ignore[arg-type]
+                error = of_fetch(outcome, self._home.directory)
+                future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)
 
@@ -123,9 +124,6 @@ class PyRRef(native.RRef[T]):
         else:
             self._answer.on_settled(complete)
         return future
-
-    def _spoken_error(self, error: Exception) -> Exception:
-        return of_fetch(error, self._home.directory)
 
     def _check_usable(self, what: str) -> None:
         answer = self._answer

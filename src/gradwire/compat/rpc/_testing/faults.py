@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, final
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from gradwire.autograd.messages import Forget
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.options import Limits
 from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
-from gradwire.transport.base import Channel, never
+from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import Kinds, kind_of
 
@@ -51,7 +51,7 @@ class FaultPlan:
 
     def wrap(self, channel: Channel) -> Channel:
         """The same channel with these faults."""
-        return FaultyChannel(channel, self)
+        return cast(Channel, FaultyChannel(channel, self))
 
     def fails(self, frame: Frame) -> bool:
         """Whether this sending of a message fails; the same message fails only so often."""
@@ -68,56 +68,27 @@ class FaultPlan:
 
 @final
 class InjectedLoss(PeerLost):
-    """A message does not leave by a channel that has not ended."""
+    """A message was not sent, over a channel that has not ended."""
 
 
 @final
 class FaultyChannel:
-    """A channel that does not always do what it is told."""
+    """A channel that does not always do what it is told; all but `send` is the inner one's."""
 
     def __init__(self, inner: Channel, faults: FaultPlan) -> None:
         self._inner, self._faults = inner, faults
-        self.peer_names, self.binding = inner.peer_names, inner.binding
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._inner, name)
 
     @property
     def limits(self) -> Limits:
-        """Those of the channel itself."""
+        """Of the inner one; a property, as they are set too."""
         return self._inner.limits
 
     @limits.setter
     def limits(self, limits: Limits) -> None:
         self._inner.limits = limits
-
-    def lend_turn(self) -> bool:
-        """See `Channel.lend_turn`."""
-        return self._inner.lend_turn()
-
-    def take_turn_back(self) -> None:
-        """See `Channel.lend_turn`."""
-        self._inner.take_turn_back()
-
-    @property
-    def watches_itself(self) -> bool:
-        """As the channel itself does."""
-        return self._inner.watches_itself
-
-    @property
-    def remote(self) -> str:
-        """The address of the other end."""
-        return self._inner.remote
-
-    @property
-    def taken(self) -> int:
-        """How many frames came."""
-        return self._inner.taken
-
-    def say(self, words: bytes, deadline: float) -> None:
-        """Say it: there is no handshake to disturb."""
-        self._inner.say(words, deadline)
-
-    def hear(self, length: int, deadline: float) -> bytes:
-        """What the other end says."""
-        return self._inner.hear(length, deadline)
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
@@ -136,16 +107,4 @@ class FaultyChannel:
         try:
             self._inner.send(frame, time.monotonic() + late)
         except GradwireError:
-            return  # whoever waits for an answer has a deadline
-
-    def recv(self) -> Frame:
-        """The next frame."""
-        return self._inner.recv()
-
-    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """The next frame, if it comes by then."""
-        return self._inner.maybe_recv(until, done)
-
-    def close(self, reason: str = "close() was called") -> None:
-        """End the connection."""
-        self._inner.close(reason)
+            return  # the caller that waits for an answer has a deadline
