@@ -190,7 +190,8 @@ def _prepared(
 ) -> tuple[Worker, WorkerInfo, Target]:
     if not callable(func):
         raise TypeError("function should be callable.")
-    return _here(), _to_worker_info(to), _target(func, of_sequence(args), keywords(kwargs))
+    worker = cast(Worker, current_worker.find())
+    return worker, _to_worker_info(to), _target(func, of_sequence(args), keywords(kwargs))
 
 
 def _target(func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Target:
@@ -215,15 +216,13 @@ def _spoken(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__qualname__", type(func).__qualname__))
 
 
-@contextlib.contextmanager
-def _recorded(target: Target) -> Iterator[None]:
+def _recorded(target: Target) -> contextlib.AbstractContextManager[None]:
     """An operator without a tensor that wants a gradient is no part of the context."""
     function, *rest = target.args
     wanted = function is not run_builtin or (
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
     )
-    with contextlib.nullcontext() if wanted else inside(None):
-        yield
+    return contextlib.nullcontext() if wanted else inside(None)
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:  # noqa: ANN401
@@ -241,10 +240,6 @@ def _rref_typeof_on_user(
     rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True
 ) -> Any:  # noqa: ANN401
     return rref._get_type(timeout, blocking)
-
-
-def _here() -> Worker:
-    return cast(Worker, current_worker.find())
 
 
 # -- the workers

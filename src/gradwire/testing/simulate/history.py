@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 from gradwire.errors import DeadlinePassed
 from gradwire.options import Options, Timeouts
@@ -62,7 +63,7 @@ class Setting:
 
 @dataclass(slots=True)
 class History:
-    """What became of a history."""
+    """What happened, and which promises were broken."""
 
     setting: Setting
     violations: list[str]
@@ -80,33 +81,17 @@ def setting_of(seed: int, *, liveness: bool = False) -> Setting:
     tickets = count(1)
     roots = chosen.sample(names, chosen.choice((1, 1, 2)))
     steps = 2 if len(roots) == 1 else 1
-    return Setting(
-        seed,
-        workers,
-        is_open,
-        leaves=chosen.random() < 0.2,
-        capacity=chosen.choice((2, 1 << 20)),
-        faults=_faults(chosen, liveness),
-        scripts=tuple(random_script(chosen, root, names, tickets, steps) for root in roots),
-    )
-
-
-def _faults(chosen: random.Random, liveness: bool) -> Faults:
-    kinds = Counter(
+    leaves = chosen.random() < 0.2
+    capacity = chosen.choice((2, 1 << 20))
+    kinds: dict[str, Any] = Counter(
         chosen.choice(("crashes", "crashes", "cuts", "stalls", "slow"))
         for _ in range(chosen.choice((0, 1, 1, 1, 2, 3)))
     )
     within = chosen.choice((20, 60, 150))
     repeats = chosen.choice((0.0, 0.0, 0.1, 0.5))
-    return Faults(
-        crashes=kinds["crashes"],
-        cuts=kinds["cuts"],
-        stalls=kinds["stalls"],
-        slow=kinds["slow"],
-        heal=not liveness,
-        within=within,
-        repeats=repeats,
-    )
+    faults = Faults(**kinds, heal=not liveness, within=within, repeats=repeats)
+    scripts = tuple(random_script(chosen, root, names, tickets, steps) for root in roots)
+    return Setting(seed, workers, is_open, leaves, capacity, faults, scripts)
 
 
 def play(setting: Setting) -> History:
