@@ -25,6 +25,10 @@ __all__ = [
 ]
 
 
+_OPTIONS = ("num_worker_threads", "_transports", "_channels")
+"""What our backend takes; the rest is ignored, as torch's does."""
+
+
 class BackendValue(NamedTuple):
     """How a backend makes its options, and how it begins."""
 
@@ -116,18 +120,10 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:  # noq
 def _our_options(
     rpc_timeout: float,
     init_method: str,
-    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    _transports: list[str] | None = None,
-    _channels: list[str] | None = None,
-    **_: Any,  # noqa: ANN401
+    **more: Any,  # noqa: ANN401
 ) -> TensorPipeRpcBackendOptions:
-    return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout,
-        init_method=init_method,
-        num_worker_threads=num_worker_threads,
-        _transports=_transports,
-        _channels=_channels,
-    )
+    known = {name: more[name] for name in _OPTIONS if name in more}
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **known)
 
 
 def _start_agent(

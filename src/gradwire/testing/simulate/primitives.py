@@ -36,11 +36,13 @@ def sleep(scheduler: Scheduler, seconds: float) -> None:
 class Lock:
     """As threading.Lock."""
 
-    __slots__ = ("_is_held", "_scheduler", "_waits")
+    __slots__ = ("_depth", "_is_held", "_scheduler", "_waits")
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._is_held = False
+        self._depth = 0
+        """how often an RLock was taken"""
         self._waits: list[Wait] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -68,13 +70,15 @@ class Lock:
             self._scheduler.wake(self._waits)
 
     def let_go(self) -> int:
-        """Give it back however often it was taken: what `take_back` wants."""
+        """Give it back however often it was taken; returns what `take_back` wants."""
+        depth, self._depth = self._depth, 1
         self.release()
-        return 1
+        return depth
 
     def take_back(self, depth: int) -> None:
         """As it was before `let_go`."""
         self.acquire()
+        self._depth = depth
 
     def locked(self) -> bool:
         """Whether somebody has it."""
@@ -91,12 +95,11 @@ class Lock:
 class RLock(Lock):
     """As threading.RLock."""
 
-    __slots__ = ("_depth", "_owner")
+    __slots__ = ("_owner",)
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self._owner: Task | None = None
-        self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it, or take it once more."""
@@ -114,17 +117,6 @@ class RLock(Lock):
         if self._depth <= 0:
             self._owner, self._depth = None, 0
             super().release()
-
-    def let_go(self) -> int:
-        """Give it back, however often it was taken."""
-        depth, self._depth = self._depth, 1
-        self.release()
-        return depth
-
-    def take_back(self, depth: int) -> None:
-        """As it was before `let_go`."""
-        self.acquire()
-        self._depth = depth
 
     def _is_owned(self) -> bool:
         """For gradwire/threads.py."""
