@@ -93,14 +93,14 @@ class Nemesis:
 
     def _restart(self, name: str) -> None:
         world = self._world
-        if not world.lives[name].process.is_dead:
+        if not world.incarnations[name].process.is_dead:
             return
         links = [world.network.link(name, other) for other in world.names if other != name]
         if any(link.is_cut or link.is_stalled for link in links):
             self._later(lambda: self._restart(name))  # it could not meet the others
             return
         world.fault("restart", name)
-        world.begin_life(name)
+        world.start_worker(name)
 
     def _hit_link(self, kind: str, harm: Callable[[Link], None]) -> None:
         a, b = self._random.sample(self._world.names, 2)

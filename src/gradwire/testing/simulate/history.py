@@ -142,12 +142,12 @@ class _Playing:
     def _play(self, scripts: dict[str, Script], what: str) -> None:
         """Until each is over, or its worker gone."""
         world, stage = self._world, self._stage
-        lives = {name: world.lives[script.root] for name, script in scripts.items()}
+        roots = {name: world.incarnations[script.root] for name, script in scripts.items()}
         for name, script in scripts.items():
             world.run_as(script.root, what, partial(stage.play, script, name))
 
         def is_over() -> bool:
-            return all(n in stage.over or life.process.is_dead for n, life in lives.items())
+            return all(n in stage.over or root.process.is_dead for n, root in roots.items())
 
         world.scheduler.run(world.scheduler.now + 200.0, is_over)
         if not is_over() and not world.scheduler.errors:
@@ -209,7 +209,7 @@ class _Playing:
         limit = TIMEOUTS.dead + TIMEOUTS.shutdown
 
         def leave(name: str) -> None:
-            worker = world.lives[name].worker
+            worker = world.incarnations[name].worker
             assert worker is not None
             try:
                 worker.shutdown(graceful=True)

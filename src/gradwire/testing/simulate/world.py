@@ -44,8 +44,8 @@ _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
 
 @dataclass(slots=True)
-class Life:
-    """One worker in one life; `worker` is there once it has joined."""
+class Incarnation:
+    """A worker from one start to its crash; `worker` is there once it has joined."""
 
     name: str
     number: int
@@ -73,7 +73,7 @@ class World:
         self.network = SimulatedNetwork(self.scheduler, self, capacity)
         self.options, self.expose, self.is_open = options, tuple(expose), is_open
         self.names = [f"w{n}" for n in range(workers)]
-        self.lives: dict[str, Life] = {}
+        self.incarnations: dict[str, Incarnation] = {}
         self.counts: Counter[str] = Counter()
         """how often each kind of event and fault happened"""
         self._steps: Counter[str] = Counter()
@@ -82,7 +82,7 @@ class World:
         self._lines: list[tuple[float, str, str, str]] = []
         self._repeats = repeats
         self._store = HashStore() if is_open else None
-        self._life_numbers: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()
         self._open = ExitStack()
 
     def __enter__(self) -> World:
@@ -146,7 +146,7 @@ class World:
         self._at_step.clear()
 
     def _step(self, text: str) -> None:
-        kinds = (ANY, BACKWARD) if text.partition(" ")[0] in _of_backward() else (ANY,)
+        kinds = (ANY, BACKWARD) if text.partition(" ")[0] in _kinds_of_backward() else (ANY,)
         for kind in kinds:
             self._steps[kind] += 1
             for act in self._at_step.pop((kind, self._steps[kind]), ()):
@@ -162,68 +162,66 @@ class World:
     def start(self) -> None:
         """All of them; returns when they have joined."""
         for name in self.names:
-            self.begin_life(name)
+            self.start_worker(name)
         self.scheduler.run(60.0, lambda: len(self.workers()) == len(self.names))
         assert len(self.workers()) == len(self.names), "not all workers have joined"
 
-    def begin_life(self, name: str) -> Life:
+    def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
-        self._life_numbers[name] += 1
-        number = self._life_numbers[name]
-        life = self.lives[name] = Life(name, number, Process(name))
-        self.note("starts", name, f"life {number}")
+        self._numbers[name] += 1
+        number = self._numbers[name]
+        it = self.incarnations[name] = Incarnation(name, number, Process(name))
+        self.note("starts", name, f"incarnation {number}")
         begin = self._join if self.is_open else self._meet
-        self.scheduler.spawn(f"gradwire {name} start", life.process, partial(begin, life))
-        return life
+        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(begin, it))
 
     def crash(self, name: str, *, silent_for: float = 0.0) -> None:
         """It is gone in the middle of whatever it did."""
-        life = self.lives[name]
-        if life.process.is_dead:
-            return
-        self.scheduler.kill(life.process)
-        self.network.crashed(life.process, silent_for=silent_for)
+        process = self.incarnations[name].process
+        if not process.is_dead:
+            self.scheduler.kill(process)
+            self.network.crashed(process, silent_for=silent_for)
 
     def workers(self) -> dict[str, Worker]:
         """Those that run and have joined."""
         return {
-            name: life.worker
-            for name, life in self.lives.items()
-            if life.worker is not None and not life.process.is_dead
+            name: it.worker
+            for name, it in self.incarnations.items()
+            if it.worker is not None and not it.process.is_dead
         }
 
     def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
         """A thread of the user's in a worker."""
-        life = self.lives[name]
+        it = self.incarnations[name]
 
         def run() -> None:
-            assert life.worker is not None
-            with life.worker.scope():
+            assert it.worker is not None
+            with it.worker.scope():
                 target()
 
-        return self.scheduler.spawn(f"{name} {what}", life.process, run)
+        return self.scheduler.spawn(f"{name} {what}", it.process, run)
 
-    def _meet(self, life: Life) -> None:
+    def _meet(self, it: Incarnation) -> None:
         members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
         transports = Transports({"memory": self.network})
-        listener = transports.listen(_address(life.name, 0))
-        directory = Directory(self.names.index(life.name), members)
-        self._joined(life, self._worker(directory, "world", transports, listener))
+        listener = transports.listen(_address(it.name, 0))
+        directory = Directory(self.names.index(it.name), members)
+        self._joined(it, self._worker(directory, "world", transports, listener))
 
-    def _join(self, life: Life) -> None:
+    def _join(self, it: Incarnation) -> None:
         """As rpc/join.py does in an open world."""
         assert self._store is not None
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
-        listener = transports.listen(_address(life.name, life.number))
+        listener = transports.listen(_address(it.name, it.number))
         roster = RosterStore(SignedStore(self._store, _SECRET, Refusals()), transports, clock)
         limit = clock.now() + self.options.timeouts.join
-        id = self.names.index(life.name)
-        me = roster.register(life.name, id, listener.address, limit)
+        id = self.names.index(it.name)
+        me = roster.register(it.name, id, listener.address, limit)
         job, others = roster.before(me, limit - self.options.timeouts.join / 2)
         directory = Directory(id, [*others, me], is_open=True)
         worker = self._worker(directory, job, transports, listener)
         worker.announce(limit)
-        self._joined(life, worker)
+        self._joined(it, worker)
 
     def _worker(
         self, directory: Directory, job: str, transports: Transports, listener: Listener
@@ -231,10 +229,10 @@ class World:
         place = (directory, job, _SECRET, transports, listener)
         return Worker(*place, self.options, self.expose, store=self._store)
 
-    def _joined(self, life: Life, worker: Worker) -> None:
+    def _joined(self, it: Incarnation, worker: Worker) -> None:
         self._open.enter_context(worker.events.subscribe(self._heard))
-        life.worker = worker
-        self.note("joined", life.name, f"life {life.number}")
+        it.worker = worker
+        self.note("joined", it.name, f"incarnation {it.number}")
 
 
 @final
@@ -251,8 +249,8 @@ class _LogToWorld(logging.Handler):
         self._world.note("logs", where, record.getMessage())
 
 
-def _address(name: str, life: int) -> str:
-    return f"memory://{name}.{life}"
+def _address(name: str, incarnation: int) -> str:
+    return f"memory://{name}.{incarnation}"
 
 
 @cache
@@ -269,5 +267,5 @@ def _kinds() -> dict[int, str]:
 
 
 @cache
-def _of_backward() -> set[str]:
+def _kinds_of_backward() -> set[str]:
     return {name for kind, name in _kinds().items() if 0x20 <= kind < 0x30}

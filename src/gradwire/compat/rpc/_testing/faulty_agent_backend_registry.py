@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast, final
@@ -101,15 +102,14 @@ class FaultyChannel:
             self._inner.send(frame, deadline)
             return
         copied = structs.replace(frame, payload=[bytes(part) for part in frame.payload])
-        later = threading.Timer(late, self._send_late, [copied, late])
+
+        def send_late() -> None:
+            with suppress(GradwireError):  # the caller that waits for an answer has a deadline
+                self._inner.send(copied, time.monotonic() + late)
+
+        later = threading.Timer(late, send_late)
         later.daemon = True
         later.start()
-
-    def _send_late(self, frame: Frame, late: float) -> None:
-        try:
-            self._inner.send(frame, time.monotonic() + late)
-        except GradwireError:
-            return  # the caller that waits for an answer has a deadline
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
