@@ -94,7 +94,8 @@ class _RemoteModule(native.RemoteModule):
             )
         place = parse_remote_device(remote_device)
         info = api.get_worker_info(place.worker)
-        device_map = getattr(api._get_current_rpc_agent(), "_get_device_map", _no_map)
+        # A backend that the program has registered may have none.
+        device_map: Any = getattr(api._get_current_rpc_agent(), "_get_device_map", lambda _: {})
         self.on, self.device = info.name, place.device
         self.is_device_map_set = bool(device_map(info))
         self.is_scriptable = interface is not None
@@ -150,11 +151,6 @@ class RemoteModule(_RemoteModule):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
-
-
-def _no_map(_info: object) -> dict[object, object]:
-    """Of a backend that the program has registered."""
-    return {}
 
 
 def _create_module(

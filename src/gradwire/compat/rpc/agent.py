@@ -71,7 +71,8 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: dict[str, DeviceMap] | None = None,
         devices: list[torch.device] | None = None,
     ) -> None:
-        mine = DeviceFacts.of(name, opts)
+        count = torch.cuda.device_count()
+        mine = DeviceFacts(name, count, opts.device_maps, opts.devices)
         worker = join(
             name,
             worker_id,
@@ -242,18 +243,12 @@ class _Said(msgspec.Struct):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What one worker says of its devices."""
+    """What one worker tells the others of its devices."""
 
     name: str
     count: int
     maps: dict[str, DeviceMap]
     devices: list[torch.device]
-
-    @classmethod
-    def of(cls, name: str, options: TensorPipeRpcBackendOptions) -> DeviceFacts:
-        """What we say."""
-        count = torch.cuda.device_count()
-        return cls(name, count, options.device_maps, options.devices)
 
     def has(self, devices: Iterable[torch.device]) -> bool:
         """Whether these exist there."""
@@ -263,14 +258,14 @@ class DeviceFacts:
         )
 
     def to_note(self) -> str:
-        """As others find it in their directory."""
+        """The form in which others find it in their directory."""
         maps = {to: {str(a): str(b) for a, b in m.items()} for to, m in self.maps.items()}
         said = _Said(self.name, self.count, maps, [str(device) for device in self.devices])
         return msgspec.json.encode(said).decode()
 
     @classmethod
     def from_note(cls, note: str) -> DeviceFacts:
-        """What another has said."""
+        """From what `to_note` returned on another worker."""
         said = msgspec.json.decode(note, type=_Said)
         maps = {
             to: {torch.device(a): torch.device(b) for a, b in m.items()}

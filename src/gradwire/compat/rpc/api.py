@@ -226,10 +226,7 @@ def _recorded(target: Target) -> contextlib.AbstractContextManager[None]:
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:  # noqa: ANN401
-    """Its type, or where that has no name by which it could travel, the nearest base that has one.
-
-    torch.fx makes a class for each module.
-    """
+    """Its type, or the nearest base that can be serialized: torch.fx makes a class per module."""
     kind = rref._get_type(blocking=blocking)
     if not isinstance(kind, type):
         return kind

@@ -125,14 +125,9 @@ class _Playing:
         self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
         try:
             self._play({f"{s.root}'s": s for s in setting.scripts}, "the program")
-            if not self._stage.violations:
-                self._mend()
-            if not self._stage.violations:
-                self._recover()
-            if not self._stage.violations:
-                self._look_around()
-            if not self._stage.violations and setting.leaves:
-                self._leave()
+            for act in (self._mend, self._recover, self._look_around, self._maybe_leave):
+                if not self._stage.violations:
+                    act()
         except Runaway as runaway:
             self._stage.violate("I3", str(runaway))
         for name, error in world.scheduler.errors:
@@ -199,11 +194,13 @@ class _Playing:
         with self._world.scheduler.aside():
             return [text for worker in self._world.workers().values() for text in leaks(worker)]
 
-    def _leave(self) -> None:
+    def _maybe_leave(self) -> None:
         """All shut down together, by the deadline, which begins when a silent peer is given up.
 
         Where faults never heal, a worker may give up on another: then it says so and raises.
         """
+        if not self._setting.leaves:
+            return
         world = self._world
         left: set[str] = set()
         limit = TIMEOUTS.dead + TIMEOUTS.shutdown

@@ -28,7 +28,7 @@ from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.links import SimulatedNetwork
-from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
+from gradwire.testing.simulate.scheduler import Process, Scheduler
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 from gradwire.wire.frame import IS_ANSWER, Frame
@@ -190,8 +190,8 @@ class World:
             if it.worker is not None and not it.process.is_dead
         }
 
-    def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
-        """A thread of the user's in a worker."""
+    def run_as(self, name: str, what: str, target: Callable[[], None]) -> None:
+        """Start a thread of the user's in a worker."""
         it = self.incarnations[name]
 
         def run() -> None:
@@ -199,7 +199,7 @@ class World:
             with it.worker.scope():
                 target()
 
-        return self.scheduler.spawn(f"{name} {what}", it.process, run)
+        self.scheduler.spawn(f"{name} {what}", it.process, run)
 
     def _meet(self, it: Incarnation) -> None:
         members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
