@@ -74,10 +74,7 @@ class Substitution:
 
     def put(self) -> None:
         """Exchange everything; what cannot be imported stops it before anything is changed."""
-        with warnings.catch_warnings():  # the program may never have asked for them
-            warnings.simplefilter("ignore")
-            for name in _BINDERS:
-                import_module(name)
+        _import_binders()
         known = {name: ours for name, ours in self.modules.items() if name in sys.modules}
         whole = [(sys.modules[name], import_module(ours)) for name, ours in known.items()]
         parts = [(sys.modules[name], import_module(ours)) for name, ours in self.parts.items()]
@@ -168,6 +165,13 @@ def _refuse_while_running(message: str, hint: str) -> None:
     running = getattr(sys.modules[_RPC], "_is_current_rpc_agent_set", None)
     if running is not None and running():
         raise UsageError(message, hint=hint)
+
+
+def _import_binders() -> None:
+    with warnings.catch_warnings():  # the program may never have asked for them
+        warnings.simplefilter("ignore")
+        for name in _BINDERS:
+            import_module(name)
 
 
 def _defined(pairs: list[tuple[ModuleType, ModuleType]]) -> Iterator[tuple[object, object]]:

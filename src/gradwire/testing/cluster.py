@@ -98,11 +98,6 @@ class Cluster(Sequence[ClusterWorker]):
         member = self._members[n] = ClusterWorker(born)
         return member
 
-    def close(self) -> None:
-        """End all that were ever started."""
-        for worker in self._started:
-            worker.close()
-
     @contextmanager
     def trace(self) -> Iterator[list[str]]:
         """The events of all workers inside the block, as lines, in the order they happened."""
@@ -156,4 +151,5 @@ def cluster(
     try:
         yield workers
     finally:
-        workers.close()
+        for worker in workers._started:
+            worker.close()

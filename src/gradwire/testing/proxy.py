@@ -122,7 +122,7 @@ class FaultProxy:
         self._end(is_reset=False)
 
     def reset(self) -> None:
-        """End what is connected by a RST, as a firewall does that has lost its memory."""
+        """End what is connected by a RST, as a firewall does that has lost its state."""
         self._end(is_reset=True)
 
     def stall(self, way: Way | None = None) -> None:

@@ -91,7 +91,9 @@ def init_rpc(
         raise RuntimeError("RPC is already initialized")
     backend = backend or _backend_of(rpc_backend_options)
     options = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
-    rank = _rank(rank, options.init_method)
+    if rank == -1 and options.init_method.startswith("env:"):
+        known = rank_from_environment().rank
+        rank = -1 if known is None else known
     store = _store(options, rank, world_size)
     dist_autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, options)
@@ -111,13 +113,6 @@ def _backend_of(options: RpcBackendOptions | None) -> BackendType:
                 logger.warning("the options are those of %r, which is used", candidate)
             return cast(BackendType, candidate)
     raise TypeError(f"Could not infer backend for options {options}")
-
-
-def _rank(rank: int, init_method: str) -> int:
-    if rank == -1 and init_method.startswith("env:"):
-        known = rank_from_environment().rank
-        return -1 if known is None else known
-    return rank
 
 
 def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:

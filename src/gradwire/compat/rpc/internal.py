@@ -78,14 +78,7 @@ def _codec(reducers: Reducers) -> PickleCodec:
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
-def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The value as bytes and tensors."""
-    return _internal_rpc_pickler.serialize(obj)
-
-
-def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
-    """The value that was serialized."""
-    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+serialize, deserialize = _internal_rpc_pickler.serialize, _internal_rpc_pickler.deserialize
 
 
 def run_function(udf: PythonUDF) -> object:

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ def _copy(module: ModuleType, **changed: object) -> ModuleType:
     return copied
 
 
+_OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
 _ROOM = 20
 """Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
 
@@ -91,13 +93,7 @@ def _substituted(others: list[ModuleType]) -> Iterator[None]:
 @lru_cache(1)
 def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
     """Looked for again when there are more modules than last time."""
-    return _places(
-        [
-            module
-            for name, module in list(sys.modules.items())
-            if name.startswith("gradwire.") and not name.startswith("gradwire.testing.simulate")
-        ]
-    )
+    return _places([module for name, module in list(sys.modules.items()) if _OURS.match(name)])
 
 
 def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:

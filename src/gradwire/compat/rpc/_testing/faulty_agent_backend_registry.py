@@ -56,17 +56,15 @@ class FaultPlan:
         self._lock = threading.RLock()
         self._failed: Counter[bytes] = Counter()
 
-    def fails(self, frame: Frame) -> bool:
-        """Whether this sending of a message fails; the same message fails only so often."""
-        if not names_of(frame) & self._fail:
-            return False
-        with self._lock:
-            self._failed[frame.head] += 1
-            return self._failed[frame.head] <= self._times
-
     def seconds_late(self, frame: Frame) -> float:
-        """By how much a message is late."""
-        return max((self._delay.get(name, 0.0) for name in names_of(frame)), default=0.0)
+        """How late a message is sent; InjectedLoss if it is not, the first few times."""
+        names = names_of(frame)
+        if names & self._fail:
+            with self._lock:
+                self._failed[frame.head] += 1
+                if self._failed[frame.head] <= self._times:
+                    raise InjectedLoss("RPCErr:2:a fault was injected on purpose")
+        return max((self._delay.get(name, 0.0) for name in names), default=0.0)
 
 
 @final
@@ -95,8 +93,6 @@ class FaultyChannel:
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
-        if self._faults.fails(frame):
-            raise InjectedLoss("RPCErr:2:a fault was injected on purpose")
         late = self._faults.seconds_late(frame)
         if not late:
             self._inner.send(frame, deadline)
