@@ -1,7 +1,6 @@
 """torch.futures.wait_all and collect_all, for futures that gradwire completes.
 
-Torch's own wait in C++, where a future of ours is done only once all are; they should return as
-soon as one has failed.
+Torch's own wait in C++ for all futures of gradwire's; they should return as soon as one has failed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Act = Callable[[torch.futures.Future[Any] | None], None]
 def wait_all(futures: Futures) -> list[Any]:
     """The values of all, or the first exception, without waiting for the others.
 
-    A future of ours has a deadline of its own; one of the program's is given a long time.
+    A future of gradwire's has a deadline of its own; one of the program's is given a long time.
     """
     settled: SimpleQueue[torch.futures.Future[Any] | None] = SimpleQueue()
     _when_settled(futures, settled.put)

@@ -78,7 +78,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Make this process a worker; without a world size, one that joins whoever is there.
+    """Make this process a worker; without a world size, one that joins those present.
 
     Where it meets the others says `rpc_backend_options.init_method`; with env:// a rank that is not
     given is the one that a launcher has set.

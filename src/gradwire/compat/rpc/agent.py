@@ -1,4 +1,4 @@
-"""The agent object of torch.distributed.rpc, over a worker of ours, and the devices it names."""
+"""The agent object of torch.distributed.rpc, over a gradwire worker, and the devices it names."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TensorPipeAgent(RpcAgent):
             everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
             check_device_maps(everyone, is_static_group=not directory.is_open)
             _greet(worker, opts)
-        except BaseException:  # also if we were interrupted: nobody else would close it
+        except BaseException:  # an interrupt too: nobody else would close it
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
         self._take(worker, opts)

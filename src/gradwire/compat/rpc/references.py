@@ -64,7 +64,7 @@ class PyRRef(native.RRef[T]):
 
     @classmethod
     def never_made(cls, home: RRefHome, owner: WorkerId, error: Exception) -> PyRRef[T]:
-        """What `remote` returns if its call did not leave: whoever uses it is told."""
+        """What `remote` returns if its call was not sent; each use of it raises the error."""
         made = cls.__new__(cls)
         made._home, made.handle = home, home.refs.keep_elsewhere(owner)
         home.refs.creation_undone(made.handle)

@@ -150,7 +150,7 @@ class _Playing:
             stage.violate("I3", f"still waiting after 200 s: {waiting}")
 
     def _mend(self) -> None:
-        """No more faults; then what was silent is noticed, and who was restarted joins."""
+        """No more faults; then peers notice silent crashes, and restarted workers join."""
         world = self._world
         self._nemesis.end()
         world.scheduler.run(world.scheduler.now + _NOTICED_SECONDS)

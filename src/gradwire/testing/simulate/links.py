@@ -277,9 +277,9 @@ class SimulatedChannel:
         """See `Channel.close`."""
         self._end(closed_here(reason))
 
-    def _end(self, story: str) -> None:
+    def _end(self, reason: str) -> None:
         if self._ended is None:
-            self._ended = story
+            self._ended = reason
         scheduler = self._network.scheduler
         self._outgoing.end(scheduler.now + self._network.blink(), lossy=False)
         self._incoming.drop()
@@ -369,7 +369,7 @@ class SimulatedNetwork:
         return listener
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SimulatedChannel:
-        """A channel to whoever listens there."""
+        """A channel to the listener there."""
         scheduler = self.scheduler
         here = scheduler.me().process
         there_name = address.partition("://")[2].partition(".")[0]

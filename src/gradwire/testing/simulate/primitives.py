@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from queue import Empty
 from typing import Any, cast, final
 
 from gradwire import threads
-from gradwire.testing.simulate.scheduler import Scheduler, Task, Timed, Unwound, Wait
+from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait
 
 
 def _until(scheduler: Scheduler, timeout: float | None) -> float | None:
@@ -233,7 +232,6 @@ class SimpleQueue:
         return len(self._items)
 
 
-@final
 class Thread:
     """As threading.Thread; belongs to the worker that starts it."""
 
@@ -307,37 +305,25 @@ def current_thread(scheduler: Scheduler) -> Thread:
 
 
 @final
-class Timer:
-    """As threading.Timer; costs no thread until its moment."""
+class Timer(Thread):
+    """As threading.Timer."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         interval: float,
         function: Callable[..., object],
-        args: Iterable[Any] | None = None,
+        args: Iterable[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._scheduler, self._interval = scheduler, interval
-        self.name, self.daemon = "timer", False
-        self._call: Callable[[], Any] = partial(function, *(args or ()), **(kwargs or {}))
-        self._timed: Timed | None = None
+        self._cancelled = Event(scheduler)
 
-    def start(self) -> None:
-        """Arrange the call."""
-        scheduler = self._scheduler
-        process = scheduler.me().process
+        def later(*args: object, **kwargs: object) -> None:
+            if not self._cancelled.wait(interval):
+                function(*args, **kwargs)
 
-        def fire() -> None:
-            if not process.is_dead:
-                scheduler.spawn(self.name, process, self._call)
-
-        self._timed = scheduler.at(scheduler.now + self._interval, fire)
+        super().__init__(scheduler, target=later, name="timer", args=args, kwargs=kwargs)
 
     def cancel(self) -> None:
         """It will not be called."""
-        if self._timed is not None:
-            self._timed.cancel()
-
-    def join(self, timeout: float | None = None) -> None:
-        """What has been cancelled has ended."""
+        self._cancelled.set()

@@ -65,7 +65,7 @@ class Task:
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A thread that waits: for whoever wakes it, or for a moment."""
+    """A thread that waits until it is woken, or for a moment."""
 
     task: Task
     was_woken: bool | None = None
