@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.compat.rpc import api, backend_registry, world
+from gradwire.compat import rpc as world
+from gradwire.compat.rpc import api, backend_registry
 from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.constants import A_LONG_TIME_SECONDS
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -38,14 +39,14 @@ def test_a_world_of_one(options):
     assert agent.store is not None
     assert agent._get_backend_options() is options
     assert agent._get_device_map(world.get_worker_info()) == {}
-    assert world._all_gather(7) == {"me": 7}
-    world._barrier(["me"])
+    assert api._all_gather(7) == {"me": 7}
+    api._barrier(["me"])
     world.shutdown()
     assert not world._is_current_rpc_agent_set()
 
 
 @pytest.mark.parametrize(
-    "function", [world.shutdown, world.get_worker_info, lambda: world._all_gather(1)]
+    "function", [world.shutdown, world.get_worker_info, lambda: api._all_gather(1)]
 )
 def test_without_init_nothing_goes(function):
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized. Call torch.distribu"):
@@ -127,9 +128,9 @@ def test_timeouts_of_calls(options):
     options.rpc_timeout = 0.5
     world.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
 
-    assert world.get_rpc_timeout() == world.patience(-1) == 0.5
-    assert world.patience(3) == 3
-    assert world.patience(0) == A_LONG_TIME_SECONDS
+    assert world.get_rpc_timeout() == api.patience(-1) == 0.5
+    assert api.patience(3) == 3
+    assert api.patience(0) == A_LONG_TIME_SECONDS
     world._set_rpc_timeout(100)
     assert world.get_rpc_timeout() == 100
 
@@ -160,8 +161,8 @@ def test_a_map_to_a_worker_that_there_is_not(options):
 def test_a_destination_is_a_name_a_number_or_an_info(options):
     world.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
 
-    assert world._to_worker_info("me") == world._to_worker_info(world.get_worker_info())
+    assert api._to_worker_info("me") == api._to_worker_info(world.get_worker_info())
     with pytest.raises(ValueError, match=r"Cannot get WorkerInfo from name 1\.5"):
-        world._to_worker_info(1.5)
+        api._to_worker_info(1.5)
     with pytest.raises(RuntimeError, match="could not find destination name nope"):
-        world._to_worker_info("nope")
+        api._to_worker_info("nope")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.compat.rpc import api, world
+from gradwire.compat import rpc as world
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.rpc.join import forget_rendezvous_store
 from tests.processes import far
@@ -35,8 +36,8 @@ def _alike(rank, url, environment, times):
     try:
         for _ in range(times):
             _join(-1 if environment else rank, url, name=f"worker-{rank}")
-            world._barrier([f"worker-{n}" for n in range(1, WORLD)] if rank else ["worker-0"])
-            heard.append(world._all_gather(rank))
+            api._barrier([f"worker-{n}" for n in range(1, WORLD)] if rank else ["worker-0"])
+            heard.append(api._all_gather(rank))
             world.shutdown()
     finally:
         for variable in environment:
@@ -161,7 +162,7 @@ def test_an_open_world(hosts, tmp_path):
             one.begin(world.shutdown)
             one.finish()
             with pytest.raises(RuntimeError, match="could not find destination name worker-1"):
-                world._to_worker_info("worker-1")
+                api._to_worker_info("worker-1")
         host.begin(_come, rank, url)
         assert f"worker-{rank}" in host.finish()
         assert world.get_worker_info(f"worker-{rank}").id == rank

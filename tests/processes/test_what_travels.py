@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import gradwire
 from gradwire import Options
 from gradwire.autograd.scope import current_context
-from gradwire.compat.rpc import api, world
+from gradwire.compat import rpc as world
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.current import current_worker
 from gradwire.testing.process_cluster import process_cluster

@@ -19,3 +19,14 @@ def patient():
 
 def for_ever():
     threading.Event().wait()
+
+
+def timers():
+    rang = []
+    kept = threading.Timer(50, rang.append, ["kept"])
+    cancelled = threading.Timer(20, rang.append, ["cancelled"])
+    for timer in (kept, cancelled):
+        timer.start()
+    cancelled.cancel()
+    kept.join()
+    return rang

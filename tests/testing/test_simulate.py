@@ -128,6 +128,13 @@ def test_time_passes_for_functions_that_wait():
     assert 100 < outcome.seconds < 101
 
 
+def test_a_timer_calls_at_its_time_unless_it_is_cancelled():
+    outcome = simulate(own.timers, workers=2, expose=[own])
+
+    assert outcome.result == ["kept"]
+    assert 50 <= outcome.seconds < 51
+
+
 def test_a_timeout_comes_at_its_time():
     options = gradwire.Options(timeouts=gradwire.Timeouts(call=7.0, backward=7.0))
     faults = Faults(stalls=1, within=1, heal=False)

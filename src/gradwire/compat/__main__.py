@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
 
 from gradwire.agent.peers.secret import write_secret
 from gradwire.compat.substitution import install
@@ -38,32 +37,23 @@ def main(arguments: list[str]) -> None:
                 sys.path[0] = os.path.dirname(os.path.realpath(program))
             runpy.run_path(program, run_name="__main__")
         case _:
-            _refuse(arguments)
+            reason = f"unknown option {arguments[0]}" if arguments else "no program given"
+            sys.exit(f"{reason}\n{_USAGE}")
 
 
 def _begin() -> None:
-    _make_secret()
+    """A secret for the workers, unless the environment names one, lasts as long as this process."""
+    if not secret_from_environment().is_there:
+        directory = tempfile.mkdtemp(prefix="gradwire-compat-")
+        hand_down_secret(write_secret(Path(directory) / "secret"))
+        atexit.register(_remove, directory, os.getpid())
     install()
     put_first_on_python_path(str(Path(__file__).parent / "startup"))
-
-
-def _make_secret() -> None:
-    """For the workers of this program, unless the environment names one; it ends with us."""
-    if secret_from_environment().is_there:
-        return
-    directory = tempfile.mkdtemp(prefix="gradwire-compat-")
-    hand_down_secret(write_secret(Path(directory) / "secret"))
-    atexit.register(_remove, directory, os.getpid())
 
 
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # and not one that it forked
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _refuse(arguments: list[str]) -> NoReturn:
-    reason = f"unknown option {arguments[0]}" if arguments else "no program given"
-    sys.exit(f"{reason}\n{_USAGE}")
 
 
 if __name__ == "__main__":

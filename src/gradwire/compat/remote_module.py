@@ -1,6 +1,6 @@
 """RemoteModule with the names, the limits and the texts of torch.distributed.nn.
 
-It refuses more than gradwire's own does, as programs may count on that, and travels as a pickle.
+It refuses more than gradwire's own does, as programs may rely on that, and is sent as a pickle.
 """
 
 from __future__ import annotations
@@ -32,20 +32,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 _METHODS = ("forward_async", "forward")
 
 _REFUSED = (
-    "register_buffer",
-    "register_parameter",
-    "add_module",
     "apply",
-    "cuda",
-    "ipu",
-    "xpu",
-    "cpu",
-    "type",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
     "register_backward_hook",
     "register_forward_pre_hook",
     "register_forward_hook",
@@ -54,15 +41,13 @@ _REFUSED = (
     "named_parameters",
     "buffers",
     "named_buffers",
-    "children",
-    "named_children",
     "modules",
     "named_modules",
     "requires_grad_",
     "zero_grad",
-    "share_memory",
     "extra_repr",
 )
+"""What gradwire's own module has, or does not refuse itself."""
 
 
 class _RemoteModule(native.RemoteModule):
@@ -109,7 +94,7 @@ class _RemoteModule(native.RemoteModule):
             )
         worker, self.device = parse_remote_device(remote_device)
         info = api.get_worker_info(worker)
-        device_map = getattr(api._get_current_rpc_agent(), "_get_device_map", _no_map)
+        device_map: Any = getattr(api._get_current_rpc_agent(), "_get_device_map", lambda _: {})
         self.on = info.name
         self.is_device_map_set = bool(device_map(info))
         self.is_scriptable = interface is not None
@@ -165,11 +150,6 @@ class RemoteModule(_RemoteModule):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
-
-
-def _no_map(_info: object) -> dict[object, object]:
-    """Of a backend that the program has registered."""
-    return {}
 
 
 def _create_module(

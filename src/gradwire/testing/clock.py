@@ -35,7 +35,7 @@ class ManualClock:
                 self._sleepers.remove(wake)
 
     def advance(self, seconds: float) -> None:
-        """Move it, and wake whoever sleeps by it."""
+        """Move it, and wake the threads that sleep by it."""
         with self._lock:
             self._now += seconds
             sleepers = list(self._sleepers)

@@ -51,42 +51,7 @@ class ClusterWorker:
 
 @final
 class Cluster(Sequence[ClusterWorker]):
-    """The workers, by number."""
-
-    def __init__(self, members: list[ClusterWorker], restart: Callable[[Worker], Worker]) -> None:
-        self._members, self._restart = members, restart
-
-    def __getitem__(self, n: int) -> ClusterWorker:  # type: ignore[override]
-        return self._members[n]
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def restart(self, n: int) -> ClusterWorker:
-        """End a worker without a word, and start it again: a new life under its name and number.
-
-        The others have heard of it when this returns.
-        """
-        member = self._members[n] = ClusterWorker(self._restart(self._members[n].worker))
-        return member
-
-    @contextmanager
-    def trace(self) -> Iterator[list[str]]:
-        """The events of all workers inside the block, as lines, in the order they happened."""
-        lines: list[str] = []
-
-        def note(event: Event) -> None:
-            lines.append(str(event))
-
-        with ExitStack() as stack:
-            for member in self._members:
-                stack.enter_context(member.worker.events.subscribe(note))
-            yield lines
-
-
-@final
-class _Nursery:
-    """Starts the workers of one cluster, and starts them again."""
+    """The workers, by number; made by `cluster`."""
 
     def __init__(
         self,
@@ -104,24 +69,47 @@ class _Nursery:
         self._clock, self._behavior = clock, behavior or NATIVE
         self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
         self._secret = fresh_secret()
-        self.started: list[Worker] = []
+        self._started: list[Worker] = []
         listeners = [self._transports.listen(f"memory://w{id}") for id in range(n)]
         self._places = [Member(id, f"w{id}", listeners[id].address) for id in range(n)]
-        for id, listener in enumerate(listeners):
-            self._start(id, listener)
+        self._members = [ClusterWorker(self._start(id, made)) for id, made in enumerate(listeners)]
 
-    def restart(self, worker: Worker) -> Worker:
-        """See `Cluster.restart`."""
+    def __getitem__(self, n: int) -> ClusterWorker:  # type: ignore[override]
+        return self._members[n]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def restart(self, n: int) -> ClusterWorker:
+        """End a worker without notice and start it again: a new incarnation, same name and number.
+
+        The others know of it when this returns.
+        """
+        worker = self._members[n].worker
         worker.close()
-        id, life = worker.directory.me.id, worker.directory.myself.life + 1
+        life = worker.directory.myself.life + 1
         listener = self._transports.listen(f"memory://{worker.name}.{life}")
-        self._places[id] = Member(id, worker.name, listener.address, life)
-        born = self._start(id, listener)
+        self._places[n] = Member(n, worker.name, listener.address, life)
+        born = self._start(n, listener)
         for other in born.directory.others():
             with suppress(PeerLost):  # it is not there either, and will look for us
                 limit = born.agent.clock.now() + self._options.timeouts.connect
                 born.agent.reach(other.id, limit)
-        return born
+        member = self._members[n] = ClusterWorker(born)
+        return member
+
+    @contextmanager
+    def trace(self) -> Iterator[list[str]]:
+        """The events of all workers inside the block, as lines, in the order they happened."""
+        lines: list[str] = []
+
+        def note(event: Event) -> None:
+            lines.append(str(event))
+
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.worker.events.subscribe(note))
+            yield lines
 
     def _start(self, id: int, listener: Listener) -> Worker:
         mine = None if self._generators is None else self._generators[id]
@@ -137,7 +125,7 @@ class _Nursery:
             behavior=self._behavior,
             own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
         )
-        self.started.append(worker)
+        self._started.append(worker)
         return worker
 
 
@@ -159,9 +147,9 @@ def cluster(
     They share the default generator of the process, unless each is given one of its own; see
     testing/generators.py.
     """
-    nursery = _Nursery(n, expose, options, clock, behavior, generators)
+    workers = Cluster(n, expose, options, clock, behavior, generators)
     try:
-        yield Cluster([ClusterWorker(worker) for worker in nursery.started], nursery.restart)
+        yield workers
     finally:
-        for worker in nursery.started:
+        for worker in workers._started:
             worker.close()

@@ -176,7 +176,7 @@ def close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
 
 
 def the_peers_close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
-    """Whoever will never read ends the wait of whoever wants to send."""
+    """A peer that closes ends the wait of a thread that sends to it."""
     with _connected(make_pair) as (here, there):
         sender = Background(lambda: _clog(here))
         expect(sender.is_blocked(), "send returned, though unread")
@@ -276,7 +276,7 @@ def words_go_before_frames(make_pair: MakePair) -> None:
 
 
 def hear_gives_up_at_its_deadline(make_pair: MakePair) -> None:
-    """Also if some of the bytes have come; and it is woken by the end of either side."""
+    """Even if some of the bytes have come; and it is woken by the end of either side."""
     with _connected(make_pair) as (here, there):
         here.send_raw(b"abc", _soon())
         late = raised(DeadlinePassed, lambda: there.recv_raw(4, time.monotonic() + _MOMENT))

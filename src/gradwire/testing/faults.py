@@ -3,7 +3,7 @@
     arm, armed       at a point in the life of a message: see agent/failpoints.py for the words
     kill, frozen …   processes
     FaultProxy, proxied   the bytes between two workers
-    namespaces       the network between them, for root (testing/namespaces.py)
+    testing/network.py    the network between them, for root
 
 A fault that a test has armed and that never happened is a failure of the test. Other processes arm
 theirs by the environment variable GRADWIRE_FAULTS, or by a call, if this module is exposed there.
@@ -16,8 +16,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
-from time import monotonic
+from time import monotonic, sleep
 from typing import Protocol, cast
 
 from gradwire.agent.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
@@ -98,7 +97,10 @@ def armed(text: str, *, on: str | None = None) -> Iterator[None]:
 
     A worker that is gone has done what `kill` says; of others it is not known.
     """
-    ask = _asker(on)
+
+    def ask(fn: Callable[..., object], *args: object) -> object:
+        return fn(*args) if on is None else rpc_sync(on, fn, args=args)
+
     ask(arm, text)
     yield
     try:
@@ -111,12 +113,6 @@ def armed(text: str, *, on: str | None = None) -> Iterator[None]:
     missed = [fault for fault, is_over in happened.items() if not is_over]
     if missed:
         raise AssertionError(f"never happened on {on or _here().name}: {'; '.join(missed)}")
-
-
-def _asker(on: str | None) -> Callable[..., object]:
-    if on is None:
-        return lambda fn, *args: fn(*args)
-    return lambda fn, *args: rpc_sync(on, fn, args=args)
 
 
 def _points() -> Failpoints:
@@ -146,7 +142,7 @@ def freeze(process: _Process | int) -> None:
     while _state(pid) not in "TZX":
         if monotonic() > until:
             raise DeadlinePassed(f"process {pid} did not stop in {_FROZEN_SECONDS:g} s")
-        Event().wait(0.001)
+        sleep(0.001)
 
 
 def thaw(process: _Process | int) -> None:

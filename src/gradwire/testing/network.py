@@ -66,7 +66,7 @@ def _set_namespace(fd: int) -> None:
 
 @final
 class Network:
-    """n namespaces on one switch. All chances are taken by `seed`.
+    """n namespaces on one switch; `seed` decides chances.
 
     >>> with Network(2) as network:
     ...     network.black_hole(0, 1)
@@ -76,7 +76,6 @@ class Network:
         if not is_possible():
             raise UsageError("a network of its own needs root, ip, tc, ss and /dev/net/tun")
         self._random = random.Random(seed)
-        self._stack = ExitStack()
         self.namespaces = [f"gradwire-{os.getpid()}-{i}" for i in range(n)]
         self._taps: list[int] = []
         self._lock = threading.Lock()

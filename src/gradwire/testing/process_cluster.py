@@ -75,7 +75,7 @@ def process_cluster(
         mine, *theirs = worker_specs(n, options, Path(directory))
         for host, spec in zip(others.values(), theirs, strict=True):
             host.begin(_serve, spec, exposed)
-        stack.enter_context(_sent_home(others, mine.options))
+        stack.enter_context(_finishing(others, mine.options))
         init_rpc(mine.name, mine.rank, n, mine.options, expose=exposed)
         try:
             yield others
@@ -94,17 +94,17 @@ def _serve(spec: WorkerSpec, expose: Exposed) -> Warned:
 
 
 @contextmanager
-def _sent_home(others: Mapping[str, Host], options: Options) -> Iterator[None]:
+def _finishing(others: Mapping[str, Host], options: Options) -> Iterator[None]:
     """Afterwards every host is free again: by itself if all went well, or it is stopped."""
     try:
         yield
     except BaseException:
-        # They may wait for what never comes; but one that leaves in order need not start again.
+        # They may wait for what never comes; but one that leaves in time need not start again.
         for host in others.values():
             with suppress(GradwireError):
                 _finish(host, _LEAVE_SECONDS)
         raise
-    with ExitStack() as all_of_them:  # each is heard, whatever the others say
+    with ExitStack() as all_of_them:  # each is finished, even if another one raises
         for host in others.values():
             all_of_them.callback(_finish, host, options.timeouts.shutdown)
 
@@ -216,8 +216,7 @@ class Hosts:
 
     def take(self, count: int) -> list[Host]:
         """The first `count` hosts; missing ones are added."""
-        known = len(self._hosts)
-        self._hosts += [Host(f"w{n}") for n in range(known + 1, count + 1)]
+        self._hosts += [Host(f"w{n}") for n in range(len(self._hosts) + 1, count + 1)]
         return self._hosts[:count]
 
 
@@ -228,13 +227,10 @@ def _run_tasks(pipe: Connection, parent: int, name: str, tasks: Connection) -> N
             data = tasks.recv_bytes()
         except EOFError:
             return
-        tasks.send_bytes(_outcome(name, data))
+        try:
+            fn, args, kwargs = unpickled(data, f"a task of {name}")
+            outcome = pickled((fn(*args, **kwargs),), f"the result of a task of {name}")
+        except BaseException as error:  # reported to the test, whatever it is
+            outcome = pickled(describe(error, name, exception_name), "a failure")
+        tasks.send_bytes(outcome)
         flush_output()
-
-
-def _outcome(name: str, data: bytes) -> bytes:
-    try:
-        fn, args, kwargs = unpickled(data, f"a task of {name}")
-        return pickled((fn(*args, **kwargs),), f"the result of a task of {name}")
-    except BaseException as error:  # reported to the test, whatever it is
-        return pickled(describe(error, name, exception_name), "a failure")

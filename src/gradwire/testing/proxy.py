@@ -1,10 +1,7 @@
 """A proxy between two workers that does to their bytes what networks and their boxes do.
 
-A client that connects to `FaultProxy.address` speaks with the worker behind it, until the test says
-otherwise:
-
-    cut, reset      end what is connected, politely or not; who connects again gets through
-    stall, heal     nothing passes, one way or both, and nobody is told
+    cut, reset      end what is connected, by FIN or by RST; a new connection gets through
+    stall, heal     nothing passes, one way or both, and neither end is told
     slow, slice     so many bytes a second; pieces of so many bytes
     harm            one frame is flipped, truncated, dropped, doubled, swapped with the next one …
 
@@ -38,7 +35,7 @@ _JOIN_SECONDS = 5.0
 
 
 class Way(Enum):
-    """From whoever connected to the worker behind the proxy, or back."""
+    """From the client to the worker behind the proxy, or back."""
 
     THERE = "there"
     BACK = "back"
@@ -70,21 +67,23 @@ class _Ended(Exception):
 
 @final
 class FaultProxy:
-    """See the top of this file. All chances are taken by `seed`.
+    """Clients that connect to its `address` reach the worker behind it; `seed` decides chances.
 
     >>> with FaultProxy("tcp://127.0.0.1:4242") as proxy:
     ...     proxy.harm("flip", Gradients)
     """
 
     def __init__(self, target: str, *, seed: int = 0) -> None:
-        self._target = parse_address(target)
-        if self._target.port is None:
+        self.target = parse_address(target)
+        if self.target.port is None:
             raise UsageError(f"a proxy speaks tcp, not {target}", hint="Options(listen='tcp://…')")
         self._random = random.Random(seed)
         self.changed = threading.Condition()
-        self._stalled: set[Way] = set()
-        self._rate: float | None = None
-        self._piece = _CHUNK
+        self.stalled: set[Way] = set()
+        """ways that nothing passes; guarded by `changed`, as all that pumps share"""
+        self.rate: float | None = None
+        self.piece = _CHUNK
+        """bytes a second, and in one piece"""
         self._harms: list[_Harm] = []
         self._pairs: list[_Pair] = []
         self.passed = {Way.THERE: 0, Way.BACK: 0}
@@ -94,11 +93,14 @@ class FaultProxy:
     def address(self) -> str:
         """Where to connect."""
         host, port = self._listener.getsockname()[:2]
-        return str(Address(self._target.scheme, host, port))
+        return str(Address(self.target.scheme, host, port))
 
     def __enter__(self) -> FaultProxy:
-        host = "::1" if ":" in self._target.place else "127.0.0.1"
-        self._listener = socket.create_server((host, 0), family=_family(host))
+        is_v6 = ":" in self.target.place
+        self._listener = socket.create_server(
+            ("::1" if is_v6 else "127.0.0.1", 0),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        )
         self._acceptor = threading.Thread(target=self._accept, name="proxy accept", daemon=True)
         self._acceptor.start()
         return self
@@ -109,9 +111,7 @@ class FaultProxy:
         self._acceptor.join(_JOIN_SECONDS)
         self._listener.close()
         self.heal()
-        pairs = self._pairs
-        self.cut()
-        for pair in pairs:
+        for pair in self._end(is_reset=False):
             pair.join()
 
     # -- what may go wrong
@@ -121,28 +121,28 @@ class FaultProxy:
         self._end(is_reset=False)
 
     def reset(self) -> None:
-        """End what is connected by a RST, as a firewall does that has lost its memory."""
+        """End what is connected by a RST, as a firewall does that has lost its state."""
         self._end(is_reset=True)
 
     def stall(self, way: Way | None = None) -> None:
         """Nothing passes this way, or none; what is sent is taken until buffers are full."""
         with self.changed:
-            self._stalled |= {way} if way else set(Way)
+            self.stalled |= {way} if way else set(Way)
 
     def heal(self) -> None:
         """Everything passes, at once; what has not happened will not."""
         with self.changed:
-            self._stalled, self._rate, self._piece = set(), None, _CHUNK
+            self.stalled, self.rate, self.piece = set(), None, _CHUNK
             self._harms = [harm for harm in self._harms if harm.has_fired]
             self.changed.notify_all()
 
     def slow(self, bytes_per_second: float) -> None:
         """So many bytes each way."""
-        self._rate = bytes_per_second
+        self.rate = bytes_per_second
 
     def slice(self, size: int) -> None:
         """What passes comes in pieces of so many bytes."""
-        self._piece = size
+        self.piece = size
 
     def harm(
         self, what: str, kind: type[Message] | None = None, *, way: Way | None = None, nth: int = 1
@@ -171,35 +171,27 @@ class FaultProxy:
             place, bit = self._random.randrange(len(data)), self._random.randrange(8)
         return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
-    def is_stalled(self, way: Way) -> bool:
-        """Whether nothing passes this way; asked with `changed` held."""
-        return way in self._stalled
-
-    @property
-    def pace(self) -> tuple[int, float | None]:
-        """Bytes in one piece, and bytes a second."""
-        return self._piece, self._rate
-
     def _accept(self) -> None:
         while True:
             try:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            place = (self._target.place or "127.0.0.1", self._target.port or 0)
+            place = (self.target.place or "127.0.0.1", self.target.port or 0)
             try:
                 far = socket.create_connection(place, _CONNECT_SECONDS)
             except OSError:
                 near.close()
                 continue
             with self.changed:
-                self._pairs = [*self._pairs, _Pair(self, near, far)]
+                self._pairs.append(_Pair(self, near, far))
 
-    def _end(self, *, is_reset: bool) -> None:
+    def _end(self, *, is_reset: bool) -> list[_Pair]:
         with self.changed:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
             pair.end(is_reset=is_reset)
+        return pairs
 
 
 @final
@@ -211,16 +203,15 @@ class _Pair:
         self._sockets = (near, far)
         self._ended, self._wake = socket.socketpair()
         self._is_over = self._is_reset = False
-        self._left = 2
+        self._running = 2
         for sock in self._sockets:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._threads = [
-            threading.Thread(target=self._pump, args=args, name=f"proxy {args[0].value}")
+            threading.Thread(target=self._pump, args=args, name="proxy pump", daemon=True)
             for args in ((Way.THERE, near, far), (Way.BACK, far, near))
         ]
         for thread in self._threads:
-            thread.daemon = True
             thread.start()
 
     def end(self, *, is_reset: bool = False) -> None:
@@ -250,9 +241,9 @@ class _Pair:
             self._close()
 
     def _pass(
-        self, way: Way, sink: socket.socket, kind: int | None, data: bytes, h: bytes
+        self, way: Way, sink: socket.socket, kind: int | None, data: bytes, held: bytes
     ) -> bytes:
-        """Send one unit, or do what is due to it; what is held back until the next."""
+        """Send one unit, or do what is due to it; returns what is held back until the next."""
         for what in self._proxy.due(way, kind):
             match what:
                 case "flip":
@@ -272,12 +263,12 @@ class _Pair:
                         self._pour(way, sink, data[: len(data) // 2])
                     self.end(is_reset=what == "reset")
                     raise _Ended
-        self._pour(way, sink, data + h)
+        self._pour(way, sink, data + held)
         return b""
 
     def _units(self, source: socket.socket) -> Iterator[tuple[int | None, bytes]]:
         """What comes, piece by piece: the handshake, then frames with their kinds."""
-        if self._proxy._target.scheme != "tcp":
+        if self._proxy.target.scheme != "tcp":
             while chunk := self._some(source):
                 yield None, chunk
             return
@@ -311,7 +302,7 @@ class _Pair:
     def _pour(self, way: Way, sink: socket.socket, data: bytes) -> None:
         left = memoryview(data)
         while left:
-            size, rate = self._proxy.pace
+            size, rate = self._proxy.piece, self._proxy.rate
             self._hold(way, 0.0 if rate is None else min(size, len(left)) / rate)
             try:
                 sent = sink.send(left[:size])
@@ -325,8 +316,9 @@ class _Pair:
         """While nothing passes, and for as long as it takes to pass."""
         changed = self._proxy.changed
         with changed:
-            changed.wait_for(lambda: self._is_over, seconds) if seconds else None
-            while self._proxy.is_stalled(way) and not self._is_over:
+            if seconds:
+                changed.wait_for(lambda: self._is_over, seconds)
+            while way in self._proxy.stalled and not self._is_over:
                 changed.wait(1.0)
         if self._is_over:
             raise _Ended
@@ -341,8 +333,8 @@ class _Pair:
 
     def _close(self) -> None:
         with self._proxy.changed:
-            self._left -= 1
-            if self._left:
+            self._running -= 1
+            if self._running:
                 return
         for sock in self._sockets:
             if self._is_reset:
@@ -350,7 +342,3 @@ class _Pair:
             sock.close()
         self._ended.close()
         self._wake.close()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

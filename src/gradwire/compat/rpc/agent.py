@@ -1,22 +1,17 @@
-"""The agent object of torch.distributed.rpc: a face of our worker.
-
-Programs replace some functions of `rpc.api`, so these are looked up there when they are called.
-"""
+"""The agent object of torch.distributed.rpc, over a gradwire worker, and the devices it names."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
 from typing import cast
 
 import msgspec
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.agent.peers.directory import Directory, WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
@@ -28,11 +23,6 @@ from gradwire.rpc.worker import Worker
 _CLOSE_SECONDS = 1.0
 _SHORTEST_SECONDS = 1e-6
 _agent: ProcessValue[RpcAgent] = ProcessValue()
-
-
-def late_api() -> ModuleType:
-    """`rpc.api` as it is now, with what a program has put in the place of its functions."""
-    return importlib.import_module("gradwire.compat.rpc.api")
 
 
 def patience(timeout: float | None) -> float:
@@ -81,7 +71,8 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: dict[str, DeviceMap] | None = None,
         devices: list[torch.device] | None = None,
     ) -> None:
-        mine = DeviceFacts.of(name, opts)
+        count = torch.cuda.device_count()
+        mine = DeviceFacts(name, count, opts.device_maps, opts.devices)
         worker = join(
             name,
             worker_id,
@@ -92,9 +83,12 @@ class TensorPipeAgent(RpcAgent):
             note=mine.to_note(),
         )
         try:
-            agree_on_devices(mine, worker.directory)
+            directory = worker.directory
+            notes = [directory.note(info.id) for info in directory.others()]
+            everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
+            check_device_maps(everyone, is_static_group=not directory.is_open)
             _greet(worker, opts)
-        except BaseException:  # also if we were interrupted: nobody else would close it
+        except BaseException:  # an interrupt too: nobody else would close it
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
         self._take(worker, opts)
@@ -249,18 +243,12 @@ class _Said(msgspec.Struct):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What one worker says of its devices."""
+    """What one worker tells the others of its devices."""
 
     name: str
     count: int
     maps: dict[str, DeviceMap]
     devices: list[torch.device]
-
-    @classmethod
-    def of(cls, name: str, options: TensorPipeRpcBackendOptions) -> DeviceFacts:
-        """What we say."""
-        count = torch.cuda.device_count()
-        return cls(name, count, options.device_maps, options.devices)
 
     def has(self, devices: Iterable[torch.device]) -> bool:
         """Whether these exist there."""
@@ -270,34 +258,20 @@ class DeviceFacts:
         )
 
     def to_note(self) -> str:
-        """As others find it in their directory."""
+        """The form in which others find it in their directory."""
         maps = {to: {str(a): str(b) for a, b in m.items()} for to, m in self.maps.items()}
         said = _Said(self.name, self.count, maps, [str(device) for device in self.devices])
         return msgspec.json.encode(said).decode()
 
     @classmethod
     def from_note(cls, note: str) -> DeviceFacts:
-        """What another has said."""
+        """From what `to_note` returned on another worker."""
         said = msgspec.json.decode(note, type=_Said)
         maps = {
             to: {torch.device(a): torch.device(b) for a, b in m.items()}
             for to, m in said.maps.items()
         }
         return cls(said.name, said.count, maps, [torch.device(device) for device in said.devices])
-
-
-def agree_on_devices(mine: DeviceFacts, directory: Directory) -> list[torch.device]:
-    """Our devices, if what everyone has said of theirs fits together."""
-    notes = [directory.note(info.id) for info in directory.others()]
-    everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
-    check_device_maps(everyone, is_static_group=not directory.is_open)
-    return mine.devices or _used(mine, everyone)
-
-
-def _used(mine: DeviceFacts, everyone: Sequence[DeviceFacts]) -> list[torch.device]:
-    ours = {device for device_map in mine.maps.values() for device in device_map}
-    asked = {device for other in everyone for device in other.maps.get(mine.name, {}).values()}
-    return sorted((ours | asked) - {torch.device("cpu")}, key=lambda device: device.index or 0)
 
 
 def check_device_maps(everyone: Sequence[DeviceFacts], *, is_static_group: bool = True) -> None:

@@ -1,15 +1,17 @@
-"""rpc_sync, rpc_async and remote as torch.distributed.rpc has them, on gradwire's own calls.
+"""Calls, all-gather and shutdown as torch.distributed.rpc has them, on gradwire's own.
 
-Programs look private names up here and replace some of them, so what is called late is called
-through this module.
+Programs replace some functions of this module: others look them up here when they call them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.futures import Future
@@ -17,7 +19,22 @@ from torch.futures import Future
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.scope import inside
-from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from gradwire.compat.rpc.agent import (
+    RpcAgent,
+    TensorPipeAgent,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _set_and_start_rpc_agent,
+    _set_rpc_timeout,
+    get_rpc_timeout,
+    patience,
+)
+from gradwire.compat.rpc.constants import (
+    A_LONG_TIME_SECONDS,
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+)
 from gradwire.compat.rpc.failures import of_call
 from gradwire.compat.rpc.internal import (
     PythonUDF,
@@ -29,30 +46,6 @@ from gradwire.compat.rpc.internal import (
     run_serialized,
 )
 from gradwire.compat.rpc.references import PyRRef, RRef, beside
-from gradwire.compat.rpc.world import (
-    AllGatherStates,
-    RpcAgent,
-    TensorPipeAgent,
-    _all_gather,
-    _barrier,
-    _broadcast_to_followers,
-    _delete_all_user_and_unforked_owner_rrefs,
-    _finalize_shutdown,
-    _gather_to_leader,
-    _get_current_rpc_agent,
-    _init_rpc_states,
-    _is_current_rpc_agent_set,
-    _require_initialized,
-    _reset_current_rpc_agent,
-    _set_and_start_rpc_agent,
-    _set_rpc_timeout,
-    _to_worker_info,
-    _wait_all_workers,
-    get_rpc_timeout,
-    get_worker_info,
-    patience,
-    shutdown,
-)
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, PeerError
 from gradwire.rpc.api import keywords, of_sequence
@@ -60,32 +53,15 @@ from gradwire.rpc.calls.client import Target
 from gradwire.rpc.expose.async_execution import LATER
 from gradwire.rpc.worker import Worker
 
-__all__ = [
-    "DEFAULT_SHUTDOWN_TIMEOUT",
+__all__ = [  # torch's, and what is only passed on
     "AllGatherStates",
     "Future",
-    "PyRRef",
     "RPCExecMode",
     "RRef",
-    "RpcAgent",
-    "TensorPipeAgent",
-    "WorkerInfo",
-    "_all_gather",
-    "_barrier",
-    "_broadcast_to_followers",
     "_build_rpc_profiling_key",
-    "_delete_all_user_and_unforked_owner_rrefs",
-    "_finalize_shutdown",
-    "_gather_to_leader",
     "_get_current_rpc_agent",
-    "_init_rpc_states",
     "_is_current_rpc_agent_set",
-    "_require_initialized",
-    "_reset_current_rpc_agent",
-    "_set_and_start_rpc_agent",
     "_set_rpc_timeout",
-    "_wait_all",
-    "_wait_all_workers",
     "get_rpc_timeout",
     "get_worker_info",
     "remote",
@@ -94,6 +70,9 @@ __all__ = [
     "shutdown",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_log = logging.getLogger("gradwire")
 _ignore_rref_leak = True
 _default_pickler = _internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -101,6 +80,23 @@ _ALL_WORKER_NAMES: set[str] = set()
 
 method_name = "to_here"
 """A variable that a loop has left behind in torch's module, and that editors offer for import."""
+
+
+def _require_initialized(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, for workers only."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _is_current_rpc_agent_set():
+            raise RuntimeError(
+                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+# -- calls
 
 
 @contextlib.contextmanager
@@ -194,7 +190,8 @@ def _prepared(
 ) -> tuple[Worker, WorkerInfo, Target]:
     if not callable(func):
         raise TypeError("function should be callable.")
-    return _here(), _to_worker_info(to), _target(func, of_sequence(args), keywords(kwargs))
+    worker = cast(Worker, current_worker.find())
+    return worker, _to_worker_info(to), _target(func, of_sequence(args), keywords(kwargs))
 
 
 def _target(func: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Target:
@@ -219,22 +216,17 @@ def _spoken(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__qualname__", type(func).__qualname__))
 
 
-@contextlib.contextmanager
-def _recorded(target: Target) -> Iterator[None]:
+def _recorded(target: Target) -> contextlib.AbstractContextManager[None]:
     """An operator without a tensor that wants a gradient is no part of the context."""
     function, *rest = target.args
     wanted = function is not run_builtin or (
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
     )
-    with contextlib.nullcontext() if wanted else inside(None):
-        yield
+    return contextlib.nullcontext() if wanted else inside(None)
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:  # noqa: ANN401
-    """Its type, or where that has no name by which it could travel, the nearest base that has one.
-
-    torch.fx makes a class for each module.
-    """
+    """Its type, or the nearest base that can be serialized: torch.fx makes a class per module."""
     kind = rref._get_type(blocking=blocking)
     if not isinstance(kind, type):
         return kind
@@ -247,5 +239,168 @@ def _rref_typeof_on_user(
     return rref._get_type(timeout, blocking)
 
 
-def _here() -> Worker:
-    return cast(Worker, current_worker.find())
+# -- the workers
+
+
+def _init_rpc_states(agent: RpcAgent) -> None:
+    infos = getattr(agent, "get_worker_infos", tuple)  # a program's own backend may have none
+    global _ALL_WORKER_NAMES  # programs look at this name
+    _ALL_WORKER_NAMES = {info.name for info in infos()}
+    if not _is_current_rpc_agent_set():  # a backend may have done so itself
+        _set_and_start_rpc_agent(agent)
+
+
+@_require_initialized
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """The name and number of a worker; of this one without an argument."""
+    agent = _get_current_rpc_agent()
+    return agent.get_worker_info() if worker_name is None else agent.get_worker_info(worker_name)
+
+
+def _to_worker_info(to: object) -> WorkerInfo:
+    if not isinstance(to, str | int | WorkerInfo):
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+    return get_worker_info(to)
+
+
+# -- all-gather
+
+
+class AllGatherStates:
+    """One round of an all-gather. Not used here, but by programs that gather by themselves."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, object] = {}
+        self.proceed_signal = threading.Event()
+
+
+def _ours() -> TensorPipeAgent:
+    return cast(TensorPipeAgent, _get_current_rpc_agent())
+
+
+@_require_initialized
+def _all_gather(
+    obj: object,
+    worker_names: Collection[str] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> dict[str, object]:
+    """The objects of all workers by name, once each of them has called this.
+
+    Without a timeout only the messages have one; then the slowest worker is waited for.
+    """
+    agent = _ours()
+    names = set(worker_names or [info.name for info in agent.get_worker_infos()])
+    me, seconds = agent.worker.name, patience(timeout)
+    is_unset = timeout == UNSET_RPC_TIMEOUT
+
+    def contribute(leader: str, round: str) -> None:
+        args = (round, me, obj, names)
+        rpc_sync(leader, _gather_to_leader, args=args, timeout=seconds)
+
+    def conclude(round: str, followers: Collection[str], values: Mapping[str, object]) -> None:
+        sent = [
+            (name, rpc_async(name, _broadcast_to_followers, (round, values), timeout=seconds))
+            for name in followers
+        ]
+        _wait_for_followers(sent, seconds)
+
+    def give_up(round: str, followers: Collection[str], reason: str) -> None:
+        for name in followers:  # each hears it, or is lost itself
+            rpc_async(name, _all_gather_failed, args=(round, reason), timeout=seconds)
+
+    return agent.worker.all_gather.gather(
+        obj,
+        names,
+        A_LONG_TIME_SECONDS if is_unset else seconds,
+        contribute=contribute,
+        conclude=conclude,
+        give_up=give_up,
+    )
+
+
+def _wait_for_followers(sent: list[tuple[str, Any]], seconds: float) -> None:
+    errors: list[tuple[str, Exception]] = []
+    for name, future in sent:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            errors.append((name, error))
+    if errors:
+        raise RuntimeError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after "
+            f"{seconds:.2f} seconds. The first exception is {errors[0][1]}"
+        ) from errors[0][1]
+
+
+# Each of these three is sent by name: it is the function that the program of the receiver has.
+
+
+def _all_gather_failed(sequence_id: str, reason: str) -> None:
+    _ours().worker.all_gather.failed(sequence_id, reason)
+
+
+def _gather_to_leader(
+    sequence_id: str, worker_name: str, obj: object, worker_names: Collection[str]
+) -> None:
+    _ours().worker.all_gather.heard(sequence_id, worker_name, obj, worker_names)
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, object]) -> None:
+    _ours().worker.all_gather.ended(sequence_id, objects_map)
+
+
+@_require_initialized
+def _barrier(worker_names: Collection[str]) -> None:
+    """Wait until all of these workers have called this."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        _log.exception("a barrier of %s failed", ", ".join(sorted(worker_names)))
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all workers have called this."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except RuntimeError:
+        _log.exception("not every worker was ready to leave in time")
+        raise
+
+
+# -- leaving
+
+
+def _delete_all_user_and_unforked_owner_rrefs(
+    timeout: timedelta = timedelta(seconds=100),  # a constant
+) -> None:
+    worker = _ours().worker
+    worker.refs.wait_until_settled(worker.agent.clock.now() + timeout.total_seconds())
+    worker.refs.abandon()
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave. Gracefully: with all others and when nothing is in flight; alone in an open world."""
+    agent = _get_current_rpc_agent()
+    if isinstance(agent, TensorPipeAgent) and agent.worker.is_forked:
+        _reset_current_rpc_agent()
+        return
+    try:
+        if graceful:
+            if not isinstance(agent, TensorPipeAgent) or agent.is_static_group:
+                _wait_all_workers(timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+            agent.join(shutdown=True, timeout=timeout)
+    finally:
+        _finalize_shutdown(agent)
+
+
+def _finalize_shutdown(agent: RpcAgent) -> None:
+    leaks = agent.leaks() if isinstance(agent, TensorPipeAgent) else []
+    try:
+        if leaks and not _ignore_rref_leak:
+            raise RuntimeError(f"Leaking RRef {', Leaking RRef '.join(leaks)}")
+    finally:
+        agent.shutdown()
+        _reset_current_rpc_agent()

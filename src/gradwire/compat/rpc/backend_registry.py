@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from gradwire.compat.rpc import constants
+from gradwire.compat.rpc import api, constants
+from gradwire.compat.rpc.agent import TensorPipeAgent
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
 __all__ = [
@@ -23,6 +23,10 @@ __all__ = [
     "init_backend",
     "register_backend",
 ]
+
+
+_OPTIONS = ("num_worker_threads", "_transports", "_channels")
+"""What our backend takes; the rest is ignored, as torch's does."""
 
 
 class BackendValue(NamedTuple):
@@ -116,38 +120,29 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:  # noq
 def _our_options(
     rpc_timeout: float,
     init_method: str,
-    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-    _transports: list[str] | None = None,
-    _channels: list[str] | None = None,
-    **_: Any,  # noqa: ANN401
+    **more: Any,  # noqa: ANN401
 ) -> TensorPipeRpcBackendOptions:
-    return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout,
-        init_method=init_method,
-        num_worker_threads=num_worker_threads,
-        _transports=_transports,
-        _channels=_channels,
-    )
+    known = {name: more[name] for name in _OPTIONS if name in more}
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **known)
 
 
-def _our_agent(
+def _start_agent(
     store: Store,
     name: str,
     rank: int,
     world_size: int | None,
     rpc_backend_options: RpcBackendOptions,
-) -> object:
-    from gradwire.compat.rpc.agent import TensorPipeAgent, late_api
-
-    if not isinstance(store, torch.distributed.Store):  # type: ignore[attr-defined]
+    agent_class: type[TensorPipeAgent] = TensorPipeAgent,
+) -> TensorPipeAgent:
+    if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
         )
-    agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
-    late_api()._init_rpc_states(agent)
+    agent = agent_class(store, name, rank, world_size, rpc_backend_options)
+    api._init_rpc_states(agent)
     return agent
 
 
-register_backend("TENSORPIPE", _our_options, _our_agent)
+register_backend("TENSORPIPE", _our_options, _start_agent)

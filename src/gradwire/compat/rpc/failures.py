@@ -24,7 +24,7 @@ def of_call(error: Exception, directory: Directory) -> Exception:
     if kept is not None:
         return kept(_story(error, directory))
     return RuntimeError(
-        f"{_plain(error.type_name)}: {_story(error, directory)}\n"
+        f"{error.type_name.rpartition(':')[2]}: {_story(error, directory)}\n"
         f"Original exception on remote side was {error.type_name}"
     )
 
@@ -51,9 +51,5 @@ def timed_out(error: CallTimeout) -> CallTimeout:
 def _story(error: RemoteError, directory: Directory) -> str:
     known = {info.name: info for info in directory.all()}
     where = known.get(error.worker, error.worker)
-    said = f"{_plain(error.type_name)}('{error.message}')"
+    said = f"{error.type_name.rpartition(':')[2]}('{error.message}')"
     return f"On {where}:\n{said}\n{error.remote_traceback}"
-
-
-def _plain(type_name: str) -> str:
-    return type_name.rpartition(":")[2]

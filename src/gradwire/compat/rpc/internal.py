@@ -1,4 +1,4 @@
-"""What travels: a function with its arguments, pickled, and how it is run where it arrives."""
+"""What is sent: a function with its arguments, pickled, and how it is run where it arrives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.autograd.scope import current_context
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.references import PyRRef, beside
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
@@ -20,6 +21,7 @@ from gradwire.rpc.graph_cut import warn_of_cut
 
 _REFERENCE = 0
 _NO_AGENT = "Current RPC agent is not set"
+"""What TorchScript says if it finds no agent of torch's in this process."""
 
 
 class RPCExecMode(Enum):
@@ -76,14 +78,7 @@ def _codec(reducers: Reducers) -> PickleCodec:
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
-def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The value as bytes and tensors."""
-    return _internal_rpc_pickler.serialize(obj)
-
-
-def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> object:
-    """The value that was serialized."""
-    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+serialize, deserialize = _internal_rpc_pickler.serialize, _internal_rpc_pickler.deserialize
 
 
 def run_function(udf: PythonUDF) -> object:
@@ -91,23 +86,18 @@ def run_function(udf: PythonUDF) -> object:
     try:
         return result_of(udf.func, *udf.args, **(udf.kwargs or {}))
     except Exception as raised:
-        error = _explained(raised)
+        error = raised
+        if isinstance(raised, RuntimeError) and _NO_AGENT in str(raised):
+            error = UsageError(
+                "TorchScript code called rpc_sync, rpc_async or remote, or used an RRef, which "
+                "gradwire does not have",
+                hint="make these calls from Python; what they call may be TorchScript",
+            )
         me = current_worker.find().directory.me
         print(f"On {me}:\n{error!r}\n{traceback.format_exc()}", file=sys.stderr)
         if error is raised:
             raise
         raise error from raised
-
-
-def _explained(error: Exception) -> Exception:
-    """In the place of what TorchScript says if it finds no agent of torch's in this process."""
-    if not isinstance(error, RuntimeError) or _NO_AGENT not in str(error):
-        return error
-    return UsageError(
-        "TorchScript code called rpc_sync, rpc_async or remote, or used an RRef, which gradwire "
-        "does not have",
-        hint="make these calls from Python; what they call may be TorchScript",
-    )
 
 
 def run_builtin(operator: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -120,8 +110,6 @@ def run_serialized(
     binary_data: bytes, tensor_table: list[torch.Tensor], references: list[PyRRef[Any]]
 ) -> object:
     """Run a function that a pickler of the program's own has packed."""
-    from gradwire.compat.rpc import api  # the pickler in use is looked up when it is used
-
     with beside(references):
         udf = api._default_pickler.deserialize(binary_data, tensor_table)
     assert isinstance(udf, PythonUDF)

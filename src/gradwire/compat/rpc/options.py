@@ -41,7 +41,7 @@ class RpcBackendOptions:
             )
 
     def for_worker(self) -> Options:
-        """The same for the worker that it becomes. Joining keeps its own patience."""
+        """The same as gradwire's own options; the deadline for joining is the default."""
         seconds = float(self.rpc_timeout) or constants.A_LONG_TIME_SECONDS
         return Options(
             init_method=self.init_method,
@@ -78,7 +78,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self._transports, self._channels = _transports, _channels
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
-        """Say on which device of a callee the tensors of each of ours are to arrive; adds."""
+        """Add on which device of a callee the tensors of each device here arrive."""
         known = self.device_maps.get(to, {})
         more = _device_map(device_map)
         for ours, theirs in more.items():
@@ -101,12 +101,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = named
 
     def for_worker(self) -> Options:
-        """The same for the worker that it becomes."""
-        return _with_threads(super().for_worker(), self.num_worker_threads)
-
-
-def _with_threads(options: Options, threads: int) -> Options:
-    return replace(options, threads=max(1, threads))
+        """The same as gradwire's own options."""
+        return replace(super().for_worker(), threads=max(1, self.num_worker_threads))
 
 
 def _device(given: DeviceType) -> torch.device:

@@ -11,6 +11,7 @@ import torch
 
 from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agent import _is_current_rpc_agent_set, patience
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_fetch, timed_out
@@ -63,7 +64,7 @@ class PyRRef(native.RRef[T]):
 
     @classmethod
     def never_made(cls, home: RRefHome, owner: WorkerId, error: Exception) -> PyRRef[T]:
-        """What `remote` returns if its call did not leave: whoever uses it is told."""
+        """What `remote` returns if its call was not sent; each use of it raises the error."""
         made = cls.__new__(cls)
         made._home, made.handle = home, home.refs.keep_elsewhere(owner)
         home.refs.creation_undone(made.handle)
@@ -92,8 +93,6 @@ class PyRRef(native.RRef[T]):
         return super().local_value()
 
     def _get_type(self, timeout: float | None = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:  # noqa: ANN401
-        from gradwire.compat.rpc import api
-
         if self._type is None:
             if self.is_owner():
                 self._type = torch.futures.Future()
@@ -115,7 +114,8 @@ class PyRRef(native.RRef[T]):
 
         def complete(outcome: Outcome) -> None:
             if isinstance(outcome, Exception):
-                future.set_exception(self._spoken_error(outcome))  # type: ignore[arg-type]
+                error = of_fetch(outcome, self._home.directory)
+                future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)
 
@@ -124,9 +124,6 @@ class PyRRef(native.RRef[T]):
         else:
             self._answer.on_settled(complete)
         return future
-
-    def _spoken_error(self, error: Exception) -> Exception:
-        return of_fetch(error, self._home.directory)
 
     def _check_usable(self, what: str) -> None:
         answer = self._answer
@@ -190,7 +187,6 @@ class PyRRef(native.RRef[T]):
         return self._proxy("remote", timeout)
 
     def _proxy(self, function: str, timeout: float | None) -> Any:  # noqa: ANN401
-        from gradwire.compat.rpc import api
         from gradwire.compat.rpc.rref_proxy import RRefProxy
 
         call: Callable[..., Any] = getattr(api, function)

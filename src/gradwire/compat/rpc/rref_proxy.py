@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradwire.compat.rpc import api
 from gradwire.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.references import PyRRef
 from gradwire.rpc.calls.futures import Future
@@ -57,8 +58,6 @@ def _check(rref: PyRRef[Any], kind: type, name: str, timeout: float) -> None:
     Mostly its type tells. If not, its owner is asked: a method may stand on the object itself, or
     come from its `__getattr__`, as those of TorchScript and of compiled modules do.
     """
-    from gradwire.compat.rpc import api
-
     if hasattr(kind, name) or issubclass(kind, _SCRIPTED):
         return
     if not api.rpc_sync(rref.owner(), _has_attribute, (rref, name), timeout=timeout):

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Announcing(Loader):
-    """A module's own loader, and a word to the finder when the module has been executed."""
+    """A module's own loader, which tells the finder when the module has been executed."""
 
     def __init__(self, real: Loader, finder: AfterTorch) -> None:
         self._real = real
@@ -37,23 +37,12 @@ class Announcing(Loader):
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
-        with self._finder.importing(module.__name__):
+        self._finder.under_way.add(module.__name__)
+        try:
             self._real.exec_module(module)
+        finally:
+            self._finder.under_way.discard(module.__name__)
         self._finder.executed()
-
-
-class Under:
-    """The time during which a module is imported."""
-
-    def __init__(self, names: set[str], name: str) -> None:
-        self._names = names
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._names.add(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._names.discard(self._name)
 
 
 class AfterTorch(MetaPathFinder):
@@ -63,7 +52,8 @@ class AfterTorch(MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        self._under_way: set[str] = set()
+        self.under_way: set[str] = set()
+        """modules that are being executed"""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -71,18 +61,16 @@ class AfterTorch(MetaPathFinder):
         """Only torch and gradwire; everything else is left to the finders that follow."""
         if name not in ("torch", "gradwire"):
             return None
-        spec = self._find_as_usual(name, path, target)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = Announcing(spec.loader, self)
         return spec
 
-    def importing(self, name: str) -> Under:
-        """Around the execution of a module."""
-        return Under(self._under_way, name)
-
     def executed(self) -> None:
         """One of the two is there; install when neither is under way."""
-        if "torch" in sys.modules and not self._under_way and self in sys.meta_path:
+        if "torch" in sys.modules and not self.under_way and self in sys.meta_path:
             sys.meta_path.remove(self)
             root = str(HERE.parents[2])
             if PathFinder.find_spec("gradwire") is None and root not in sys.path:
@@ -90,16 +78,6 @@ class AfterTorch(MetaPathFinder):
             from gradwire.compat import install
 
             install()
-
-    def _find_as_usual(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is not self:
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    return spec
-        return None
 
 
 def run_the_next() -> None:

@@ -7,13 +7,14 @@ blame, that everything ends in time, and that nothing is left behind.
     scheduler     one thread at a time, chosen by the seed; the clock jumps when nobody can run
     primitives    locks, conditions, queues and threads that hand over instead of blocking
     environment   puts them where gradwire's modules look for Python's
-    pipes         frames that take time, are held, repeated or lost with their connection
-    links         a transport of them, and what a fault does to it
+    links         a transport whose frames take time, are held, repeated or lost
     world         real workers on all of that, each a process that can crash
     faults        when which fault happens
     programs      random programs, and what they give in one process
     stage         plays them and checks each step
     history       one seed from beginning to end
+    batch         many of them
+    own_program   `simulate`
 """
 
 from gradwire.testing.simulate.faults import Faults

@@ -19,20 +19,28 @@ def main() -> int:
     """0 if nothing was violated."""
     options = _parser().parse_args()
     torch.set_num_threads(1)
-    progress = _Progress(options.seeds)
+    began = told_at = time.monotonic()
+
+    def goes_on(summary: Summary) -> bool:
+        """Report progress now and then; False once there is enough to look at."""
+        nonlocal told_at
+        now, failed = time.monotonic(), len(summary.failed)
+        if now - told_at > _TELL_SECONDS:
+            told_at = now
+            far = f"{summary.seeds} of {options.seeds} seeds, {summary.seeds / (now - began):.0f}/s"
+            print(f"{far}, {failed} with violations", file=sys.stderr, flush=True)
+        return failed < _MOST_SHOWN
 
     def on_told(told: History, summary: Summary) -> bool:
         if options.trace or options.seeds == 1 or told.violations:
             _show(told, trace=options.trace or bool(told.violations))
-        return progress.goes_on(summary)
+        return goes_on(summary)
 
     seeds = range(options.seed, options.seed + options.seeds)
     if options.jobs == 1 or options.trace:
         summary = run(seeds, liveness=options.liveness, on_told=on_told)
     else:
-        summary = run_on_cores(
-            seeds, options.jobs, liveness=options.liveness, on_some=progress.goes_on
-        )
+        summary = run_on_cores(seeds, options.jobs, liveness=options.liveness, on_some=goes_on)
         for told in summary.failed[:_MOST_SHOWN]:
             _show(told, trace=True)
     print("\n".join(summary.lines()))
@@ -41,24 +49,6 @@ def main() -> int:
         seed = told.setting.seed
         print(f"again: python -m gradwire.testing.simulate --seed {seed}{again}")
     return 1 if summary.failed else 0
-
-
-class _Progress:
-    """Says now and then how far it is."""
-
-    def __init__(self, seeds: int) -> None:
-        self._seeds = seeds
-        self._began = self._told_at = time.monotonic()
-
-    def goes_on(self, summary: Summary) -> bool:
-        """Whether to play more: not once there is enough to look at."""
-        now, failed = time.monotonic(), len(summary.failed)
-        if now - self._told_at > _TELL_SECONDS:
-            self._told_at = now
-            rate = summary.seeds / (now - self._began)
-            far = f"{summary.seeds} of {self._seeds} seeds, {rate:.0f}/s"
-            print(f"{far}, {failed} with violations", file=sys.stderr, flush=True)
-        return failed < _MOST_SHOWN
 
 
 def _show(told: History, *, trace: bool) -> None:

@@ -14,17 +14,30 @@ import torch
 
 from gradwire.testing.simulate.history import History, play, setting_of
 
-SAFETY_FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat")
-LIVENESS_FAULTS = ("crash", "silent crash", "cut", "stall", "slow", "repeat")
-EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
-_SET_ASIDE_EVERY = 50
-_AT_ONCE = 25
-"""How many seeds a process is given."""
+_EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
+_KINDS = {
+    False: (
+        "crash",
+        "silent crash",
+        "restart",
+        "cut",
+        "stall",
+        "slow",
+        "heal",
+        "repeat",
+        *_EFFECTS,
+    ),
+    True: ("crash", "silent crash", "cut", "stall", "slow", "repeat", *_EFFECTS),
+}
+"""Faults that a batch should have, and their effects, by whether faults never heal."""
+_FREEZE_EVERY = 50
+_SHARE = 25
+"""How many seeds a process is given at a time."""
 
 
 @dataclass(slots=True)
 class Summary:
-    """Of a batch."""
+    """The histories of a batch, counted."""
 
     liveness: bool
     seeds: int = 0
@@ -32,21 +45,19 @@ class Summary:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Summary) -> None:
-        """What another batch of the same kind adds."""
+        """Add another batch of the same kind."""
         self.seeds += other.seeds
         self.failed += other.failed
         self.counts += other.counts
 
     def missing(self) -> list[str]:
         """Faults, and what they must bring about, that no history of the batch had."""
-        kinds = LIVENESS_FAULTS if self.liveness else SAFETY_FAULTS
-        return [kind for kind in (*kinds, *EFFECTS) if not self.counts[kind]]
+        return [kind for kind in _KINDS[self.liveness] if not self.counts[kind]]
 
     def lines(self) -> list[str]:
         """As people read it."""
         mode = "liveness" if self.liveness else "safety"
-        kinds = LIVENESS_FAULTS if self.liveness else SAFETY_FAULTS
-        told = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*kinds, *EFFECTS))
+        told = ", ".join(f"{self.counts[kind]} {kind}" for kind in _KINDS[self.liveness])
         return [f"{self.seeds} seeds ({mode}), {len(self.failed)} with violations", f"  {told}"]
 
 
@@ -58,16 +69,19 @@ def run(
 ) -> Summary:
     """Play them all, or until `on_told` says False."""
     summary = Summary(liveness)
-    _set_aside()
     try:
         for seed in seeds:
+            if summary.seeds % _FREEZE_EVERY == 0:
+                # What is there already need not be looked at after each history. Of a worker that
+                # crashed its open futures stay: they are part of a cycle through C++, which ends
+                # with their call.
+                gc.collect()
+                gc.freeze()
             told = play(setting_of(seed, liveness=liveness))
             summary.seeds += 1
             summary.counts += told.counts
             if told.violations:
                 summary.failed.append(told)
-            if summary.seeds % _SET_ASIDE_EVERY == 0:
-                _set_aside()
             if not on_told(told, summary):
                 break
     finally:
@@ -82,13 +96,12 @@ def run_on_cores(
     liveness: bool = False,
     on_some: Callable[[Summary], bool] = lambda summary: True,
 ) -> Summary:
-    """The same in so many processes: a seed is one history, wherever it is played.
+    """The same in so many processes; `on_some` is called now and then, in the order of the seeds.
 
-    `on_some` is told now and then, in the order of the seeds; what has begun is played to its end
-    when it says False.
+    What has begun is played to its end when it says False.
     """
     summary = Summary(liveness)
-    shares = [seeds[n : n + _AT_ONCE] for n in range(0, len(seeds), _AT_ONCE)]
+    shares = [seeds[n : n + _SHARE] for n in range(0, len(seeds), _SHARE)]
     with ProcessPoolExecutor(
         jobs,
         mp_context=multiprocessing.get_context("spawn"),
@@ -101,13 +114,3 @@ def run_on_cores(
                 pool.shutdown(cancel_futures=True)
                 break
     return summary
-
-
-def _set_aside() -> None:
-    """What is there already need not be looked at after each history.
-
-    Of a worker that crashed its open futures stay: they are part of a cycle through C++, which ends
-    with their call.
-    """
-    gc.collect()
-    gc.freeze()

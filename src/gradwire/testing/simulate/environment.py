@@ -11,11 +11,12 @@ import gc
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
@@ -39,26 +40,13 @@ def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable
     return made
 
 
-def _monotonic() -> float:
-    scheduler = here()
-    return time.monotonic() if scheduler is None else scheduler.now
-
-
-def _sleep(seconds: float) -> None:
-    scheduler = here()
-    if scheduler is None:
-        time.sleep(seconds)
-    else:
-        scheduler.block([], scheduler.now + max(0.0, seconds))
-
-
 def _copy(module: ModuleType, **changed: object) -> ModuleType:
     copied = ModuleType(module.__name__)
-    copied.__dict__.update(module.__dict__)
-    copied.__dict__.update(changed)
+    vars(copied).update(vars(module) | changed)
     return copied
 
 
+_OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
 _ROOM = 20
 """Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
 
@@ -75,7 +63,11 @@ _instead: dict[int, object] = {
         current_thread=_either(threading.current_thread, primitives.current_thread),
     ),
     id(time): _copy(
-        time, monotonic=_monotonic, perf_counter=_monotonic, time=_monotonic, sleep=_sleep
+        time,
+        **dict.fromkeys(
+            ("monotonic", "perf_counter", "time"), _either(time.monotonic, primitives.now)
+        ),
+        sleep=_either(time.sleep, primitives.sleep),
     ),
     id(queue): _copy(queue, SimpleQueue=_simple_queue),
     id(queue.SimpleQueue): _simple_queue,
@@ -84,9 +76,8 @@ _instead: dict[int, object] = {
 
 
 @contextmanager
-def substituted(others: Iterable[ModuleType] = ()) -> Iterator[None]:
-    """Inside the block, in every module of gradwire and in these."""
-    changed = [*_places_of_ours(len(sys.modules)), *_places([*others])]
+def _substituted(others: list[ModuleType]) -> Iterator[None]:
+    changed = [*_places_of_ours(len(sys.modules)), *_places(others)]
     for module, name, value in changed:
         setattr(module, name, _instead[id(value)])
     for module in (context, graph):
@@ -102,7 +93,7 @@ def substituted(others: Iterable[ModuleType] = ()) -> Iterator[None]:
 @lru_cache(1)
 def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
     """Looked for again when there are more modules than last time."""
-    return _places([module for name, module in list(sys.modules.items()) if _is_ours(name)])
+    return _places([module for name, module in list(sys.modules.items()) if _OURS.match(name)])
 
 
 def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
@@ -114,20 +105,16 @@ def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
     ]
 
 
-def _is_ours(name: str) -> bool:
-    return name.startswith("gradwire.") and not name.startswith("gradwire.testing.simulate")
-
-
 @contextmanager
-def simulated(modules: Iterable[ModuleType] = ()) -> Iterator[logging.Logger]:
-    """Simulated threads and time in gradwire and in these; gives the logger of gradwire."""
-    with substituted(modules), _quiet() as log:
+def simulated(modules: list[ModuleType]) -> Iterator[logging.Logger]:
+    """Simulated threads and time in gradwire and in these modules; gives gradwire's logger."""
+    with _substituted(modules), _quiet() as log, _on_one_core():
         yield log
 
 
 @contextmanager
 def _quiet() -> Iterator[logging.Logger]:
-    """Collect garbage when told only; keep what is logged, and what ends by Unwound, for us."""
+    """No garbage collection, no warnings, nothing logged elsewhere or printed of Unwound."""
     log = logging.getLogger("gradwire")
     propagate, hook, was_enabled = log.propagate, sys.unraisablehook, gc.isenabled()
     log.propagate = False
@@ -139,7 +126,7 @@ def _quiet() -> Iterator[logging.Logger]:
     sys.unraisablehook = unraisable
     gc.disable()
     try:
-        with warnings.catch_warnings(), _on_one_core():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield log
     finally:

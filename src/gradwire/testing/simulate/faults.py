@@ -1,7 +1,7 @@
-"""Which faults a history has, and who injects them.
+"""Which faults a history has, and what injects them.
 
 Faults are timed by steps: the frames sent and arrived so far, of any kind or of a backward pass. So
-a worker may crash between any two of them, also between two words of one thread.
+a worker may crash between any two of them, even between two sends of one thread.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
-from gradwire.testing.simulate.pipes import Link
+from gradwire.testing.simulate.links import Link
 from gradwire.testing.simulate.world import ANY, BACKWARD, World
 
 
@@ -36,10 +37,6 @@ class Faults:
     heal: bool = True
     """links are mended and workers restarted after a while; else never"""
 
-    def total(self) -> int:
-        """Faults that are timed."""
-        return self.crashes + self.cuts + self.stalls + self.slow
-
 
 @final
 class Nemesis:
@@ -55,9 +52,9 @@ class Nemesis:
         self._is_over = False
         kinds: list[Callable[[], None]] = [
             *[self._crash] * faults.crashes,
-            *[self._cut] * faults.cuts,
-            *[self._stall] * faults.stalls,
-            *[self._slow] * faults.slow,
+            *[partial(self._hit_link, "cut", self._cut)] * faults.cuts,
+            *[partial(self._hit_link, "stall", self._stall)] * faults.stalls,
+            *[partial(self._hit_link, "slow", self._slow)] * faults.slow,
         ]
         for act in map(self._unless_over, kinds):
             if self._random.random() < 0.5:
@@ -66,27 +63,23 @@ class Nemesis:
                 world.at(ANY, self._random.randint(1, faults.within), act)
 
     def end(self) -> None:
-        """Mend everything, now; nothing more happens."""
+        """Nothing more happens; everything is mended now, if faults heal."""
         self._is_over = True
         self._world.spare()
-        for link in list(self._world.network.links()):
-            self._heal(link)
-        if self._world.is_open:
-            for name in self._world.names:
-                self._restart(name)
-
-    def stop(self) -> None:
-        """Nothing more happens, and nothing is mended."""
-        self._is_over = True
-        self._world.spare()
+        if self._faults.heal:
+            for link in self._world.network.links.values():
+                self._heal(link)
+            if self._world.is_open:
+                for name in self._world.names:
+                    self._restart(name)
 
     def has_stalled(self) -> bool:
         """Whether a link is stalled now."""
-        return any(link.is_stalled for link in self._world.network.links())
+        return any(link.is_stalled for link in self._world.network.links.values())
 
     def _crash(self) -> None:
-        world = self._world
-        alive = [n for n in world.names if world.is_alive(n) and n not in self._faults.spared]
+        world, workers = self._world, self._world.workers()
+        alive = [n for n in world.names if n in workers and n not in self._faults.spared]
         if not alive:
             return
         name = self._random.choice(alive)
@@ -100,42 +93,33 @@ class Nemesis:
 
     def _restart(self, name: str) -> None:
         world = self._world
-        if not world.lives[name].process.is_dead:
+        if not world.incarnations[name].process.is_dead:
             return
         links = [world.network.link(name, other) for other in world.names if other != name]
         if any(link.is_cut or link.is_stalled for link in links):
             self._later(lambda: self._restart(name))  # it could not meet the others
             return
         world.fault("restart", name)
-        world.begin_life(name)
+        world.start_worker(name)
 
-    def _cut(self) -> None:
-        link = self._some_link()
-        self._world.fault("cut", link.name)
-        self._world.network.cut(link, silent_for=self._random.choice((0.0, 0.0, 0.1)))
-        self._heal_later(link)
-
-    def _stall(self) -> None:
-        link = self._some_link()
-        self._world.fault("stall", link.name)
-        self._world.network.stall(link)
-        self._heal_later(link)
-
-    def _slow(self) -> None:
-        link = self._some_link()
-        self._world.fault("slow", link.name)
-        link.slowness = self._random.choice((10.0, 50.0, 300.0))
-        self._heal_later(link)
-
-    def _some_link(self) -> Link:
+    def _hit_link(self, kind: str, harm: Callable[[Link], None]) -> None:
         a, b = self._random.sample(self._world.names, 2)
         self.victims |= {a, b}
         self.may_be_silent = True
-        return self._world.network.link(a, b)
-
-    def _heal_later(self, link: Link) -> None:
+        link = self._world.network.link(a, b)
+        self._world.fault(kind, link.name)
+        harm(link)
         if self._faults.heal:
             self._later(lambda: self._heal(link))
+
+    def _cut(self, link: Link) -> None:
+        self._world.network.cut(link, silent_for=self._random.choice((0.0, 0.0, 0.1)))
+
+    def _stall(self, link: Link) -> None:
+        link.is_stalled = True
+
+    def _slow(self, link: Link) -> None:
+        link.slowness = self._random.choice((10.0, 50.0, 300.0))
 
     def _heal(self, link: Link) -> None:
         if link.is_cut or link.is_stalled or link.slowness != 1.0:
@@ -148,8 +132,7 @@ class Nemesis:
         scheduler.at(scheduler.now + seconds, self._unless_over(act))
 
     def _unless_over(self, act: Callable[[], None]) -> Callable[[], None]:
-        """Also what was due before the end may come to pass only after it."""
-
+        # What was due before the end may come only after it.
         def unless_over() -> None:
             if not self._is_over:
                 act()

@@ -8,17 +8,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 from gradwire.errors import DeadlinePassed
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.worker import Worker
 from gradwire.testing.simulate import programs
-from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.faults import Faults, Nemesis
 from gradwire.testing.simulate.programs import Script, random_script
 from gradwire.testing.simulate.scheduler import Runaway
 from gradwire.testing.simulate.stage import StepRun
-from gradwire.testing.simulate.world import LogToWorld, World
+from gradwire.testing.simulate.world import World
 
 TIMEOUTS = Timeouts(
     call=5.0,
@@ -43,7 +43,6 @@ class Setting:
     seed: int
     workers: int
     is_open: bool
-    is_liveness: bool
     leaves: bool
     capacity: int
     faults: Faults
@@ -51,7 +50,7 @@ class Setting:
 
     def lines(self) -> list[str]:
         """As people read it."""
-        mode = "faults never heal" if self.is_liveness else "faults heal"
+        mode = "faults heal" if self.faults.heal else "faults never heal"
         world = "open" if self.is_open else "closed"
         return [
             f"seed {self.seed}: {self.workers} workers, {world} world, {mode}, "
@@ -64,7 +63,7 @@ class Setting:
 
 @dataclass(slots=True)
 class History:
-    """What became of a history."""
+    """What happened, and which promises were broken."""
 
     setting: Setting
     violations: list[str]
@@ -82,56 +81,33 @@ def setting_of(seed: int, *, liveness: bool = False) -> Setting:
     tickets = count(1)
     roots = chosen.sample(names, chosen.choice((1, 1, 2)))
     steps = 2 if len(roots) == 1 else 1
-    return Setting(
-        seed,
-        workers,
-        is_open,
-        liveness,
-        leaves=chosen.random() < 0.2,
-        capacity=chosen.choice((2, 1 << 20)),
-        faults=_faults(chosen, liveness),
-        scripts=tuple(random_script(chosen, root, names, tickets, steps) for root in roots),
-    )
-
-
-def _faults(chosen: random.Random, liveness: bool) -> Faults:
-    kinds = Counter(
+    leaves = chosen.random() < 0.2
+    capacity = chosen.choice((2, 1 << 20))
+    kinds: dict[str, Any] = Counter(
         chosen.choice(("crashes", "crashes", "cuts", "stalls", "slow"))
         for _ in range(chosen.choice((0, 1, 1, 1, 2, 3)))
     )
     within = chosen.choice((20, 60, 150))
     repeats = chosen.choice((0.0, 0.0, 0.1, 0.5))
-    return Faults(
-        crashes=kinds["crashes"],
-        cuts=kinds["cuts"],
-        stalls=kinds["stalls"],
-        slow=kinds["slow"],
-        heal=not liveness,
-        within=within,
-        repeats=repeats,
-    )
+    faults = Faults(**kinds, heal=not liveness, within=within, repeats=repeats)
+    scripts = tuple(random_script(chosen, root, names, tickets, steps) for root in roots)
+    return Setting(seed, workers, is_open, leaves, capacity, faults, scripts)
 
 
 def play(setting: Setting) -> History:
     """Run one history and check it."""
-    with simulated() as log:
-        world = World(
-            setting.seed,
-            setting.workers,
-            options=Options(timeouts=TIMEOUTS),
-            expose=[programs],
-            is_open=setting.is_open,
-            capacity=setting.capacity,
-            repeats=setting.faults.repeats,
-        )
-        log.addHandler(handler := LogToWorld(world))
-        try:
-            violations = _Playing(world, setting).run()
-        finally:
-            world.scheduler.close()
-            log.removeHandler(handler)
-    world.counts["late frames"] += world.network.traffic.late
-    world.counts["lost frames"] += world.network.traffic.lost
+    with World(
+        setting.seed,
+        setting.workers,
+        options=Options(timeouts=TIMEOUTS),
+        expose=[programs],
+        is_open=setting.is_open,
+        capacity=setting.capacity,
+        repeats=setting.faults.repeats,
+    ) as world:
+        violations = _Playing(world, setting).run()
+    world.counts["late frames"] += world.network.late
+    world.counts["lost frames"] += world.network.lost
     return History(setting, violations, world.lines(), world.counts, world.scheduler.switches)
 
 
@@ -148,34 +124,25 @@ class _Playing:
         self._nemesis = Nemesis(world, setting.faults, setting.seed)
         self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
         try:
-            self._programs()
-            if not self._stage.violations:
-                self._mend()
-            if not self._stage.violations:
-                self._recover()
-            if not self._stage.violations:
-                self._look_around()
-            if not self._stage.violations and setting.leaves:
-                self._leave()
+            self._play({f"{s.root}'s": s for s in setting.scripts}, "the program")
+            for act in (self._mend, self._recover, self._look_around, self._maybe_leave):
+                if not self._stage.violations:
+                    act()
         except Runaway as runaway:
             self._stage.violate("I3", str(runaway))
         for name, error in world.scheduler.errors:
             self._stage.violate("I3", f"{name} ended with {error!r}")
         return self._stage.violations
 
-    def _programs(self) -> None:
-        scripts = {f"{s.root}'s": s for s in self._setting.scripts}
-        self._play(scripts, "the program")
-
     def _play(self, scripts: dict[str, Script], what: str) -> None:
         """Until each is over, or its worker gone."""
         world, stage = self._world, self._stage
-        lives = {name: world.lives[script.root] for name, script in scripts.items()}
+        roots = {name: world.incarnations[script.root] for name, script in scripts.items()}
         for name, script in scripts.items():
             world.run_as(script.root, what, partial(stage.play, script, name))
 
         def is_over() -> bool:
-            return all(n in stage.over or life.process.is_dead for n, life in lives.items())
+            return all(n in stage.over or root.process.is_dead for n, root in roots.items())
 
         world.scheduler.run(world.scheduler.now + 200.0, is_over)
         if not is_over() and not world.scheduler.errors:
@@ -183,14 +150,11 @@ class _Playing:
             stage.violate("I3", f"still waiting after 200 s: {waiting}")
 
     def _mend(self) -> None:
-        """In safety mode everything is mended; then what was silent is noticed."""
+        """No more faults; then peers notice silent crashes, and restarted workers join."""
         world = self._world
-        if self._setting.is_liveness:
-            self._nemesis.stop()
-        else:
-            self._nemesis.end()
+        self._nemesis.end()
         world.scheduler.run(world.scheduler.now + _NOTICED_SECONDS)
-        if self._setting.is_open and not self._setting.is_liveness:
+        if self._setting.is_open and self._setting.faults.heal:
             everyone = len(world.names)
             limit = world.scheduler.now + 2 * TIMEOUTS.join
             world.scheduler.run(limit, lambda: len(world.workers()) == everyone)
@@ -200,17 +164,16 @@ class _Playing:
     def _recover(self) -> None:
         """The next pass is exact, among all that live and can speak with each other."""
         names = list(self._world.workers())
-        if self._setting.is_liveness:
+        if not self._setting.faults.heal:
             names = [name for name in names if name not in self._nemesis.victims]
         if len(names) < 2:
             return
         chosen = random.Random(f"recovery {self._setting.seed}")
         script = random_script(chosen, chosen.choice(names), names, count(10_000), 1)
-        known = len(self._stage.told)
+        known = len(self._stage.errors)
         self._play({"recovery": script}, "recovery")
-        for told in self._stage.told[known:]:
-            if told.error is not None:
-                self._stage.violate("I6", f"the next pass failed: {told.error}")
+        for error in self._stage.errors[known:]:
+            self._stage.violate("I6", f"the next pass failed: {error}")
 
     def _look_around(self) -> None:
         """Gradients are what good passes gave, and nothing is left."""
@@ -226,27 +189,29 @@ class _Playing:
             stage.check_part(name)
 
     def _left(self) -> list[str]:
-        if self._setting.is_liveness and self._nemesis.has_stalled():
+        if not self._setting.faults.heal and self._nemesis.has_stalled():
             return []  # who cannot be reached cannot be told to forget
         with self._world.scheduler.aside():
             return [text for worker in self._world.workers().values() for text in leaks(worker)]
 
-    def _leave(self) -> None:
+    def _maybe_leave(self) -> None:
         """All shut down together, by the deadline, which begins when a silent peer is given up.
 
         Where faults never heal, a worker may give up on another: then it says so and raises.
         """
+        if not self._setting.leaves:
+            return
         world = self._world
         left: set[str] = set()
         limit = TIMEOUTS.dead + TIMEOUTS.shutdown
 
         def leave(name: str) -> None:
-            worker = world.lives[name].worker
+            worker = world.incarnations[name].worker
             assert worker is not None
             try:
                 worker.shutdown(graceful=True)
             except DeadlinePassed:
-                if not self._setting.is_liveness:
+                if self._setting.faults.heal:
                     raise
             left.add(name)
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import count
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
-from gradwire.testing.simulate.pipes import USUAL_SECONDS, Link, Pipe, Traffic, Watcher
 from gradwire.testing.simulate.scheduler import Process, Scheduler, Wait
 from gradwire.transport.base import (
     CLOSED_BY_PEER,
@@ -33,8 +33,136 @@ from gradwire.transport.base import (
 )
 from gradwire.wire.message import PREFIX, Frame, check_content, decode_prefix, encode_prefix
 
+if TYPE_CHECKING:
+    from gradwire.testing.simulate.world import World
+
 _PROOF = "proof"
-"""What words of a handshake are called."""
+"""What bytes of a handshake are called in traces."""
+_GLANCE_SECONDS = 0.005
+_USUAL_SECONDS = 0.002
+
+
+@final
+class Link:
+    """What lies between two workers: how it is, whatever connections there are."""
+
+    def __init__(self, a: str, b: str) -> None:
+        self.name = f"{a}-{b}"
+        self.slowness = 1.0
+        self.is_stalled = self.is_cut = False
+        self.pipes: list[Pipe] = []
+        self.waits: list[Wait] = []
+
+
+@final
+class Pipe:
+    """One direction of one connection."""
+
+    def __init__(self, network: SimulatedNetwork, link: Link, label: str) -> None:
+        self._network, self._link, self._label = network, link, label
+        self._scheduler = network.scheduler
+        self._last = 0.0
+        self._on_way: deque[tuple[bytes, str]] = deque()
+        self._held: list[tuple[bytes, str]] = []
+        self._inbox: deque[bytes | None] = deque()
+        self._readers: list[Wait] = []
+        self._writers: list[Wait] = []
+        self._has_ended = self._is_unread = False
+        link.pipes.append(self)
+
+    def put(self, data: bytes, text: str, deadline: float) -> bool:
+        """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
+        while len(self._held) >= self._network.capacity and not self._has_ended:
+            if not self._scheduler.block(self._writers, deadline):
+                raise TimeoutError
+        if self._has_ended:
+            return False
+        if self._link.is_stalled:
+            self._held.append((data, text))
+        else:
+            self._travel(data, text)
+        return True
+
+    def repeat(self, data: bytes, text: str) -> None:
+        """The same once more, at once or after a while."""
+
+        def again() -> None:
+            if not self._has_ended and not self._link.is_stalled:
+                self._travel(data, text)
+
+        seconds = self._scheduler.random.choice((0.0, 0.01, 0.5))
+        self._scheduler.at(self._scheduler.now + seconds, again)
+
+    def get(self, until: float, done: Callable[[], bool]) -> bytes | None:
+        """The next frame, None after the last; TimeoutError if there is none by then."""
+        scheduler = self._scheduler
+        while not self._inbox:
+            if scheduler.now >= until or done():
+                raise TimeoutError
+            glance = math.inf if done is never else scheduler.now + _GLANCE_SECONDS
+            limit = min(until, glance)
+            scheduler.block(self._readers, None if limit == math.inf else limit)
+        return self._inbox.popleft() if self._inbox[0] is not None else None
+
+    def resume(self) -> None:
+        """What was held goes on its way."""
+        held, self._held = self._held, []
+        for data, text in held:
+            self._travel(data, text)
+        self._scheduler.wake(self._writers, len(self._writers))
+        if self._has_ended:
+            self._scheduler.at(self._last, self._arrive_end)
+
+    def end(self, moment: float, *, lossy: bool) -> None:
+        """Nothing more goes in; the reader sees the end then, after what is still on its way."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._scheduler.wake(self._writers, len(self._writers))
+        if lossy:
+            kept = self._scheduler.random.randint(0, len(self._on_way))
+            self._network.lost += len(self._on_way) - kept + len(self._held)
+            while len(self._on_way) > kept:
+                self._on_way.pop()
+            self._held.clear()
+        self._last = max(self._last, moment)
+        self._scheduler.at(self._last, self._arrive_end)
+
+    def drop(self) -> None:
+        """Its reader is gone: what comes is late."""
+        self._is_unread = True
+        self._inbox.clear()
+        self._inbox.append(None)
+        self._scheduler.wake(self._readers, len(self._readers))
+
+    def _travel(self, data: bytes, text: str) -> None:
+        scheduler = self._scheduler
+        seconds = scheduler.random.expovariate(1 / _USUAL_SECONDS) * self._link.slowness
+        self._last = max(self._last, scheduler.now + seconds)
+        self._on_way.append((data, text))
+        scheduler.at(self._last, self._arrive)
+
+    def _arrive(self) -> None:
+        if not self._on_way:
+            return  # lost with the link
+        data, text = self._on_way.popleft()
+        if self._link.is_stalled:
+            self._held.append((data, text))
+        elif self._is_unread:
+            self._network.late += 1
+            self._network.world.note("late", self._label, text)
+        else:
+            self._network.world.note("arrives", self._label, text)
+            self._inbox.append(data)
+            self._scheduler.wake(self._readers)
+
+    def _arrive_end(self) -> None:
+        if self._held or self._link.is_stalled or self not in self._link.pipes:
+            return  # `resume` arranges it again; or it has been seen
+        self._link.pipes.remove(self)
+        if not self._is_unread:
+            self._inbox.append(None)
+            self._scheduler.wake(self._readers, len(self._readers))
 
 
 @final
@@ -55,7 +183,7 @@ class SimulatedChannel:
         self.binding = b""
         self.needs_heartbeat = True
         self.frames_received = 0
-        self._number = network.scheduler.number()
+        self._number = next(network.scheduler.numbers)
         self._said = b""
         self._network, self.process = network, process
         self._incoming, self._outgoing = incoming, outgoing
@@ -95,11 +223,11 @@ class SimulatedChannel:
         self._network.scheduler.me()
         self._check_open()
         data = b"".join((encode_prefix(frame), frame.head, *frame.payload))
-        watcher = self._network.watcher
-        text = watcher.sent(frame)
+        world = self._network.world
+        text = world.sent(frame)
         self._network.scheduler.maybe_preempt()
         self._put(data, text, deadline)
-        if watcher.may_repeat(frame):
+        if world.may_repeat(frame):
             self._outgoing.repeat(data, text)
 
     def _put(self, data: bytes, text: str, deadline: float) -> None:
@@ -149,9 +277,9 @@ class SimulatedChannel:
         """See `Channel.close`."""
         self._end(closed_here(reason))
 
-    def _end(self, story: str) -> None:
+    def _end(self, reason: str) -> None:
         if self._ended is None:
-            self._ended = story
+            self._ended = reason
         scheduler = self._network.scheduler
         self._outgoing.end(scheduler.now + self._network.blink(), lossy=False)
         self._incoming.drop()
@@ -207,11 +335,14 @@ class SimulatedListener:
 class SimulatedNetwork:
     """The links of one history, and the names that can be reached over them."""
 
-    def __init__(self, scheduler: Scheduler, watcher: Watcher, *, capacity: int = 1 << 20) -> None:
-        self.scheduler, self.watcher = scheduler, watcher
-        self.traffic = Traffic(scheduler, watcher)
-        self._capacity = capacity
-        self._links: dict[frozenset[str], Link] = {}
+    def __init__(self, scheduler: Scheduler, world: World, capacity: int) -> None:
+        self.scheduler, self.world = scheduler, world
+        self.capacity = capacity
+        """how many frames a stalled direction of a connection holds"""
+        self.lost = self.late = 0
+        """frames that went with their link, and that came when nobody read them any more"""
+        self.links: dict[frozenset[str], Link] = {}
+        """all that were used"""
         self._listeners: dict[str, SimulatedListener] = {}
         self._channels: list[SimulatedChannel] = []
         self._numbers = count(1)
@@ -219,17 +350,13 @@ class SimulatedNetwork:
     def link(self, a: str, b: str) -> Link:
         """What lies between these two."""
         key = frozenset((a, b))
-        if key not in self._links:
-            self._links[key] = Link(*sorted((a, b)))
-        return self._links[key]
-
-    def links(self) -> Iterator[Link]:
-        """All that were used."""
-        yield from self._links.values()
+        if key not in self.links:
+            self.links[key] = Link(*sorted((a, b)))
+        return self.links[key]
 
     def blink(self) -> float:
         """How long it takes until the other side sees an end."""
-        return self.scheduler.random.expovariate(1 / USUAL_SECONDS)
+        return self.scheduler.random.expovariate(1 / _USUAL_SECONDS)
 
     # -- a transport
 
@@ -242,7 +369,7 @@ class SimulatedNetwork:
         return listener
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SimulatedChannel:
-        """A channel to whoever listens there."""
+        """A channel to the listener there."""
         scheduler = self.scheduler
         here = scheduler.me().process
         there_name = address.partition("://")[2].partition(".")[0]
@@ -255,11 +382,10 @@ class SimulatedNetwork:
         if listener is None or listener.process.is_dead:
             refusal = ConnectionRefusedError(f"nobody listens at {address}")
             raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
-        number = next(self._numbers)
-        there = Pipe(self.traffic, link, f"{here.name}>{there_name}", self._capacity)
-        back = Pipe(self.traffic, link, f"{there_name}>{here.name}", self._capacity)
+        there = Pipe(self, link, f"{here.name}>{there_name}")
+        back = Pipe(self, link, f"{there_name}>{here.name}")
         mine = SimulatedChannel(self, address, back, there, here)
-        peer = f"{address} (connection {number})"
+        peer = f"{address} (connection {next(self._numbers)})"
         theirs = SimulatedChannel(self, peer, there, back, listener.process)
         self._channels += [mine, theirs]
         listener.arrive(theirs)
@@ -271,10 +397,6 @@ class SimulatedNetwork:
             del self._listeners[listener.address]
 
     # -- faults
-
-    def stall(self, link: Link) -> None:
-        """Nothing arrives any more."""
-        link.is_stalled = True
 
     def cut(self, link: Link, *, silent_for: float = 0.0) -> None:
         """Its connections end, on one side perhaps only later."""
@@ -300,10 +422,6 @@ class SimulatedNetwork:
                 moment = self.scheduler.now + self.blink() + silent_for
                 channel._outgoing.end(moment, lossy=True)
                 channel._incoming.drop()
-                # To write to one who is gone is an error, once that is seen.
-                self.scheduler.at(moment, lambda pipe=channel._incoming: _refuse(pipe))  # type: ignore[misc]
+                # Writing to a worker that is gone is an error, once that is noticed.
+                self.scheduler.at(moment, partial(channel._incoming.end, 0.0, lossy=True))
         self._channels = [c for c in self._channels if c.process is not process]
-
-
-def _refuse(pipe: Pipe) -> None:
-    pipe.end(0.0, lossy=True)

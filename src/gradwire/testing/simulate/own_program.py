@@ -10,9 +10,8 @@ from typing import Generic, TypeVar
 from gradwire.errors import GradwireError
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed
-from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.faults import Faults, Nemesis
-from gradwire.testing.simulate.world import LogToWorld, World, modules_in
+from gradwire.testing.simulate.world import World
 
 T = TypeVar("T")
 
@@ -62,25 +61,18 @@ def simulate(
     w1 was lost: connection closed by peer [memory://w1.0], in the middle of p0.1 of c0.0
     """
     faults = faults or Faults()
-    exposed = tuple(expose)
-    with simulated(modules_in(exposed)) as log:
-        world = World(
-            seed,
-            workers,
-            options=options or Options(),
-            expose=exposed,
-            is_open=is_open,
-            repeats=faults.repeats,
-            most_switches=10_000_000,
-        )
-        log.addHandler(handler := LogToWorld(world))
-        try:
-            world.start()
-            Nemesis(world, replace(faults, spared=(*faults.spared, "w0")), seed)
-            return _run(world, program, seconds)
-        finally:
-            world.scheduler.close()
-            log.removeHandler(handler)
+    with World(
+        seed,
+        workers,
+        options=options or Options(),
+        expose=expose,
+        is_open=is_open,
+        repeats=faults.repeats,
+        most_switches=10_000_000,
+    ) as world:
+        world.start()
+        Nemesis(world, replace(faults, spared=(*faults.spared, "w0")), seed)
+        return _run(world, program, seconds)
 
 
 def _run(world: World, program: Callable[[], T], seconds: float) -> Outcome[T]:
@@ -97,15 +89,11 @@ def _run(world: World, program: Callable[[], T], seconds: float) -> Outcome[T]:
 
     world.run_as("w0", "program", run)
     world.scheduler.run(world.scheduler.now + seconds, lambda: bool(ended))
-    if not ended:
-        raise _stuck(world, seconds)
-    return ended[0]
-
-
-def _stuck(world: World, seconds: float) -> Stuck:
+    if ended:
+        return ended[0]
     waiting = ", ".join(task.name for task in world.scheduler.waiting()) or "nobody"
     last = "\n".join(world.lines()[-20:])
-    return Stuck(
+    raise Stuck(
         f"the program has not ended after {seconds:g} s; waiting: {waiting}; the last that "
         f"happened:\n{last}",
         hint="a lock or a queue of the program's own is simulated only in exposed modules",

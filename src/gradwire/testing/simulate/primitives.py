@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from queue import Empty
-from typing import Any, final
+from typing import Any, cast, final
 
 from gradwire import threads
-from gradwire.testing.simulate.scheduler import Scheduler, Task, Timed, Unwound, Wait
+from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait
 
 
 def _until(scheduler: Scheduler, timeout: float | None) -> float | None:
@@ -23,14 +22,26 @@ def _until(scheduler: Scheduler, timeout: float | None) -> float | None:
     return scheduler.now + timeout
 
 
+def now(scheduler: Scheduler) -> float:
+    """As time.monotonic."""
+    return scheduler.now
+
+
+def sleep(scheduler: Scheduler, seconds: float) -> None:
+    """As time.sleep."""
+    scheduler.block([], scheduler.now + max(0.0, seconds))
+
+
 class Lock:
     """As threading.Lock."""
 
-    __slots__ = ("_is_held", "_scheduler", "_waits")
+    __slots__ = ("_depth", "_is_held", "_scheduler", "_waits")
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._is_held = False
+        self._depth = 0
+        """how often an RLock was taken"""
         self._waits: list[Wait] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -58,13 +69,15 @@ class Lock:
             self._scheduler.wake(self._waits)
 
     def let_go(self) -> int:
-        """Give it back however often it was taken: what `take_back` wants."""
+        """Give it back however often it was taken; returns what `take_back` wants."""
+        depth, self._depth = self._depth, 1
         self.release()
-        return 1
+        return depth
 
     def take_back(self, depth: int) -> None:
         """As it was before `let_go`."""
         self.acquire()
+        self._depth = depth
 
     def locked(self) -> bool:
         """Whether somebody has it."""
@@ -81,12 +94,11 @@ class Lock:
 class RLock(Lock):
     """As threading.RLock."""
 
-    __slots__ = ("_depth", "_owner")
+    __slots__ = ("_owner",)
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self._owner: Task | None = None
-        self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it, or take it once more."""
@@ -105,18 +117,8 @@ class RLock(Lock):
             self._owner, self._depth = None, 0
             super().release()
 
-    def let_go(self) -> int:
-        """Give it back, however often it was taken."""
-        depth, self._depth = self._depth, 1
-        self.release()
-        return depth
-
-    def take_back(self, depth: int) -> None:
-        """As it was before `let_go`."""
-        self.acquire()
-        self._depth = depth
-
     def _is_owned(self) -> bool:
+        """For gradwire/threads.py."""
         return self._owner is not None and self._owner is self._scheduler.current
 
 
@@ -230,7 +232,6 @@ class SimpleQueue:
         return len(self._items)
 
 
-@final
 class Thread:
     """As threading.Thread; belongs to the worker that starts it."""
 
@@ -249,7 +250,7 @@ class Thread:
         self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
         self.name, self.daemon = name or "thread", bool(daemon)
         self._task: Task | None = None
-        self._number = scheduler.number()
+        self._number = next(scheduler.numbers)
 
     def __hash__(self) -> int:
         return self._number  # sets of threads are walked in an order that the seed decides
@@ -258,7 +259,7 @@ class Thread:
         """Let it run."""
         scheduler = self._scheduler
         self._task = scheduler.spawn(self.name, scheduler.me().process, self._run)
-        _by_task(scheduler)[self._task] = self
+        self._task.thread = self
 
     def _run(self) -> None:
         target, self._target = self._target, None
@@ -296,53 +297,33 @@ def thread(
 
 def current_thread(scheduler: Scheduler) -> Thread:
     """The one that asks."""
-    known = _by_task(scheduler)
     task = scheduler.me()
-    if task not in known:
-        known[task] = Thread(scheduler, name=task.name)
-        known[task]._task = task
-    return known[task]
+    if task.thread is None:
+        task.thread = Thread(scheduler, name=task.name)
+        task.thread._task = task
+    return cast(Thread, task.thread)
 
 
 @final
-class Timer:
-    """As threading.Timer; costs no thread until its moment."""
+class Timer(Thread):
+    """As threading.Timer."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         interval: float,
         function: Callable[..., object],
-        args: Iterable[Any] | None = None,
+        args: Iterable[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._scheduler, self._interval = scheduler, interval
-        self.name, self.daemon = "timer", False
-        self._call = partial(function, *(args or ()), **(kwargs or {}))
-        self._timed: Timed | None = None
+        self._cancelled = Event(scheduler)
 
-    def start(self) -> None:
-        """Arrange the call."""
-        scheduler = self._scheduler
-        process = scheduler.me().process
+        def later(*args: object, **kwargs: object) -> None:
+            if not self._cancelled.wait(interval):
+                function(*args, **kwargs)
 
-        def fire() -> None:
-            if not process.is_dead:
-                scheduler.spawn(self.name, process, self._fire)
-
-        self._timed = scheduler.at(scheduler.now + self._interval, fire)
-
-    def _fire(self) -> None:
-        self._call()
+        super().__init__(scheduler, target=later, name="timer", args=args, kwargs=kwargs)
 
     def cancel(self) -> None:
         """It will not be called."""
-        if self._timed is not None:
-            self._timed.cancel()
-
-    def join(self, timeout: float | None = None) -> None:
-        """What has been cancelled has ended."""
-
-
-def _by_task(scheduler: Scheduler) -> dict[Task, Thread]:
-    return scheduler.threads  # type: ignore[return-value]
+        self._cancelled.set()

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -22,16 +22,6 @@ TO_GRAD, TO_MAP, OF_INPUT = "loss.backward()", "backward(context, [loss])", "aut
 _APART = 7
 """The factor of calls that are given no graph: their part's gradient is all that backward gives."""
 _MODES = ("sync", "sync", "async", "remote")
-
-
-class StepContext(Protocol):
-    """What a part asks of the history it is in."""
-
-    def made(self, name: str, part: Parameter) -> None:
-        """A part was made where the thread that asks runs."""
-
-    def ran(self, ticket: int) -> None:
-        """A call was executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +49,6 @@ class Step:
     x: tuple[int, ...]
     calls: tuple[Node, ...]
 
-    def tickets(self) -> set[int]:
-        """Of all its calls."""
-        return {node.ticket for call in self.calls for node in _nodes(call)}
-
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -75,7 +61,8 @@ class Script:
 
     def describe(self) -> str:
         """In a line."""
-        ways = ", ".join(f"{step.way} of {len(step.tickets())} calls" for step in self.steps)
+        sizes = [(step.way, sum(call.size() for call in step.calls)) for step in self.steps]
+        ways = ", ".join(f"{way} of {calls} calls" for way, calls in sizes)
         return f"{self.root} with parts on {', '.join(self.places)}: {ways}"
 
 
@@ -95,8 +82,7 @@ class Parameter:
         self.p = torch.tensor(values, dtype=torch.float64, requires_grad=True)
         scheduler = here()
         if name and scheduler is not None:
-            stage: Any = scheduler.stage
-            stage.made(name, self)
+            scheduler.stage.made(name, self)
 
     def forward(
         self, x: torch.Tensor, ticket: int, factor: int, children: list[Any]
@@ -104,8 +90,7 @@ class Parameter:
         """Use the parameter, call the children, use what they return."""
         scheduler = here()
         if scheduler is not None and ticket:
-            stage: Any = scheduler.stage
-            stage.ran(ticket)
+            scheduler.stage.ran(ticket)
         h = x * factor + self.p
         y = h * self.p
         for out in called(h, children):
@@ -206,7 +191,3 @@ def _random_node(chosen: random.Random, parts: int, tickets: count[int], depth: 
     factor = 2 + ticket % 11
     is_used = chosen.random() < 0.85
     return Node(chosen.randrange(parts), ticket, factor, chosen.choice(_MODES), is_used, children)
-
-
-def _nodes(node: Node) -> list[Node]:
-    return [node, *(below for child in node.children for below in _nodes(child))]

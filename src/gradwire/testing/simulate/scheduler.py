@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
-from typing import final
+from typing import Any, final
 
 _PREEMPTED_EVERY = 60
-_OFF_SECONDS = 0.5
-"""So many locks are taken, on average, between two of which the baton is handed on."""
+"""The mean number of locks taken between two preemptions."""
+_EXIT_SECONDS = 0.5
 
 _here = threading.local()
 
@@ -36,22 +37,19 @@ class Runaway(RuntimeError):
     """A history that does not come to an end; its message says who was running."""
 
 
+@dataclass(eq=False, slots=True)
 class Process:
     """Threads that end together, as those of a worker do when it crashes."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_dead = False
-
-    def __repr__(self) -> str:
-        return f"<Process {self.name}{' (dead)' if self.is_dead else ''}>"
+    name: str
+    is_dead: bool = False
 
 
 @final
 class Task:
     """One simulated thread."""
 
-    __slots__ = ("baton", "is_unwinding", "name", "over", "process", "wait", "waiters")
+    __slots__ = ("baton", "is_unwinding", "name", "over", "process", "thread", "wait", "waiters")
 
     def __init__(self, name: str, process: Process) -> None:
         self.name, self.process = name, process
@@ -61,26 +59,24 @@ class Task:
         self.wait: Wait | None = None
         self.waiters: list[Wait] = []
         """those who join it"""
+        self.thread: Any = None
+        """the `primitives.Thread` of it, if one was asked for"""
 
 
+@dataclass(eq=False, slots=True)
 class Wait:
-    """A thread that waits: for whoever wakes it, or for a moment."""
+    """A thread that waits until it is woken, or for a moment."""
 
-    __slots__ = ("task", "timer", "was_woken")
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.was_woken: bool | None = None
-        self.timer: Timed | None = None
+    task: Task
+    was_woken: bool | None = None
+    timer: Timed | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Timed:
     """Something arranged for a moment."""
 
-    __slots__ = ("act",)
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self.act: Callable[[], None] | None = act
+    act: Callable[[], None] | None
 
     def cancel(self) -> None:
         """It will not happen."""
@@ -94,7 +90,7 @@ def here() -> Scheduler | None:
 
 @final
 class Scheduler:
-    """See the top of this file. Whoever made it is outside: `run` lets the others run."""
+    """Runs simulated threads one at a time; the thread that made it is not one of them."""
 
     def __init__(self, seed: int, *, most_switches: int = 200_000) -> None:
         self.random = random.Random(seed)
@@ -102,13 +98,12 @@ class Scheduler:
         self.switches = 0
         self.errors: list[tuple[str, BaseException]] = []
         """what ended a thread, with its name"""
-        self.threads: dict[Task, object] = {}
-        """the thread objects that were asked for"""
-        self.stage: object = None
+        self.stage: Any = None
         """what the programs of a history share, for code that does not know which one it is in"""
+        self.numbers = count()
+        """none is given twice"""
         self._most_switches = most_switches
         self._others = _threads()
-        self._numbers = count()
         self._ready: list[Task] = []
         self._arranged: list[tuple[float, int, Timed]] = []
         self._at_once: list[Callable[[], None]] = []
@@ -154,19 +149,14 @@ class Scheduler:
                 self.current = task
                 task.baton.release()
                 self._outside.acquire()
+            task.thread = None  # each holds the other
         self.current = None
         self._tasks.clear()
-        self.threads.clear()
-        self._see_them_off()
-
-    def _see_them_off(self) -> None:
-        """A thread that has handed on the baton for good still needs the interpreter to end.
-
-        So does what torch keeps for each thread, after Python has forgotten it.
-        """
-        limit = time.monotonic() + _OFF_SECONDS
+        # A thread that has handed on the baton for good still needs the interpreter to end; so does
+        # what torch keeps for each thread, after Python has forgotten it.
+        limit = time.monotonic() + _EXIT_SECONDS
         while _threads() > self._others and time.monotonic() < limit:
-            time.sleep(_OFF_SECONDS / 1000)
+            time.sleep(_EXIT_SECONDS / 1000)
 
     def kill(self, process: Process) -> None:
         """Its threads do not run again."""
@@ -191,12 +181,8 @@ class Scheduler:
     def at(self, moment: float, act: Callable[[], None]) -> Timed:
         """Arrange something that does not block."""
         timed = Timed(act)
-        heapq.heappush(self._arranged, (max(moment, self.now), next(self._numbers), timed))
+        heapq.heappush(self._arranged, (max(moment, self.now), next(self.numbers), timed))
         return timed
-
-    def number(self) -> int:
-        """One that was not given before."""
-        return next(self._numbers)
 
     def interrupt(self, act: Callable[[], None]) -> None:
         """Do this where the thread that runs next takes a lock, sends or blocks."""
@@ -269,7 +255,7 @@ class Scheduler:
             chosen.baton.release()
 
     def _choose(self) -> Task | None:
-        """Who runs next; None if it is the turn of whoever is outside."""
+        """The task that runs next; None if `run` returns."""
         self.switches += 1
         if self.is_closed or self.switches >= self._most_switches or self._is_done():
             return None
@@ -306,7 +292,7 @@ class Scheduler:
         except BaseException as error:
             self.errors.append((task.name, error))
         finally:
-            target = _nothing  # what it holds ends in this thread, with the baton
+            del target  # what it holds ends in this thread, with the baton
             task.over = True
             self.wake(task.waiters, len(task.waiters))
             self._pass_to(self._choose())
@@ -318,7 +304,3 @@ def _threads() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return _thread._count()
-
-
-def _nothing() -> None:
-    pass

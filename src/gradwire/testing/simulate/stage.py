@@ -29,13 +29,11 @@ from gradwire.testing.simulate.programs import (
     make_parts,
     plan,
 )
-from gradwire.testing.simulate.world import Life, World
+from gradwire.testing.simulate.world import Incarnation, World
 
-SLACK_SECONDS = 0.5
-_END_SECONDS = 10.0
-"""How long the others may take to put back what a failed pass has changed; see
-autograd/backward/coordinator.py.
-"""
+_SLACK_SECONDS = 0.5
+_UNDO_SECONDS = 10.0
+"""How long the others may take to undo a failed pass; see autograd/backward/coordinator.py."""
 
 
 @dataclass(slots=True)
@@ -43,9 +41,9 @@ class MadeParameter:
     """A part that was made, where, and what its `.grad` must be."""
 
     part: Parameter
-    life: Life
+    incarnation: Incarnation
     grad: torch.Tensor | None = None
-    root: Life | None = None
+    root: Incarnation | None = None
     """who differentiates into it"""
     before: torch.Tensor | None = None
     last: torch.Tensor | None = None
@@ -56,41 +54,32 @@ class MadeParameter:
     """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
 
 
-@dataclass(slots=True)
-class StepOutcome:
-    """How a step ended."""
-
-    script: Script
-    step: Step
-    error: str | None
-    seconds: float
-
-
 @final
 class StepRun:
-    """See the top of this file."""
+    """Plays the scripts of one history."""
 
     def __init__(self, world: World, nemesis: Nemesis) -> None:
         self._world, self._nemesis = world, nemesis
         self.parts: dict[str, MadeParameter] = {}
         self.executed: Counter[int] = Counter()
-        self.told: list[StepOutcome] = []
+        self.errors: list[str] = []
+        """of the steps that failed"""
         self.violations: list[str] = []
         self.over: set[str] = set()
 
     # -- what parts say
 
     def made(self, name: str, part: Parameter) -> None:
-        """See programs.StepRun."""
+        """A part was made where the thread that asks runs."""
         process = self._world.scheduler.me().process
-        life = self._world.lives[process.name]
-        assert life.process is process
+        incarnation = self._world.incarnations[process.name]
+        assert incarnation.process is process
         if name in self.parts:
             self.violate("I8", f"{name} was made twice")
-        self.parts[name] = MadeParameter(part, life)
+        self.parts[name] = MadeParameter(part, incarnation)
 
     def ran(self, ticket: int) -> None:
-        """See programs.StepRun."""
+        """A call was executed."""
         self.executed[ticket] += 1
         if self.executed[ticket] > 1:
             self.violate("I8", f"call {ticket} was executed {self.executed[ticket]} times")
@@ -110,26 +99,24 @@ class StepRun:
         parts: list[Any] | None = None
         tag = name
         for n, step in enumerate(script.steps):
-            began = scheduler.now
             error: str | None = None
             try:
                 if parts is None:
                     tag = f"{name}.{n}"
-                    parts = self._parts(script, tag)
+                    seconds = len(script.places) * self._world.options.timeouts.call
+                    with self._within("remote()", seconds):
+                        parts = make_parts(script, tag)
                 self._step(script, step, parts, tag)
             except GradwireError as raised:
                 error = f"{type(raised).__name__}: {raised}"
                 self._check_error(error)
+                self.errors.append(error)
                 parts = None
             self._world.counts["good steps" if error is None else "failed steps"] += 1
-            self.told.append(StepOutcome(script, step, error, scheduler.now - began))
-            self._world.note("step", script.root, f"{n} of {name}: {_first_line(error) or 'good'}")
+            first_line = (error or "good").partition("\n")[0]
+            self._world.note("step", script.root, f"{n} of {name}: {first_line}")
             scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
         self.over.add(name)
-
-    def _parts(self, script: Script, tag: str) -> list[Any]:
-        with self._within("remote()", len(script.places) * self._world.options.timeouts.call):
-            return make_parts(script, tag)
 
     def _step(self, script: Script, step: Step, parts: list[Any], tag: str) -> None:
         timeouts = self._world.options.timeouts
@@ -144,7 +131,7 @@ class StepRun:
             names = [f"{tag}.{n}" for n in range(len(script.places))]
             self._begins(script, step, names, expected)
             try:
-                with self._within("backward", step.times * timeouts.backward + _END_SECONDS):
+                with self._within("backward", step.times * timeouts.backward + _UNDO_SECONDS):
                     got = self._backward(step, context, loss, x)
             except GradwireError:
                 self._failed(script, step, context, names)
@@ -169,7 +156,7 @@ class StepRun:
         for name, gradient in zip(names, expected.parts, strict=True):
             made = self.parts.get(name)
             if made is not None:
-                made.root = self._world.lives[script.root]
+                made.root = self._world.incarnations[script.root]
                 if step.way == TO_GRAD and gradient is not None:
                     made.before, made.last = made.grad, gradient / step.times
                     made.times = step.times
@@ -185,10 +172,10 @@ class StepRun:
         self._same("I1", "the gradient of the input", got, expected.x)
         for name, gradient in zip(names, expected.parts, strict=True):
             made = self.parts.get(name)
-            if made is None or made.life.process.is_dead:
+            if made is None or made.incarnation.process.is_dead:
                 continue
             if step.way == TO_MAP:
-                known = _maybe_context(made.life, context)
+                known = _maybe_context(made.incarnation, context)
                 if known is not None:
                     found = known.gradients.get(made.part.p)
                     self._same("I1", f"the map's gradient of {name}", found, gradient)
@@ -201,15 +188,15 @@ class StepRun:
         """Nothing was committed, on the workers that could hear of the failure."""
         for name in names:
             made = self.parts.get(name)
-            if made is None or made.life.process.is_dead:
+            if made is None or made.incarnation.process.is_dead:
                 continue
-            place = made.life.name
+            place = made.incarnation.name
             if step.way == TO_GRAD and (place == script.root or step.times > 1):
                 made.is_in_doubt = True  # as after a failed local backward; or half of two passes
             if place in self._nemesis.victims or script.root in self._nemesis.victims:
                 continue  # it may hear of it later; looked at in the end
             self.check_part(name)
-            known = _maybe_context(made.life, context)
+            known = _maybe_context(made.incarnation, context)
             if known is not None and known.gradients.get(made.part.p) is not None:
                 self.violate("I5", f"the map keeps a gradient of {name} from a failed pass")
 
@@ -219,21 +206,19 @@ class StepRun:
         If its root was lost in a pass nobody knows how that ended, but it has ended one way.
         """
         made = self.parts[name]
-        if made.is_in_doubt or made.life.process.is_dead:
+        if made.is_in_doubt or made.incarnation.process.is_dead:
             return
-        if made.root is not None and self._are_apart(made.root, made.life):
-            return  # how the last pass ended may not have been heard
+        if made.root is not None:
+            link = self._world.network.link(made.root.name, made.incarnation.name)
+            if link.is_cut or link.is_stalled:
+                return  # how the last pass ended may not have been heard
         if made.root is not None and made.root.process.is_dead:
-            found, last = made.part.p.grad, made.last
-            after = [] if last is None else [last * n for n in range(1, made.times + 1)]
-            might_be = [made.before, *(_plus(made.before, more) for more in after)]
-            if any(_is_same(found, other) for other in might_be):
+            last, might_be = made.last, [made.before]
+            if last is not None:
+                might_be += [_plus(made.before, last * n) for n in range(1, made.times + 1)]
+            if any(_is_same(made.part.p.grad, other) for other in might_be):
                 return
         self._same("I5", f".grad of {name}", made.part.p.grad, made.grad)
-
-    def _are_apart(self, a: Life, b: Life) -> bool:
-        link = self._world.network.link(a.name, b.name)
-        return link.is_cut or link.is_stalled
 
     def _check_error(self, error: str) -> None:
         victims = self._nemesis.victims
@@ -259,13 +244,13 @@ class StepRun:
             yield
         finally:
             took = self._world.scheduler.now - began
-            if took > seconds + SLACK_SECONDS:
+            if took > seconds + _SLACK_SECONDS:
                 self.violate("I3", f"{what} took {took:.3f} s, at most {seconds:g} were allowed")
 
 
-def _maybe_context(life: Life, id: int) -> Context | None:
-    """The context there; a worker may be at work before it has told all others that it is there."""
-    return None if life.worker is None else life.worker.engine.contexts.maybe(id)
+def _maybe_context(incarnation: Incarnation, id: int) -> Context | None:
+    """The context there; a worker may serve calls before it has joined."""
+    return None if incarnation.worker is None else incarnation.worker.engine.contexts.maybe(id)
 
 
 def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
@@ -278,7 +263,3 @@ def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def _spoken(tensor: torch.Tensor | None) -> str:
     return "None" if tensor is None else str(tensor.tolist())
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").partition("\n")[0]

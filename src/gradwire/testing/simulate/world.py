@@ -1,14 +1,14 @@
 """Simulated workers: real ones, over simulated links, each a process that can crash and come back.
 
-What happens is told in lines that a person can read, in the order it happened.
+What happens is recorded as lines of text, in order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -26,8 +26,9 @@ from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.links import SimulatedNetwork
-from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
+from gradwire.testing.simulate.scheduler import Process, Scheduler
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 from gradwire.wire.message import IS_ANSWER, Frame, Message
@@ -38,25 +39,22 @@ ANY, BACKWARD = "any", "backward"
 _REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
-
 _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
 
 @dataclass(slots=True)
-class Life:
-    """One worker in one life; `worker` is there once it has joined."""
+class Incarnation:
+    """A worker from one start to its crash; `worker` is there once it has joined."""
 
     name: str
     number: int
     process: Process
     worker: Worker | None = None
-    heard: AbstractContextManager[None] | None = None
-    """the subscription to what it says"""
 
 
 @final
 class World:
-    """The workers of one history, and what happened to them."""
+    """The workers of one history, and what happened to them; a context manager."""
 
     def __init__(
         self,
@@ -71,10 +69,10 @@ class World:
         most_switches: int = 200_000,
     ) -> None:
         self.scheduler = Scheduler(seed, most_switches=most_switches)
-        self.network = SimulatedNetwork(self.scheduler, self, capacity=capacity)
+        self.network = SimulatedNetwork(self.scheduler, self, capacity)
         self.options, self.expose, self.is_open = options, tuple(expose), is_open
         self.names = [f"w{n}" for n in range(workers)]
-        self.lives: dict[str, Life] = {}
+        self.incarnations: dict[str, Incarnation] = {}
         self.counts: Counter[str] = Counter()
         """how often each kind of event and fault happened"""
         self._steps: Counter[str] = Counter()
@@ -83,7 +81,20 @@ class World:
         self._lines: list[tuple[float, str, str, str]] = []
         self._repeats = repeats
         self._store = HashStore() if is_open else None
-        self._life_numbers = Counter(self.names)
+        self._numbers: Counter[str] = Counter()
+        self._open = ExitStack()
+
+    def __enter__(self) -> World:
+        modules = [thing for thing in self.expose if isinstance(thing, ModuleType)]
+        log = self._open.enter_context(simulated(modules))
+        handler = _LogToWorld(self)
+        log.addHandler(handler)
+        self._open.callback(log.removeHandler, handler)
+        self._open.callback(self.scheduler.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     # -- what happened
 
@@ -102,17 +113,16 @@ class World:
             self._step(text)
 
     def sent(self, frame: Frame) -> str:
-        """See `Watcher`."""
+        """A frame leaves; returns how traces name it."""
         kind = _kinds().get(frame.kind, f"kind {frame.kind:#x}")
         arrow = "answer" if frame.flags & IS_ANSWER else "request" if frame.request else ""
         text = f"{kind} {arrow} {frame.request or ''}".rstrip()
-        task = self.scheduler.me()
-        self.note("sends", task.process.name, text)
+        self.note("sends", self.scheduler.me().process.name, text)
         self._step(text)
         return text
 
     def may_repeat(self, frame: Frame) -> bool:
-        """See `Watcher`."""
+        """Whether the protocol lets this one come twice, and it shall."""
         if not self._repeats:
             return False
         may = frame.flags & IS_ANSWER or _kinds().get(frame.kind) in _REPEATABLE
@@ -135,7 +145,7 @@ class World:
         self._at_step.clear()
 
     def _step(self, text: str) -> None:
-        kinds = (ANY, BACKWARD) if text.partition(" ")[0] in _of_backward() else (ANY,)
+        kinds = (ANY, BACKWARD) if text.partition(" ")[0] in _kinds_of_backward() else (ANY,)
         for kind in kinds:
             self._steps[kind] += 1
             for act in self._at_step.pop((kind, self._steps[kind]), ()):
@@ -151,72 +161,66 @@ class World:
     def start(self) -> None:
         """All of them; returns when they have joined."""
         for name in self.names:
-            self.begin_life(name)
+            self.start_worker(name)
         self.scheduler.run(60.0, lambda: len(self.workers()) == len(self.names))
         assert len(self.workers()) == len(self.names), "not all workers have joined"
 
-    def begin_life(self, name: str) -> Life:
+    def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
-        self._life_numbers[name] += 1
-        number = self._life_numbers[name] - 1
-        life = self.lives[name] = Life(name, number, Process(name))
-        self.note("starts", name, f"life {number}")
+        self._numbers[name] += 1
+        number = self._numbers[name]
+        it = self.incarnations[name] = Incarnation(name, number, Process(name))
+        self.note("starts", name, f"incarnation {number}")
         begin = self._join if self.is_open else self._meet
-        self.scheduler.spawn(f"gradwire {name} start", life.process, partial(begin, life))
-        return life
+        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(begin, it))
 
     def crash(self, name: str, *, silent_for: float = 0.0) -> None:
         """It is gone in the middle of whatever it did."""
-        life = self.lives[name]
-        if life.process.is_dead:
-            return
-        self.scheduler.kill(life.process)
-        self.network.crashed(life.process, silent_for=silent_for)
-
-    def is_alive(self, name: str) -> bool:
-        """Whether it lives, and has joined."""
-        life = self.lives[name]
-        return not life.process.is_dead and life.worker is not None
+        process = self.incarnations[name].process
+        if not process.is_dead:
+            self.scheduler.kill(process)
+            self.network.crashed(process, silent_for=silent_for)
 
     def workers(self) -> dict[str, Worker]:
-        """Those that live and have joined."""
+        """Those that run and have joined."""
         return {
-            n: life.worker for n, life in self.lives.items() if self.is_alive(n) and life.worker
+            name: it.worker
+            for name, it in self.incarnations.items()
+            if it.worker is not None and not it.process.is_dead
         }
 
-    def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
-        """A thread of the user's in a worker."""
-        life = self.lives[name]
+    def run_as(self, name: str, what: str, target: Callable[[], None]) -> None:
+        """Start a thread of the user's in a worker."""
+        it = self.incarnations[name]
 
         def run() -> None:
-            assert life.worker is not None
-            with life.worker.scope():
+            assert it.worker is not None
+            with it.worker.scope():
                 target()
 
-        return self.scheduler.spawn(f"{name} {what}", life.process, run)
+        self.scheduler.spawn(f"{name} {what}", it.process, run)
 
-    def _meet(self, life: Life) -> None:
-        id = self.names.index(life.name)
+    def _meet(self, it: Incarnation) -> None:
         members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
         transports = Transports({"memory": self.network})
-        listener = transports.listen(_address(life.name, 0))
-        self._joined(life, self._worker(Directory(id, members), "world", transports, listener))
+        listener = transports.listen(_address(it.name, 0))
+        directory = Directory(self.names.index(it.name), members)
+        self._joined(it, self._worker(directory, "world", transports, listener))
 
-    def _join(self, life: Life) -> None:
+    def _join(self, it: Incarnation) -> None:
         """As rpc/join.py does in an open world."""
         assert self._store is not None
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
-        listener = transports.listen(_address(life.name, life.number))
-        signed = SignedStore(self._store, _SECRET, Refusals())
-        roster = RosterStore(signed, transports, clock)
+        listener = transports.listen(_address(it.name, it.number))
+        roster = RosterStore(SignedStore(self._store, _SECRET, Refusals()), transports, clock)
         limit = clock.now() + self.options.timeouts.join
-        id = self.names.index(life.name)
-        me = roster.register(life.name, id, listener.address, limit)
+        id = self.names.index(it.name)
+        me = roster.register(it.name, id, listener.address, limit)
         job, others = roster.before(me, limit - self.options.timeouts.join / 2)
         directory = Directory(id, [*others, me], is_open=True)
         worker = self._worker(directory, job, transports, listener)
         worker.announce(limit)
-        self._joined(life, worker)
+        self._joined(it, worker)
 
     def _worker(
         self, directory: Directory, job: str, transports: Transports, listener: Listener
@@ -224,38 +228,28 @@ class World:
         place = (directory, job, _SECRET, transports, listener)
         return Worker(*place, self.options, self.expose, store=self._store)
 
-    def _joined(self, life: Life, worker: Worker) -> None:
-        life.heard = worker.events.subscribe(self._heard)
-        life.heard.__enter__()
-        life.worker = worker
-        self.note("joined", life.name, f"life {life.number}")
+    def _joined(self, it: Incarnation, worker: Worker) -> None:
+        self._open.enter_context(worker.events.subscribe(self._heard))
+        it.worker = worker
+        self.note("joined", it.name, f"incarnation {it.number}")
 
 
 @final
-class LogToWorld(logging.Handler):
+class _LogToWorld(logging.Handler):
     """What workers log, as lines of the history."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        if not self._world.scheduler.is_closed:
-            self.records.append(record)
-            task = self._world.scheduler.current
-            where = "-" if task is None else task.process.name
-            self._world.note("logs", where, record.getMessage())
+        task = self._world.scheduler.current
+        where = "-" if task is None else task.process.name
+        self._world.note("logs", where, record.getMessage())
 
 
-def modules_in(exposed: Iterable[object]) -> list[ModuleType]:
-    """The modules among what is exposed."""
-    return [thing for thing in exposed if isinstance(thing, ModuleType)]
-
-
-def _address(name: str, life: int) -> str:
-    return f"memory://{name}.{life}"
+def _address(name: str, incarnation: int) -> str:
+    return f"memory://{name}.{incarnation}"
 
 
 @cache
@@ -272,5 +266,5 @@ def _kinds() -> dict[int, str]:
 
 
 @cache
-def _of_backward() -> set[str]:
+def _kinds_of_backward() -> set[str]:
     return {name for kind, name in _kinds().items() if 0x20 <= kind < 0x30}
