@@ -72,12 +72,12 @@ NO_RUN = -1
 _profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
 will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
 """Whether the current run executes a node, or captures a gradient at it."""
-_keep_graph = cast(
+keeps_graph = cast(
     Callable[[], bool], _find("torch._C._autograd._get_current_graph_task_keep_graph")
 )
-
-
+"""Whether the current run was started with retain_graph."""
 is_inside_transform = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
+"""Whether this code runs inside vmap, grad or another transform of torch.func."""
 _unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
 _is_wrapped = cast(
     Callable[[torch.Tensor], bool], _find("torch._C._functorch.is_functorch_wrapped_tensor")
@@ -88,6 +88,14 @@ _no_torch_function = cast(
     Callable[[], AbstractContextManager[None]], _find("torch._C.DisableTorchFunctionSubclass")
 )
 _execution_engine = cast(Any, Variable)._execution_engine
+when_run_ends: Callable[[Callable[[], None]], None] = _execution_engine.queue_callback
+"""Call back after the current run has succeeded, before its `backward()` returns. If the run fails,
+the engine drops the callback without calling it, at once.
+"""
+is_checkpoint_valid: Callable[[], bool] = _execution_engine.is_checkpoint_valid
+"""Whether torch lets a reentrant checkpoint run in the current run of this thread: not inside
+grad() and backward(inputs=…), nor in a backward inside these, as it would add to other leaves.
+"""
 
 
 def is_profiled() -> bool:
@@ -108,19 +116,6 @@ def set_threaded(enabled: bool) -> bool:
     before = _is_threaded()
     _set_threaded(enabled)
     return before
-
-
-def keeps_graph() -> bool:
-    """Whether the current run was started with retain_graph."""
-    return _keep_graph()
-
-
-def when_run_ends(callback: Callable[[], None]) -> None:
-    """Call back after the current run has succeeded, before its `backward()` returns.
-
-    If the run fails, the engine drops the callback without calling it, at once.
-    """
-    _execution_engine.queue_callback(callback)
 
 
 def run_engine(
@@ -145,11 +140,6 @@ def run_engine(
         allow_unreachable=True,
         accumulate_grad=inputs is None,
     )
-
-
-def is_transformed() -> bool:
-    """Whether this code runs inside vmap, grad or another transform of torch.func."""
-    return is_inside_transform()
 
 
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
@@ -290,12 +280,3 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 def _made_to_record() -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def lets_checkpoints_run() -> bool:
-    """Whether torch lets a reentrant checkpoint run in the current run of this thread.
-
-    Not inside grad() and backward(inputs=…), nor in a backward inside these: the checkpoint would
-    add to leaves that are not inputs.
-    """
-    return torch.autograd.Variable._execution_engine.is_checkpoint_valid()

@@ -16,6 +16,7 @@ from typing import Any, Final, cast, final
 
 import torch
 
+from gradwire.autograd.graph.walk import reachable_from
 from gradwire.torch_private import Node
 
 OFF, ON, CHECKS_NAN = 0, 1, 2
@@ -85,7 +86,7 @@ def detecting(mode: int, roots: Iterable[Node], worker: str) -> Iterator[None]:
     """
     running: list[Node] = []
     handles = [
-        node.register_prehook(partial(_note, running, node)) for node in _reachable_from(roots)
+        node.register_prehook(partial(_note, running, node)) for node in reachable_from(roots)
     ]
     try:
         with under(mode):
@@ -102,16 +103,6 @@ def detecting(mode: int, roots: Iterable[Node], worker: str) -> Iterator[None]:
 
 def _note(running: list[Node], node: Node, _: Any) -> None:  # noqa: ANN401
     running[:] = [node]
-
-
-def _reachable_from(roots: Iterable[Node]) -> set[Node]:
-    found, left = set(roots), list(roots)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                left.append(node)
-    return found
 
 
 def _said_of(node: Node, worker: str) -> str:

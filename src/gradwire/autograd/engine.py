@@ -2,7 +2,7 @@
 
 It ties the parts of this layer together, and the Send and Recv nodes call it. Passes begin in
 backward/coordinator.py and run on other workers in backward/participant.py; open contexts are in
-graph/context_table.py.
+graph/context.py.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
 so other holders of the buffer may write to it.
@@ -28,14 +28,13 @@ from gradwire.autograd.backward.active_pass import (
     HeldGradients,
 )
 from gradwire.autograd.backward.coordinator import Coordinator
+from gradwire.autograd.backward.engine_run import meets_crossing
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import Admission, PassTable
-from gradwire.autograd.graph import crossing, ordering
+from gradwire.autograd.backward.reach import check_order
 from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.graph.nodes import EngineRef
-from gradwire.autograd.graph.validate import check_crossing, check_gradients
+from gradwire.autograd.graph.context import Context, Contexts
+from gradwire.autograd.graph.crossing import arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.scope import Saving
@@ -65,7 +64,7 @@ class Engine:
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
-        self._ref: EngineRef = weakref.ref(self)  # See Note [Nodes hold no context]
+        self._ref = weakref.ref(self)  # See Note [Nodes hold no context]
         self._waiting = agent.dispatch.user.waiting
         self.limits = agent.limits
         self._edges = PeerLimit("edges", agent.limits.edges)
@@ -108,7 +107,7 @@ class Engine:
             return []
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
         ref, me = self._ref, self._me
-        return [crossing.leave(context, ref, me, peer, places, tensors) for places in groups]
+        return [leave(context, ref, me, peer, places, tensors) for places in groups]
 
     def attach_recv(
         self,
@@ -131,7 +130,7 @@ class Engine:
             edges_of[peer] = edges_of[peer] + count if peer in edges_of else count
         for crossed in crossings:
             check_crossing(crossed, peer, tensors, most)
-            crossing.arrive(context, self._ref, self._me, peer, crossed, tensors)
+            arrive(context, self._ref, self._me, peer, crossed, tensors)
         return True
 
     def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
@@ -158,7 +157,7 @@ class Engine:
         if isinstance(active, CoordinatedPass):
             self.coordinator.send_starts(active)
         if not active.has_come(edge):
-            ordering.check_order(active.context, edge, active.edges_sent)
+            check_order(active.context, edge, active.edges_sent)
             self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
         settlement = active.take_gradients(edge)
         gradients = settlement.gradients
@@ -209,7 +208,7 @@ class Engine:
         """
         active = self.passes.of_run(current_run())
         if active is None:
-            ordering.meets_crossing()
+            meets_crossing()
             active = self.coordinator.begin_native(self.contexts.find(id), edge)
         if active.context.id != id:
             self.contexts.find(id)  # says so if it is closed

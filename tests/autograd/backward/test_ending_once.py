@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from gradwire.autograd.backward.engine_run import accumulate
+from gradwire.autograd.backward.engine_run import execute
 from gradwire.autograd.graph.walk import Landmarks
 from gradwire.autograd.undo import leaf as leaves
 from gradwire.autograd.undo.leaf import LeafLocks
@@ -20,7 +20,8 @@ def adds(leaf, value, undo_log):
     loss = leaf * value
     node = loss.grad_fn.next_functions[0][0]
     landmarks = Landmarks([node], [], [])
-    accumulate((loss,), (torch.ones(()),), undo_log, landmarks, lambda: None, retain_graph=False)
+    ones = (torch.ones(()),)
+    execute((loss,), ones, None, undo_log, landmarks, lambda: None, retain_graph=False)
 
 
 class Slow:

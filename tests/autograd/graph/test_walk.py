@@ -9,8 +9,8 @@ import torch
 
 from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph import walk as graph
-from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.graph.lineage import from_wire
+from gradwire.autograd.graph.context import Contexts
+from gradwire.autograd.graph.walk import from_wire
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, ContextClosed, UsageError
 from gradwire.ids import EdgeId

@@ -23,7 +23,7 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.timer import explain_cut
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.lineage import Lineage, numbers
+from gradwire.autograd.graph.walk import Lineage, numbers
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.undo.nested_pass import Inside
 from gradwire.autograd.undo.undo_log import UndoLog
@@ -81,7 +81,7 @@ class ActivePass:
         self.run: int | None = None
         """the number of the engine run here, once it is known"""
         self.edges_sent: set[EdgeId] = set()
-        """the edges whose gradients have left, or are about to; see graph/ordering.py"""
+        """the edges whose gradients have left, or are about to; see `reach.check_order`"""
         self.error: Exception | None = None
         """what ended the pass, if it has failed"""
         self._state = PassState(id, participants)

@@ -24,14 +24,13 @@ from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
     plain_destination,
+    runs_through,
     sends_executed,
     stops_of,
 )
 from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.lineage import Lineage, bits_to_wire, union
-from gradwire.autograd.graph.ordering import runs_through
-from gradwire.autograd.graph.validate import check_asked
+from gradwire.autograd.graph.walk import Lineage, bits_to_wire, union
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -130,9 +129,10 @@ class Coordinator:
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
         try:
-            engine_run.accumulate(
+            engine_run.execute(
                 tuple(roots),
                 tuple([torch.ones_like(root) for root in roots]),
+                None,
                 undo_log,
                 landmarks,
                 on_start,
@@ -313,7 +313,10 @@ class Coordinator:
             self._agent.noting.came_late(source.worker)
             return
         participants = active.participants if isinstance(active, CoordinatedPass) else ()
-        check_asked(active.id, participants, source.worker)
+        if source.worker not in participants:
+            raise BadMessage(
+                f"w{source.worker} fails {active.id}, in which it was not asked to run"
+            )
         active.fail(self._agent.revive(message.failure))
 
 

@@ -26,10 +26,9 @@ from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
 from gradwire.autograd.backward.pass_table import Admission, Failed, PassTable
 from gradwire.autograd.backward.reach import sends_of
-from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.graph.validate import check_gradients, check_root
-from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.graph.context import Context, Contexts
+from gradwire.autograd.graph.crossing import check_gradients
+from gradwire.autograd.graph.walk import NO_LANDMARKS, Landmarks
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -44,7 +43,7 @@ from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
-from gradwire.ids import ContextId, WorkerId
+from gradwire.ids import ContextId, PassId, WorkerId
 from gradwire.torch_private import (
     is_profiled,
     recording,
@@ -92,7 +91,7 @@ class Participant:
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         coordinator = source.worker
-        check_root(start.pass_id, coordinator)
+        _check_root(start.pass_id, coordinator)
         limit = self._admission.deadline(start.seconds)
         failed = partial(self._tell_failed, start, coordinator, limit)
         run = partial(self._begin, start, payload, source, limit, failed)
@@ -224,33 +223,21 @@ class Participant:
                 leaves = sum(map(will_execute, counted))
                 active.run_counted(len(sends), recvs, leaves)
 
-        counted = () if start.destination == NOWHERE else landmarks.accumulators
-        tokens = tuple([sent.token for sent in sends])
-        retain, create = start.retain_graph, start.create_graph
-        named = _span(active) if is_profiled() else None
+        counted, anchors = landmarks.accumulators, None
         if start.destination == NOWHERE:
-            anchors = tuple([r.anchor for r in received or ()])
-            engine_run.run_towards(
-                anchors,
-                tokens,
-                undo_log,
-                on_start,
-                retain_graph=retain,
-                create_graph=create,
-                span=named,
-            )
-        else:
-            engine_run.accumulate(
-                tokens,
-                None,
-                undo_log,
-                landmarks,
-                on_start,
-                retain_graph=retain,
-                create_graph=create,
-                span=named,
-                checkpoints=start.checkpoints,
-            )
+            counted, anchors = [], tuple([r.anchor for r in received or ()])
+        engine_run.execute(
+            tuple([sent.token for sent in sends]),
+            None,
+            anchors,
+            undo_log,
+            landmarks if anchors is None else NO_LANDMARKS,
+            on_start,
+            retain_graph=start.retain_graph,
+            create_graph=start.create_graph,
+            span=_span(active) if is_profiled() else None,
+            checkpoints=start.checkpoints,
+        )
 
     # -- the coordinator is lost
 
@@ -312,7 +299,7 @@ class Participant:
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
         # A good end is handled on the reading thread: before the coordinator's next message, or
         # its loss, can be handled. A failure waits for the run here, so it needs another thread.
-        check_root(message.pass_id, source.worker)
+        _check_root(message.pass_id, source.worker)
         if message.failure is None:
             self._keep(message)
             return
@@ -361,8 +348,14 @@ class Participant:
         return True
 
 
+def _check_root(pass_id: PassId, source: WorkerId) -> None:
+    """BadMessage if a pass is begun or ended by another worker than its root."""
+    if pass_id.worker != source:
+        raise BadMessage(f"w{source} speaks for {pass_id}, which is another worker's")
+
+
 def _participated(active: AnyPass) -> ParticipantPass:
-    """The pass, which began elsewhere: `check_root` has compared its id with the sender."""
+    """The pass, which began elsewhere: `_check_root` has compared its id with the sender."""
     if not isinstance(active, ParticipantPass):
         raise BadMessage(f"{active.id} began here")
     return active
