@@ -30,7 +30,7 @@ from gradwire.autograd.backward.active_pass import (
 from gradwire.autograd.backward.coordinator import Coordinator
 from gradwire.autograd.backward.engine_run import meets_crossing
 from gradwire.autograd.backward.participant import Participant
-from gradwire.autograd.backward.pass_table import Admission, PassTable
+from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import check_order
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.context import Context, Contexts
@@ -83,9 +83,8 @@ class Engine:
         self.passes = PassTable(agent.directory, due, seconds, agent.clock, agent.timer, most)
         locks = LeafLocks()
         self.coordinator = Coordinator(agent, self.passes, locks, self._waiting)
-        admission = Admission(agent, seconds)
-        self.deadline_for_peer = admission.deadline
-        self._participant = Participant(agent, self.contexts, self.passes, locks, inside, admission)
+        self._participant = Participant(agent, self.contexts, self.passes, locks, inside, seconds)
+        self.deadline_for_peer = self._participant.deadline
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)

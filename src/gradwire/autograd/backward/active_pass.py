@@ -24,8 +24,8 @@ from gradwire.agent.requests.timer import explain_cut
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.walk import Lineage, numbers
-from gradwire.autograd.messages import Crossing, Gradients
-from gradwire.autograd.undo.nested_pass import Inside
+from gradwire.autograd.messages import Crossing, Gradients, Start
+from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
@@ -39,20 +39,6 @@ class Settlement(msgspec.Struct, frozen=True):
 
     gradients: list[torch.Tensor | None]
     crossings: list[Crossing]
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """What the coordinator has decided about a pass and tells the participants."""
-
-    edges: Lineage
-    needed: int | None
-    destination: int
-    retain_graph: bool
-    create_graph: bool
-    participants: Sequence[WorkerId]
-    anomaly: int = 0
-    checkpoints: bool = True
-    """whether reentrant checkpoints may run"""
 
 
 class HeldGradients(msgspec.Struct, frozen=True):
@@ -210,16 +196,26 @@ class ActivePass:
 class CoordinatedPass(ActivePass):
     """A pass on the worker where it began."""
 
+    start: Start
+    """what is sent to each participant, but for its edges, the time left and the first gradients"""
+
     def __init__(
-        self, id: PassId, context: Context, deadline: float, began: float, run: int, plan: Plan
+        self,
+        id: PassId,
+        context: Context,
+        deadline: float,
+        began: float,
+        run: int,
+        edges: Lineage,
+        participants: Sequence[WorkerId],
     ) -> None:
-        super().__init__(id, context, deadline, began, plan.participants)
-        self.run, self.plan = run, plan
-        self.around: UndoLog | Inside | None = None
-        """the backward inside which this one runs, if there is one; see undo/nested_pass.py"""
+        super().__init__(id, context, deadline, began, participants)
+        self.run, self.edges = run, edges
+        self.around: list[Nested] | None = None
+        """the passes that end with the backward around this one, if it is inside another"""
         self.stops: frozenset[EdgeId] = frozenset()
         """the edges of the Recvs behind which the pass has nothing to run"""
-        self.not_started: Sequence[WorkerId] = plan.participants
+        self.not_started: Sequence[WorkerId] = participants
         """the participants to which no Start was sent yet"""
 
     @property

@@ -6,20 +6,20 @@ to keep or to revert what the pass has changed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 
 import torch
+from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
-from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, Plan
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
@@ -44,7 +44,7 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.autograd.undo.nested_pass import Nested, Outcomes, inside_now
+from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
@@ -53,12 +53,10 @@ from gradwire.torch_private import (
     current_run,
     is_profiled,
     keeps_graph,
-    when_run_ends,
     will_execute,
 )
 from gradwire.wire.frame import Buffer
 
-_log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
 """How long a failed pass waits for a participant's rollback, before the deadline of the pass."""
 _END_LATE_SECONDS = 1.5
@@ -107,7 +105,8 @@ class Coordinator:
         create_graph = torch.is_grad_enabled()
         keep = keeps_graph()
         active = self._begin(context, lineage, needed, destination, keep, create_graph)
-        active.stops, active.around = stops, undo_log_of_run() or inside_now()
+        undo_log = undo_log_of_run()
+        active.stops, active.around = stops, undo_log.nested if undo_log else inside_now()
         return active
 
     def backward(
@@ -164,10 +163,21 @@ class Coordinator:
         mine = edges.get(self._me, 0)
         if mine:
             participants.remove(self._me)
-        modes = (current_mode(), engine_run.lets_checkpoints_run())
-        plan = Plan(edges, needed, destination, retain_graph, create_graph, participants, *modes)
-        active = self._passes.begin(context, current_run(), plan, timeout)
-        when_run_ends(_EndOfRun(self, active))
+        active = self._passes.begin(context, current_run(), edges, participants, timeout)
+        active.start = Start(
+            context.id,
+            active.id,
+            b"",
+            None if needed is None else bits_to_wire(needed),
+            destination,
+            retain_graph,
+            create_graph,
+            0.0,
+            None,
+            current_mode(),
+            engine_run.lets_checkpoints_run(),
+        )
+        EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
         active.mine = mine if needed is None else mine & needed
         if self._agent.events.are_heard:
             self._agent.events.emit("start", active.id)
@@ -182,8 +192,7 @@ class Coordinator:
     ) -> None:
         """Send gradients, and Starts. See Note [Starts leave with gradients]."""
         not_started = active.take_not_started()
-        left = active.deadline - self._agent.clock.now()
-        message = _start(active, peer, left, gradients) if peer in not_started else gradients
+        message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         if not_started:
             self._tell(active, [worker for worker in not_started if worker != peer])
@@ -195,9 +204,12 @@ class Coordinator:
 
     def _tell(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
-            left = active.deadline - self._agent.clock.now()
-            start = _start(active, worker, left)
+            start = self._start(active, worker, None)
             self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
+
+    def _start(self, active: CoordinatedPass, worker: WorkerId, first: Gradients | None) -> Start:
+        edges, left = active.edges[worker], active.deadline - self._agent.clock.now()
+        return replace(active.start, edges=bits_to_wire(edges), seconds=left, first=first)
 
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""
@@ -221,7 +233,7 @@ class Coordinator:
         else:
             self._outcomes.put_off(active.id.n)
             end_well, give_up = partial(self._end_well, active), partial(self._take_back, active)
-            active.around.nested.append(Nested(end_well, give_up))
+            active.around.append(Nested(end_well, give_up))
 
     def _take_back(self, active: CoordinatedPass) -> bool:
         """Revert a pass that succeeded, because the backward around it has failed."""
@@ -318,52 +330,3 @@ class Coordinator:
                 f"w{source.worker} fails {active.id}, in which it was not asked to run"
             )
         active.fail(self._agent.revive(message.failure))
-
-
-class _EndOfRun:
-    """A callback that the engine calls when the run here has succeeded.
-
-    If the run fails, the engine drops the callback without calling it, and that is the only sign
-    of the failure. So `__del__` gives the pass up.
-    """
-
-    # The finalizer sends and waits, on purpose. The engine drops its callbacks on the thread of the
-    # backward, before that raises: when the user sees the error, the participants have reverted the
-    # pass. From a queue the rollback would run after the user has gone on.
-
-    __slots__ = ("_active", "_called", "_coordinator")
-
-    def __init__(self, coordinator: Coordinator, active: CoordinatedPass) -> None:
-        self._coordinator, self._active = coordinator, active
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._coordinator.finish(self._active)
-
-    def __del__(self) -> None:
-        if self._called:
-            return
-        try:
-            self._coordinator.give_up(self._active, None)
-        except Exception:  # a finalizer cannot raise
-            _log.exception("%s could not be given up", self._active.id)
-
-
-def _start(
-    active: CoordinatedPass, worker: WorkerId, seconds: float, first: Gradients | None = None
-) -> Start:
-    plan = active.plan
-    return Start(
-        active.context.id,
-        active.id,
-        bits_to_wire(plan.edges[worker]),
-        None if plan.needed is None else bits_to_wire(plan.needed),
-        plan.destination,
-        plan.retain_graph,
-        plan.create_graph,
-        seconds,
-        first,
-        plan.anomaly,
-        plan.checkpoints,
-    )

@@ -2,6 +2,15 @@
 
 It runs when a Start arrives and answers RunDone or RunFailed. It keeps the undo log of its run
 until the coordinator says how the pass ended, or until it has lost the coordinator and asked.
+
+Note [Who may have us run]: the numbers of contexts and edges can be guessed, so any member can send
+a Start for a graph in which it has no part. Its run would use up the graph, or occupy a thread
+while it waits for gradients that nobody sends. This worker cannot know everyone who takes part: the
+peer to which it sent a tensor may have passed the result on. But the gradients of an edge come only
+from the worker to which that edge leads. So a Start from a worker that is not known in the context
+waits, without a thread, for the first gradients of its pass. In a correct pass they come, worker by
+worker, along the edges that lead to the coordinator, and before they come a run could do nothing
+but wait. If no edge leads to the coordinator they never come, and the deadline ends the pass.
 """
 
 from __future__ import annotations
@@ -24,7 +33,7 @@ from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.anomaly import detecting
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
-from gradwire.autograd.backward.pass_table import Admission, Failed, PassTable
+from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import sends_of
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import check_gradients
@@ -39,11 +48,18 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
-from gradwire.autograd.profiling import span
+from gradwire.autograd.profiling import NOTHING, span
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
-from gradwire.ids import ContextId, PassId, WorkerId
+from gradwire.errors import (
+    BadMessage,
+    ContextClosed,
+    DeadlinePassed,
+    GradwireError,
+    OverLimit,
+    PeerLost,
+)
+from gradwire.ids import ContextId, PassId, WorkerId, opener_of
 from gradwire.torch_private import (
     is_profiled,
     recording,
@@ -64,6 +80,11 @@ _NO_CHECKPOINTS = (
 )
 
 
+Run = Callable[[], bool]
+"""Takes part in a pass. True if the pass was parked instead: then it still counts as a run."""
+Failed = Callable[[BaseException], None]
+
+
 @final
 class Participant:
     """Takes part in the passes that other workers coordinate."""
@@ -75,10 +96,11 @@ class Participant:
         passes: PassTable,
         locks: LeafLocks,
         inside: Callable[[ContextId], AbstractContextManager[None]],
-        admission: Admission,
+        seconds: float,
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
-        self._locks, self._inside, self._admission = locks, inside, admission
+        self._locks, self._inside, self._seconds = locks, inside, seconds
+        self._runs = PeerLimit("runs", agent.limits.runs)
         self._rollbacks = PeerLimit("runs", agent.limits.runs)
         """rollbacks that wait, each on a thread, for the run here to be over"""
         self._doubts: dict[WorkerId, list[Promise[None]]] = {}
@@ -92,16 +114,36 @@ class Participant:
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         coordinator = source.worker
         _check_root(start.pass_id, coordinator)
-        limit = self._admission.deadline(start.seconds)
+        limit = self.deadline(start.seconds)
         failed = partial(self._tell_failed, start, coordinator, limit)
+        try:
+            self._runs.take(coordinator)
+        except OverLimit as error:
+            self._agent.noting.note(coordinator, error)
+            failed(error)
+            return
         run = partial(self._begin, start, payload, source, limit, failed)
-        self._admission.admit(coordinator, run, failed)
+        self._attempt(coordinator, run, failed)
+
+    def deadline(self, seconds: float) -> float:
+        """When a pass fails here: its coordinator may ask for less time than we allow, not more."""
+        return self._agent.clock.now() + min(seconds, self._seconds)
+
+    def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
+        is_parked = False
+        try:
+            is_parked = run()
+        except BaseException as error:  # an error ends the pass everywhere
+            failed(error)
+        finally:
+            if not is_parked:
+                self._runs.give_back(coordinator)
 
     def _begin(
         self, start: Start, payload: Payload, source: Source, limit: float, failed: Failed
     ) -> bool:
-        """Take part, now or later; True if later. See Note [Who may have us run], pass_table.py."""
-        coordinator, admission = source.worker, self._admission
+        """Take part, now or later; True if later. See Note [Who may have us run]."""
+        coordinator = source.worker
         context = self._contexts.maybe(start.context) or self._find(start, coordinator)
         found = self._passes.heard_of(context, start.pass_id, limit)
         if found is None:  # the pass failed before its Start arrived
@@ -120,9 +162,11 @@ class Participant:
         if first is not None and check_gradients(context, first.edge, coordinator):
             active.settle_from_message(first, payload, self._agent.limits)
         run = partial(self._take_part_and_tell, active, start, limit)
-        if not admission.is_known(context, coordinator) and sends_of(active, start)[0]:
-            return admission.park(active, run, failed) or run()
-        return run()
+        is_known = coordinator in context.callers or coordinator in context.called
+        if is_known or coordinator == opener_of(context.id) or not sends_of(active, start)[0]:
+            return run()
+        attempt = partial(self._attempt, coordinator, run, failed)
+        return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
 
     def _take_part_and_tell(self, active: ParticipantPass, start: Start, limit: float) -> bool:
         try:
@@ -185,8 +229,7 @@ class Participant:
             self._agent.events.emit("run", active.id)
         try:
             with self._inside(active.context.id), recording():
-                execute = self._run_with_anomaly_mode if start.anomaly else self._run
-                execute(active, undo_log, start)
+                self._run(active, undo_log, start)
             active.check_collected()
         except BaseException as error:
             undo_log.undo()
@@ -202,13 +245,6 @@ class Participant:
                 undo_log.undo()
         if has_failed and active.error is not None:  # the coordinator must not take it for done
             raise fresh(active.error)
-
-    def _run_with_anomaly_mode(
-        self, active: ParticipantPass, undo_log: UndoLog, start: Start
-    ) -> None:
-        sends = [sent.node for sent in sends_of(active, start)[0]]
-        with detecting(start.anomaly, sends, self._agent.directory.me.name):
-            self._run(active, undo_log, start)
 
     def _run(self, active: ParticipantPass, undo_log: UndoLog, start: Start) -> None:
         sends, received, landmarks = sends_of(active, start)
@@ -226,18 +262,23 @@ class Participant:
         counted, anchors = landmarks.accumulators, None
         if start.destination == NOWHERE:
             counted, anchors = [], tuple([r.anchor for r in received or ()])
-        engine_run.execute(
-            tuple([sent.token for sent in sends]),
-            None,
-            anchors,
-            undo_log,
-            landmarks if anchors is None else NO_LANDMARKS,
-            on_start,
-            retain_graph=start.retain_graph,
-            create_graph=start.create_graph,
-            span=_span(active) if is_profiled() else None,
-            checkpoints=start.checkpoints,
-        )
+        mode: AbstractContextManager[object] = NOTHING
+        if start.anomaly:
+            nodes = [sent.node for sent in sends]
+            mode = detecting(start.anomaly, nodes, self._agent.directory.me.name)
+        with mode:
+            engine_run.execute(
+                tuple([sent.token for sent in sends]),
+                None,
+                anchors,
+                undo_log,
+                landmarks if anchors is None else NO_LANDMARKS,
+                on_start,
+                retain_graph=start.retain_graph,
+                create_graph=start.create_graph,
+                span=_span(active) if is_profiled() else None,
+                checkpoints=start.checkpoints,
+            )
 
     # -- the coordinator is lost
 
