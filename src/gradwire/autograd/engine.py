@@ -25,7 +25,6 @@ from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.backward.active_pass import (
     AnyPass,
     CoordinatedPass,
-    HeldGradients,
 )
 from gradwire.autograd.backward.coordinator import Coordinator
 from gradwire.autograd.backward.engine_run import meets_crossing
@@ -33,7 +32,7 @@ from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import check_order
 from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.graph.context import Context, Contexts
+from gradwire.autograd.graph.context import Contexts
 from gradwire.autograd.graph.crossing import arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.messages import Crossing, Forget, Gradients
@@ -65,7 +64,6 @@ class Engine:
         self.directory = agent.directory
         self._me = me.id
         self._ref = weakref.ref(self)  # See Note [Nodes hold no context]
-        self._waiting = agent.dispatch.user.waiting
         self.limits = agent.limits
         self._edges = PeerLimit("edges", agent.limits.edges)
         first = first_of(agent.directory.myself.life)
@@ -79,10 +77,9 @@ class Engine:
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # set by an optimizer that keeps weight versions
-        seconds, most = timeouts.backward, agent.limits.passes
-        self.passes = PassTable(agent.directory, due, seconds, agent.clock, agent.timer, most)
-        locks = LeafLocks()
-        self.coordinator = Coordinator(agent, self.passes, locks, self._waiting)
+        seconds, locks = timeouts.backward, LeafLocks()
+        self.passes = PassTable(agent, due, seconds)
+        self.coordinator = Coordinator(agent, self.passes, locks)
         self._participant = Participant(agent, self.contexts, self.passes, locks, inside, seconds)
         self.deadline_for_peer = self._participant.deadline
         self._forgetting = Forgetting(agent, self.contexts, self.close)
@@ -158,12 +155,11 @@ class Engine:
         if not active.has_come(edge):
             check_order(active.context, edge, active.edges_sent)
             self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
-        settlement = active.take_gradients(edge)
-        gradients = settlement.gradients
-        if not settlement.crossings:
+        gradients, crossings = active.take_gradients(edge)
+        if not crossings:
             return gradients
         present = [gradient for gradient in gradients if gradient is not None]
-        self.attach_recv(context, peer, settlement.crossings, present)
+        self.attach_recv(context, peer, crossings, present)
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
@@ -196,7 +192,7 @@ class Engine:
         if isinstance(active, CoordinatedPass):
             self.coordinator.send(active, peer, message, payload)
         elif active.is_last() and peer == active.id.worker:
-            active.held = HeldGradients(message, payload)
+            active.held = message, payload
         else:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
@@ -231,7 +227,7 @@ class Engine:
             twice = BadMessage(f"{message.edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))
             return
-        active.settle_from_message(message, payload, self.limits)
+        active.settle(message, payload, self.limits)
         if message.last:
             self.coordinator.worker_done(active, source.worker, has_changed=message.has_changed)
 
@@ -275,10 +271,6 @@ class Engine:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None:
             self._forgetting.tell(peer, Forget(id, self.contexts.lost_with(id) or ""))
-
-    def open(self) -> Context:
-        """A new context, opened here."""
-        return self.contexts.new()
 
     def close(
         self, id: ContextId, lost: str | None = None, said_by: WorkerId | None = None

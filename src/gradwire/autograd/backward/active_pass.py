@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
-import msgspec
 import torch
 
 from gradwire.agent.peers.directory import Directory
@@ -33,19 +32,8 @@ from gradwire.options import Limits
 from gradwire.wire.frame import Buffer
 from gradwire.wire.tensor import decode_tensors
 
-
-class Settlement(msgspec.Struct, frozen=True):
-    """The gradients that settle one edge."""
-
-    gradients: list[torch.Tensor | None]
-    crossings: list[Crossing]
-
-
-class HeldGradients(msgspec.Struct, frozen=True):
-    """The last gradients of a run, held back until the engine has returned."""
-
-    message: Gradients
-    payload: Sequence[Buffer]
+Settlement = tuple[list[torch.Tensor | None], list[Crossing]]
+"""The gradients that settle an edge, and the edges by which they crossed themselves, if any."""
 
 
 class ActivePass:
@@ -78,10 +66,11 @@ class ActivePass:
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
 
-    def settle_from_message(
-        self, message: Gradients, payload: memoryview | None, limits: Limits
-    ) -> None:
-        """Decode the gradients of an edge and settle it; what does not decode fails the pass."""
+    def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
+        """Decode the gradients of an edge and settle it; what does not decode fails the pass.
+
+        So does a second time: one of the two would be lost.
+        """
         present = message.present
         try:
             came = decode_tensors(message.tensors, payload, limits)
@@ -92,17 +81,13 @@ class ActivePass:
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
             return
-        self.settle(message.edge, Settlement(gradients, message.crossings))
-
-    def settle(self, edge: EdgeId, settlement: Settlement) -> None:
-        """Settle an edge. A second time fails the pass: one of the two would be lost."""
         with self._lock:
             try:
-                self._state.edge_settled(edge)
+                self._state.edge_settled(message.edge)
             except BadMessage as error:
                 self._fail(error)
             else:
-                self._inbox[edge] = settlement
+                self._inbox[message.edge] = gradients, message.crossings
             self._notify()
         self._resume()
 
@@ -130,12 +115,10 @@ class ActivePass:
 
     def check_collected(self) -> None:
         """After a run: BadMessage if gradients arrived that no Send has used."""
-        if not self._state.to_collect:
-            return
-        with self._lock:
-            left = sorted(self._state.to_collect)
-        edges = ", ".join(map(str, left))
-        raise BadMessage(f"{edges} got gradients in {self.id} that no send waited for")
+        if self._state.to_collect:
+            with self._lock:
+                edges = ", ".join(map(str, sorted(self._state.to_collect)))
+            raise BadMessage(f"{edges} got gradients in {self.id} that no send waited for")
 
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
@@ -146,9 +129,13 @@ class ActivePass:
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
+        mine = [self.context.sent[n] for n in numbers(self.mine)]
+        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
         with self._lock:
-            concerned = self._state.concerns(worker)
-        if concerned or self._awaits(worker):
+            # Gradients that are due from this worker may be lost with its connection.
+            is_due = any(edge not in self._state.settled for edge in edges)
+            concerned = is_due or self._state.concerns(worker)
+        if concerned:
             self.fail(error)
 
     def expire(self, directory: Directory) -> None:
@@ -165,13 +152,6 @@ class ActivePass:
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))
-
-    def _awaits(self, worker: WorkerId) -> bool:
-        """Whether gradients are due from this worker: they may be lost with its connection."""
-        mine = [self.context.sent[n] for n in numbers(self.mine)]
-        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
-        with self._lock:
-            return any(edge not in self._state.settled for edge in edges)
 
     def _resume(self) -> None:
         """Without the lock: gradients have arrived, or the pass has failed."""
@@ -269,7 +249,8 @@ class ParticipantPass(ActivePass):
     def __init__(self, id: PassId, context: Context, deadline: float, began: float) -> None:
         super().__init__(id, context, deadline, began)
         self.undo_log: UndoLog | None = None
-        self.held: HeldGradients | None = None
+        self.held: tuple[Gradients, Sequence[Buffer]] | None = None
+        """the last gradients of the run, held back until the engine has returned"""
         self._leaves = 0
         self._run_over = False
         self._start = [None]

@@ -6,8 +6,7 @@ to keep or to revert what the pass has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
@@ -23,10 +22,9 @@ from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
+    leads_on,
     plain_destination,
-    runs_through,
     sends_executed,
-    stops_of,
 )
 from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
@@ -69,14 +67,9 @@ _GRACE_SECONDS = 0.01
 class Coordinator:
     """Begins passes on this worker and ends them."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        passes: PassTable,
-        locks: LeafLocks,
-        waiting: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
+    def __init__(self, agent: Agent, passes: PassTable, locks: LeafLocks) -> None:
+        self._agent, self._passes, self._locks = agent, passes, locks
+        self._waiting = agent.dispatch.user.waiting
         self._me = agent.directory.me.id
         engine_run.watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
@@ -88,18 +81,18 @@ class Coordinator:
     def begin_native(self, context: Context, met: EdgeId) -> CoordinatedPass:
         """Begin the pass of a user's backward, which has met its first crossing of this context."""
         self._check_whole(context)
-        # `met` is always reached: the engine does not list the node that a backward begins with
+        # `met` is always executed: the engine does not list the node that a backward begins with
         # among those it will execute.
-        reached = [
-            received
-            for received in tuple(context.received)
-            if received.edge == met or runs_through(received)
-        ]
+        everything = tuple(context.received)
+        executed = [r for r in everything if r.edge == met or will_execute(r.node)]
+        reached = [received for received in executed if leads_on(received)]
         plain = any(will_execute(accumulator(received)) for received in reached)
         needed, stops = None, frozenset[EdgeId]()
         if not plain:
-            needed, stops = sends_executed(context), stops_of(context, met)
-            reached = [received for received in reached if received.edge not in stops]
+            # `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
+            # gradient, and nothing behind it: no other worker waits for that gradient.
+            needed = sends_executed(context)
+            stops = frozenset(r.edge for r in executed) - frozenset(r.edge for r in reached)
         lineage = union([received.lineage for received in reached])
         destination = plain_destination(context) if plain else NOWHERE
         create_graph = torch.is_grad_enabled()

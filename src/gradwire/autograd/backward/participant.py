@@ -160,7 +160,7 @@ class Participant:
             self._wait_while_in_doubt(coordinator, active, limit - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(context, first.edge, coordinator):
-            active.settle_from_message(first, payload, self._agent.limits)
+            active.settle(first, payload, self._agent.limits)
         run = partial(self._take_part_and_tell, active, start, limit)
         is_known = coordinator in context.callers or coordinator in context.called
         if is_known or coordinator == opener_of(context.id) or not sends_of(active, start)[0]:
@@ -204,13 +204,13 @@ class Participant:
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
-        held = active.held
-        if held is not None:
-            last = replace(held.message, last=True, has_changed=has_changed)
-            self._agent.tell(coordinator, last, held.payload, deadline=limit, phase="backward")
-            return
-        done = RunDone(active.context.id, active.id, has_changed)
-        self._agent.tell(coordinator, done, deadline=limit, phase="backward")
+        if active.held is None:
+            done = RunDone(active.context.id, active.id, has_changed)
+            self._agent.tell(coordinator, done, deadline=limit, phase="backward")
+        else:
+            message, payload = active.held
+            last = replace(message, last=True, has_changed=has_changed)
+            self._agent.tell(coordinator, last, payload, deadline=limit, phase="backward")
 
     def _tell_failed(
         self, start: Start, coordinator: WorkerId, limit: float, error: BaseException

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.timer import Clock, Timer
+from gradwire.agent.agent import Agent
 from gradwire.autograd.backward.active_pass import (
     AnyPass,
     CoordinatedPass,
@@ -30,23 +29,14 @@ from gradwire.options import Timeout
 class PassTable:
     """The active passes of one worker, by id and by engine run."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        due: Callable[[Timeout], float],
-        seconds: float,
-        clock: Clock,
-        timer: Timer,
-        most: int,
-    ) -> None:
-        self._directory, self.due, self._seconds = directory, due, seconds
-        self._me = directory.me.id
-        self._clock, self._timer, self._most = clock, timer, most
-        self._lock = directory.lock
-        self._count = first_of(directory.myself.life)
+    def __init__(self, agent: Agent, due: Callable[[Timeout], float], seconds: float) -> None:
+        self._directory, self.due, self._seconds = agent.directory, due, seconds
+        self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
+        self._lock = agent.directory.lock
+        self._count = first_of(agent.directory.myself.life)
         self._by_id: dict[tuple[ContextId, PassId], AnyPass] = {}
         self._by_run: dict[int, AnyPass] = {}
-        timer.watch(self._expire)
+        agent.timer.watch(self._expire)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -63,7 +53,7 @@ class PassTable:
         deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
-            id = PassId(self._me, self._count)
+            id = PassId(self._directory.me.id, self._count)
             active = CoordinatedPass(id, context, deadline, now, run, edges, participants)
             self._by_id[context.id, id] = self._by_run[run] = active
         self._timer.need(deadline)

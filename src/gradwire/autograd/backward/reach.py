@@ -25,16 +25,6 @@ _FEW_LEAVES = 16
 # -- asked by the coordinator
 
 
-def stops_of(context: Context, met: EdgeId) -> frozenset[EdgeId]:
-    """The edges of the Recvs at which the current run, which has inputs, ends.
-
-    `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its gradient,
-    and nothing behind it: no other worker waits for that gradient.
-    """
-    executed = [r for r in tuple(context.received) if r.edge == met or will_execute(r.node)]
-    return frozenset([r.edge for r in executed if not leads_on(r)])
-
-
 def accumulator(received: Received) -> Node:
     """The node of the Recv's anchor, which backward() executes and grad() does not."""
     for node, _ in received.node.next_functions:
@@ -121,7 +111,7 @@ def check_order(context: Context, edge: EdgeId, edges_sent: set[EdgeId]) -> None
     for received in tuple(context.received):
         if received.edge in edges_sent or depth_of_recv(received.node) < sent.depth:
             continue
-        if runs_through(received):
+        if will_execute(received.node) and leads_on(received):
             raise UsageError(
                 f"{edge} of {context} waits for gradients before {received.edge} has sent its own: "
                 "the backward was not begun by Python code, or one inside it has failed",
@@ -130,17 +120,12 @@ def check_order(context: Context, edge: EdgeId, edges_sent: set[EdgeId]) -> None
             )
 
 
-def runs_through(received: Received) -> bool:
-    """Whether the current run executes this Recv.
-
-    `will_execute` alone also says yes to a node at which grad() only captures a gradient; a node
-    that is executed has a next one that is.
-    """
-    return will_execute(received.node) and leads_on(received)
-
-
 def leads_on(received: Received) -> bool:
-    """Whether the current run executes something behind this Recv."""
+    """Whether the current run executes something behind this Recv.
+
+    `will_execute` says yes also to a node at which grad() only captures a gradient; a node that is
+    executed has a next one that is.
+    """
     for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
         if node is not None and will_execute(node):
             return True

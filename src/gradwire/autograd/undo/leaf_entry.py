@@ -142,30 +142,10 @@ class LeafEntry:
     # -- while the run adds to the leaf
 
     def open(self) -> None:
-        """Remember the gradient before the run, and put it into `.grad`, where the run looks."""
-        leaf, record, into = self.leaf, self._record, self._undo_log.into
-        assert leaf is not None, "it is loose"
-        if not record.lock.acquire(False):
-            record.wait()
-        if record.parked is not None:
-            record.parked.move()
-        own = self._own = leaf.grad
-        old = self._old = self._new = own if into is None else into.get(leaf)
-        self._value: Gradient = None
-        self._old_version = 0
-        self.is_open = self.is_touched = True
-        self._is_spoilt = self._is_shared = False
-        self._since, self._coming, self._added = _NOTHING, None, None
-        self._undo_log.entries.append(self)
-        record.unfinished.append(self)
-        if old is not own:
-            leaf.grad = old
-        if old is not None:
-            self._value, self._old_version = old.detach().clone(), old._version
-        self._begun = old, self._old_version, self._value
+        """Put the gradient of the run into `.grad`, where the run looks.
 
-    def reopen(self) -> None:
-        """Open again, for callbacks: what was there before the run is already known."""
+        The first time what is there is remembered. The leaf is opened again for callbacks.
+        """
         leaf, record, into = self.leaf, self._record, self._undo_log.into
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
@@ -173,14 +153,23 @@ class LeafEntry:
         if record.parked is not None:
             record.parked.move()
         own = self._own = leaf.grad
-        self.is_open = True
-        if into is not None:
-            new = self._new = into.get(leaf)
-            if new is not own:
-                leaf.grad = new
-        self._added, now = None, leaf.grad
-        value = copy_of(now) if len(record.unfinished) > 1 else None
-        self._begun = now, version_of(now), value
+        now = self._new = own if into is None else into.get(leaf)
+        if now is not own:
+            leaf.grad = now
+        self.is_open, self._added = True, None
+        version, value = 0, None
+        if now is not None:
+            version = now._version
+            if not self.is_touched or len(record.unfinished) > 1:
+                value = now.detach().clone()
+        if not self.is_touched:
+            self.is_touched = True
+            self._old, self._old_version, self._value = now, version, value
+            self._is_spoilt = self._is_shared = False
+            self._since, self._coming = _NOTHING, None
+            self._undo_log.entries.append(self)
+            record.unfinished.append(self)
+        self._begun = now, version, value
 
     def close(self) -> None:
         """Remember the gradient after the run, and put the leaf's own `.grad` back."""

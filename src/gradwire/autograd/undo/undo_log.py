@@ -158,7 +158,7 @@ class UndoLog:
         leaves = {id(leaf): leaf for leaf in others if id(leaf) not in touched}
         for number in sorted([*touched, *leaves]):
             if number in touched:
-                touched[number].reopen()
+                touched[number].open()
             else:
                 leaf = leaves[number]
                 LeafEntry(self, leaf, self._locks.of(leaf)).open()
