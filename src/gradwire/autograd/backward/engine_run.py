@@ -29,7 +29,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradwire.autograd.graph.crossing import RECV, depth_of_recv, receiving
-from gradwire.autograd.graph.walk import Landmarks, reachable_from
+from gradwire.autograd.graph.walk import Landmarks, node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.torch_private import (
@@ -40,6 +40,7 @@ from gradwire.torch_private import (
     is_checkpoint_valid,
     is_inside_transform,
     lift,
+    recording,
     replica_parameters,
     root_nodes,
     run_engine,
@@ -169,11 +170,10 @@ class _StartNode(threading.local):
 
     def __init__(self) -> None:
         self.hook = _StartHook()
-        with torch.inference_mode(False), torch.enable_grad():
+        with recording():
             self.leaf = torch.zeros((), requires_grad=True)
             self.view = self.leaf.view(())
-        node = self.view.grad_fn
-        assert node is not None
+        node = node_of(self.view)
         set_sequence_number(node, _BEFORE_ALL)
         node.register_prehook(self.hook.call)
         accumulator, _ = node.next_functions[0]
@@ -349,11 +349,10 @@ def drain() -> None:
     the engine drop them.
     """
     _thread.has_leftovers = False
-    with torch.inference_mode(False), torch.enable_grad():
+    with recording():
         seed = torch.zeros((), requires_grad=True)
         last = seed.view(())
-    assert last.grad_fn is not None
-    set_sequence_number(last.grad_fn, 0)
+    set_sequence_number(node_of(last), 0)
     torch.autograd.grad(last, seed)
 
 

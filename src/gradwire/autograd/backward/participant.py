@@ -37,7 +37,7 @@ from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import sends_of
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import check_gradients
-from gradwire.autograd.graph.walk import NO_LANDMARKS, Landmarks
+from gradwire.autograd.graph.walk import NO_LANDMARKS
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -60,11 +60,7 @@ from gradwire.errors import (
     PeerLost,
 )
 from gradwire.ids import ContextId, PassId, WorkerId, opener_of
-from gradwire.torch_private import (
-    is_profiled,
-    recording,
-    will_execute,
-)
+from gradwire.torch_private import is_profiled, is_recording, recording, will_execute
 
 _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
@@ -72,14 +68,11 @@ _IN_DOUBT_SECONDS = 30.0
 """How long an unreachable coordinator is asked how its pass ended; then it counts as dead."""
 _REFUSALS = 3
 _ASK_AGAIN_SECONDS = 0.05
-
-
+_SPAN = "gradwire backward %s of %s"
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
     "`inputs` parameter to .backward(), and with a backward inside of these"
 )
-
-
 Run = Callable[[], bool]
 """Takes part in a pass. True if the pass was parked instead: then it still counts as a run."""
 Failed = Callable[[BaseException], None]
@@ -228,7 +221,7 @@ class Participant:
         if self._agent.events.are_heard:
             self._agent.events.emit("run", active.id)
         try:
-            with self._inside(active.context.id), recording():
+            with self._inside(active.context.id), NOTHING if is_recording() else recording():
                 self._run(active, undo_log, start)
             active.check_collected()
         except BaseException as error:
@@ -253,7 +246,8 @@ class Participant:
 
         def on_start() -> None:
             self._passes.enter(active, undo_log.run)
-            _check_checkpoints(start, landmarks)
+            if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
+                raise RuntimeError(_NO_CHECKPOINTS)  # as torch does in one process
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
                 leaves = sum(map(will_execute, counted))
@@ -276,7 +270,7 @@ class Participant:
                 on_start,
                 retain_graph=start.retain_graph,
                 create_graph=start.create_graph,
-                span=_span(active) if is_profiled() else None,
+                span=span(_SPAN, active.id, active.context) if is_profiled() else None,
                 checkpoints=start.checkpoints,
             )
 
@@ -400,13 +394,3 @@ def _participated(active: AnyPass) -> ParticipantPass:
     if not isinstance(active, ParticipantPass):
         raise BadMessage(f"{active.id} began here")
     return active
-
-
-def _check_checkpoints(start: Start, landmarks: Landmarks) -> None:
-    """Refuse what torch refuses in one process; called from inside the run."""
-    if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
-        raise RuntimeError(_NO_CHECKPOINTS)
-
-
-def _span(active: AnyPass) -> AbstractContextManager[object]:
-    return span("gradwire backward %s of %s", active.id, active.context)

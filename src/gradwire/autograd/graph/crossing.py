@@ -36,6 +36,7 @@ from gradwire.autograd.graph.walk import (
     Origin,
     from_wire,
     lift_this_thread,
+    node_of,
     plus,
     to_wire,
 )
@@ -45,11 +46,9 @@ from gradwire.ids import LAST_WORKER, ContextId, EdgeId, WorkerId, spoken_contex
 from gradwire.torch_private import (
     Node,
     applying,
-    backward_class,
-    call_directly,
     is_recording,
     lift,
-    name_nodes,
+    named_nodes,
     recording,
     set_sequence_number,
     with_accumulator,
@@ -137,11 +136,8 @@ class Recv(Function):
         return node.nothing
 
 
-RECV = backward_class(Recv)
-call_directly(Send)
-call_directly(Recv)
-name_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
-name_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
+named_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
+RECV = named_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 
 
 class Joined(Function):
@@ -261,7 +257,7 @@ def arrive(
     mine = origin.lineage.get(me)
     links = _links(context, me, mine) if mine else ()
     outputs = _recv(end, *taken, anchor, *links)
-    node = _node_of(outputs[0])
+    node = node_of(outputs[0])
     was_below = lift(node, depth)
     context.walk.note(node, origin)
     if not context.received:
@@ -302,7 +298,7 @@ def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
     if len(tokens) == 1:
         return tokens
     joined = Join(mine, depth, _join(*tokens))
-    lift(_node_of(joined.token), depth)
+    lift(node_of(joined.token), depth)
     context.joins.append(joined)
     return [joined.token]
 
@@ -322,11 +318,6 @@ def _sent(context: Context, n: int) -> Sent:
     if sent is None:
         raise BadMessage(f"a lineage names edge {n}, which never left")
     return sent
-
-
-def _node_of(tensor: torch.Tensor) -> Node:
-    assert tensor.grad_fn is not None
-    return tensor.grad_fn
 
 
 # -- what a peer says of an edge, before anything is made of it

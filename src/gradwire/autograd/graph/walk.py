@@ -59,6 +59,7 @@ from gradwire.torch_private import (
     AccumulateGrad,
     Node,
     lift,
+    recording,
     sequence_number,
 )
 
@@ -207,9 +208,9 @@ def lift_this_thread(depth: int) -> None:
     """
     if depth <= _thread.above:
         return
-    with torch.inference_mode(False), torch.enable_grad():
+    with recording():
         seed = torch.zeros((), requires_grad=True)
-        while (number := sequence_number(_made_of(seed))) < depth:
+        while (number := sequence_number(node_of(seed.view(())))) < depth:
             pass
     _thread.above = number  # a thread's count never goes back
 
@@ -228,8 +229,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             pass
 
 
-def _made_of(seed: torch.Tensor) -> Node:
-    node = seed.view(()).grad_fn
+def node_of(tensor: torch.Tensor) -> Node:
+    """The node that has made a tensor, which has one."""
+    node = tensor.grad_fn
     assert node is not None
     return node
 

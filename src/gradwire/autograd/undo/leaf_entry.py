@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.undo.leaf import (
     Addition,
     Gradient,
@@ -236,8 +237,7 @@ class LeafEntry:
             self.keep()
             return False
         if self._undo_log.into is None:
-            view = self.leaf.view_as(self.leaf).grad_fn
-            assert view is not None, "a leaf that has a gradient wants one"
+            view = node_of(self.leaf.view_as(self.leaf))
             self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
         return True
 
