@@ -22,12 +22,9 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
-from gradwire.autograd.backward.active_pass import (
-    AnyPass,
-    CoordinatedPass,
-)
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.coordinator import Coordinator
-from gradwire.autograd.backward.engine_run import meets_crossing
+from gradwire.autograd.backward.engine_run import this_thread
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import check_order
@@ -134,7 +131,7 @@ class Engine:
         context = self.contexts.maybe(id)
         if context is not None:
             for crossed in crossings:
-                context.withdraw(crossed.edge)
+                context.sent[crossed.edge.n] = None  # its number is not used again
 
     def depth_of(self, id: ContextId | None, value: object) -> int:
         """The depth of the tensors in a value, above which its next thread must make nodes."""
@@ -203,7 +200,9 @@ class Engine:
         """
         active = self.passes.of_run(current_run())
         if active is None:
-            meets_crossing()
+            if not this_thread.is_ordered:
+                # Nor is its failure seen: the next run looks for tasks that it has left.
+                this_thread.has_leftovers = True
             active = self.coordinator.begin_native(self.contexts.find(id), edge)
         if active.context.id != id:
             self.contexts.find(id)  # says so if it is closed
@@ -229,7 +228,7 @@ class Engine:
             return
         active.settle(message, payload, self.limits)
         if message.last:
-            self.coordinator.worker_done(active, source.worker, has_changed=message.has_changed)
+            active.worker_done(source.worker, has_changed=message.has_changed)
 
     def stop(self, reason: str) -> None:
         """This worker shuts down: fail its passes, which wakes waiting threads; close contexts."""

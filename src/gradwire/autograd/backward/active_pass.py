@@ -57,8 +57,10 @@ class ActivePass:
         self.edges_sent: set[EdgeId] = set()
         """the edges whose gradients have left, or are about to; see `reach.check_order`"""
         self.error: Exception | None = None
-        """what ended the pass, if it has failed"""
+        """the first error, which has ended the pass"""
         self._state = PassState(id, participants)
+        self.participants = self._state.asked
+        """the workers that are told to run from here"""
         self._lock = context.lock
         # Made by the first thread that sleeps. Most passes need none: a thread that waits for
         # gradients reads the channel itself.
@@ -101,7 +103,7 @@ class ActivePass:
         with self._lock:
             self._awaited.add(edge)
             try:
-                self._sleep_until(lambda: self.has_come(edge))
+                self.sleep_until(lambda: self.has_come(edge))
             finally:
                 self._awaited.discard(edge)
 
@@ -138,6 +140,12 @@ class ActivePass:
         if concerned:
             self.fail(error)
 
+    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
+        """A participant's run is over; BadMessage if it was not told to run, or not from here."""
+        with self._lock:
+            self._state.worker_done(worker, has_changed=has_changed)
+            self._notify()
+
     def expire(self, directory: Directory) -> None:
         """Fail the pass because its deadline is over."""
         with self._lock:
@@ -161,11 +169,12 @@ class ActivePass:
         if self._changed is not None:
             self._changed.notify_all()
 
-    def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """With the lock held: wait until `done` returns true after a change."""
-        if self._changed is None:
-            self._changed = threading.Condition(self._lock)
-        return self._changed.wait_for(done, seconds)
+    def sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Block until `done` returns true after a change; False if it has not by then."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
+            return self._changed.wait_for(done, seconds)
 
     def _fail(self, error: Exception) -> None:
         if self._state.pass_failed():
@@ -198,11 +207,6 @@ class CoordinatedPass(ActivePass):
         self.not_started: Sequence[WorkerId] = participants
         """the participants to which no Start was sent yet"""
 
-    @property
-    def participants(self) -> frozenset[WorkerId]:
-        """The workers that are told to run."""
-        return self._state.asked
-
     def take_not_started(self) -> Sequence[WorkerId]:
         """The participants that have no Start yet; the caller sends it to them.
 
@@ -213,12 +217,6 @@ class CoordinatedPass(ActivePass):
         with self._lock:
             workers, self.not_started = self.not_started, ()
             return workers
-
-    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
-        """A participant's run is over."""
-        with self._lock:
-            self._state.worker_done(worker, has_changed=has_changed)
-            self._notify()
 
     def changed_workers(self) -> Sequence[WorkerId]:
         """When all are done: the participants that have changed leaves."""
@@ -235,11 +233,6 @@ class CoordinatedPass(ActivePass):
     def is_through(self, worker: WorkerId) -> bool:
         """Whether a participant is done, or the pass has failed."""
         return self.error is not None or worker not in self._state.waiting_for
-
-    def await_worker(self, worker: WorkerId) -> None:
-        """Block until `is_through`."""
-        with self._lock:
-            self._sleep_until(lambda: self.is_through(worker))
 
 
 @final
@@ -319,8 +312,7 @@ class ParticipantPass(ActivePass):
         """Wait until the engine has returned here, if it began; False if it has not by then."""
         # A failed pass wakes the run's own waits, but not a user's backward that takes long. Such
         # a run reverts its changes itself when it ends.
-        with self._lock:
-            return self._sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
+        return self.sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
 
 
 AnyPass = CoordinatedPass | ParticipantPass

@@ -18,7 +18,7 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
-from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
+from gradwire.autograd.backward.active_pass import CoordinatedPass
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
@@ -47,12 +47,7 @@ from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.torch_private import (
-    current_run,
-    is_profiled,
-    keeps_graph,
-    will_execute,
-)
+from gradwire.torch_private import current_run, is_profiled, keeps_graph, will_execute
 from gradwire.wire.frame import Buffer
 
 _END_SECONDS = 10.0
@@ -95,9 +90,8 @@ class Coordinator:
             stops = frozenset(r.edge for r in executed) - frozenset(r.edge for r in reached)
         lineage = union([received.lineage for received in reached])
         destination = plain_destination(context) if plain else NOWHERE
-        create_graph = torch.is_grad_enabled()
-        keep = keeps_graph()
-        active = self._begin(context, lineage, needed, destination, keep, create_graph)
+        modes = (keeps_graph(), torch.is_grad_enabled())
+        active = self._begin(context, lineage, needed, destination, *modes)
         undo_log = undo_log_of_run()
         active.stops, active.around = stops, undo_log.nested if undo_log else inside_now()
         return active
@@ -209,11 +203,8 @@ class Coordinator:
         try:
             self.send_starts(active)
             for worker in active.unfinished():  # by its own channel, which this thread reads
-                self._agent.wait(
-                    worker,
-                    partial(active.is_through, worker),
-                    partial(active.await_worker, worker),
-                )
+                is_through = partial(active.is_through, worker)
+                self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))
             if active.error is not None:
                 raise fresh(active.error)
             active.check_collected()
@@ -248,9 +239,8 @@ class Coordinator:
     def give_up(self, active: CoordinatedPass, error: Exception | None) -> None:
         """End a failed pass on every worker, and wait until its changes are reverted."""
         me = self._agent.directory.me.name
-        told = (
-            error or active.error or PeerLost(f"the backward that began {active.id} on {me} raised")
-        )
+        raised = PeerLost(f"the backward that began {active.id} on {me} raised")
+        told = error or active.error or raised
         active.fail(told)
         self._passes.over(active)
         rollback = Rollback(self._agent, active.context, active.id, active.participants)
@@ -271,9 +261,8 @@ class Coordinator:
         """UsageError if no other pass may begin; waits a while for unfinished rollbacks."""
         for pass_id, rollback in list(context.endings.items()):
             with self._waiting():
-                silent = rollback.wait(
-                    self._passes.due(timeout), _END_LATE_SECONDS, _END_LATE_SECONDS
-                )
+                due = self._passes.due(timeout)
+                silent = rollback.wait(due, _END_LATE_SECONDS, _END_LATE_SECONDS)
             if silent:
                 raise UsageError(
                     f"{context} cannot be differentiated until {silent} confirms that {pass_id} "
@@ -302,23 +291,16 @@ class Coordinator:
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         active = self._passes.maybe(message.context, message.pass_id)
         if active is not None:
-            self.worker_done(active, source.worker, has_changed=message.has_changed)
+            active.worker_done(source.worker, has_changed=message.has_changed)
         else:
             self._agent.noting.came_late(source.worker)
-
-    def worker_done(self, active: AnyPass, worker: WorkerId, *, has_changed: bool) -> None:
-        """A peer says that its run is over; BadMessage if it was not told to run."""
-        if not isinstance(active, CoordinatedPass):
-            raise BadMessage(f"worker {worker} ended {active.id}, which did not begin here")
-        active.worker_done(worker, has_changed=has_changed)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         active = self._passes.maybe(message.context, message.pass_id)
         if active is None:
             self._agent.noting.came_late(source.worker)
             return
-        participants = active.participants if isinstance(active, CoordinatedPass) else ()
-        if source.worker not in participants:
+        if source.worker not in active.participants:
             raise BadMessage(
                 f"w{source.worker} fails {active.id}, in which it was not asked to run"
             )

@@ -84,14 +84,14 @@ def execute(
     """
     begin = partial(_begin, landmarks, undo_log, on_start)
     watched = undo_log.watch(landmarks.accumulators)
-    refused, _thread.refuses_checkpoints = _thread.refuses_checkpoints, not checkpoints
+    refused, this_thread.refuses_checkpoints = this_thread.refuses_checkpoints, not checkpoints
     inputs = None
     try:
         if anchors is not None:
             _start.hook.on_start = begin
             roots, inputs = (*roots, _start.view), (*anchors, _start.leaf)
         elif gradients is None:
-            _thread.on_first_send = begin
+            this_thread.on_first_send = begin
         else:
             _start.hook.on_start = begin
             roots, gradients = (*roots, _start.leaf), (*gradients, _ONE)
@@ -104,16 +104,16 @@ def execute(
                     run_engine(roots, gradients, inputs, retain_graph, create_graph)
     except BaseException:
         # It may have failed before its first node: the next run must not call what was for this.
-        _start.hook.on_start = _thread.on_first_send = None
+        _start.hook.on_start = this_thread.on_first_send = None
         raise
     finally:
-        _thread.refuses_checkpoints = refused
+        this_thread.refuses_checkpoints = refused
         undo_log.unwatch(watched)
 
 
 def lets_checkpoints_run() -> bool:
     """Whether a reentrant checkpoint may run in a pass that begins here."""
-    return not _thread.refuses_checkpoints and is_checkpoint_valid()
+    return not this_thread.refuses_checkpoints and is_checkpoint_valid()
 
 
 def _begin(landmarks: Landmarks, undo_log: UndoLog, on_start: OnStart) -> None:
@@ -131,10 +131,10 @@ def enter_if_begun() -> bool:
 
     Its first node is a Send, which asks for its pass. No user code runs before it.
     """
-    begin = _thread.on_first_send
+    begin = this_thread.on_first_send
     if begin is None:
         return False
-    _thread.on_first_send = None
+    this_thread.on_first_send = None
     begin()
     return True
 
@@ -194,7 +194,7 @@ class _ThreadRuns(threading.local):
     """whether a failed run may have left tasks in the engine's queue of this thread"""
 
 
-_thread = _ThreadRuns()
+this_thread = _ThreadRuns()
 
 # -- backwards that Python code starts
 
@@ -209,11 +209,11 @@ def watch_backwards() -> None:
 
 def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
     """hot: every backward() and grad() of the process"""
-    if not receiving and not _thread.is_ordered:
+    if not receiving and not this_thread.is_ordered:
         return _run_as_nested(start, roots, args, kwargs)
-    if _thread.has_leftovers and current_run() == NO_RUN:
+    if this_thread.has_leftovers and current_run() == NO_RUN:
         drain()  # before numbers change: the queue must not be out of order
-    if number_nodes(root_nodes(roots)) or _thread.is_ordered:
+    if number_nodes(root_nodes(roots)) or this_thread.is_ordered:
         with ordered():
             return _run_as_nested(start, roots, args, kwargs)
     return _run_as_nested(start, roots, args, kwargs)
@@ -326,18 +326,18 @@ class ordered:
     __slots__ = ("_was_ordered", "_was_threaded")
 
     def __enter__(self) -> None:
-        self._was_ordered, _thread.is_ordered = _thread.is_ordered, True
+        self._was_ordered, this_thread.is_ordered = this_thread.is_ordered, True
         self._was_threaded = set_threaded(False)
 
     def __exit__(self, kind: object, *_: object) -> None:
         set_threaded(self._was_threaded)
-        _thread.is_ordered = self._was_ordered
+        this_thread.is_ordered = self._was_ordered
         if kind is not None:
             # The engine compares the tasks of a failed run differently once its run is gone, so
             # the queue that they are left in may be out of order for the run around this one.
-            _thread.is_ordered = False
-            _thread.has_leftovers = True
-        if _thread.has_leftovers and current_run() == NO_RUN:
+            this_thread.is_ordered = False
+            this_thread.has_leftovers = True
+        if this_thread.has_leftovers and current_run() == NO_RUN:
             drain()
 
 
@@ -348,23 +348,9 @@ def drain() -> None:
     such a queue after the interpreter aborts the process. A run of one node behind them all makes
     the engine drop them.
     """
-    _thread.has_leftovers = False
+    this_thread.has_leftovers = False
     with recording():
         seed = torch.zeros((), requires_grad=True)
         last = seed.view(())
     set_sequence_number(node_of(last), 0)
     torch.autograd.grad(last, seed)
-
-
-def is_prepared() -> bool:
-    """Whether the current run is in order: its nodes are numbered, and none inside it failed."""
-    return _thread.is_ordered
-
-
-def meets_crossing() -> None:
-    """A run that a program began meets its first crossing.
-
-    If it was not prepared, its failure is not seen either: the next run looks for its leftovers.
-    """
-    if not _thread.is_ordered:
-        _thread.has_leftovers = True

@@ -12,11 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.autograd.backward.active_pass import (
-    AnyPass,
-    CoordinatedPass,
-    ParticipantPass,
-)
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.engine_run import enter_if_begun
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.walk import Lineage

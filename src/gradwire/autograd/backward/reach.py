@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gradwire.autograd.backward.active_pass import ActivePass
-from gradwire.autograd.backward.engine_run import is_prepared
+from gradwire.autograd.backward.engine_run import this_thread
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import Received, Sent, depth_of_recv
 from gradwire.autograd.graph.walk import Landmarks, bits_from_wire, meets, numbers
@@ -103,7 +103,7 @@ def check_order(context: Context, edge: EdgeId, edges_sent: set[EdgeId]) -> None
 
     In a run whose nodes are in order there is none; only other runs are looked at.
     """
-    if is_prepared():
+    if this_thread.is_ordered:
         return
     sent = context.sent[edge.n]
     if sent is None:

@@ -24,7 +24,6 @@ from gradwire.autograd.graph.walk import ROOM, Walk
 from gradwire.errors import ContextClosed, PeerLost, StaleIncarnation, UsageError
 from gradwire.ids import (
     ContextId,
-    EdgeId,
     PassId,
     WorkerId,
     context_id,
@@ -95,10 +94,6 @@ class Context:
         """The workers that were called from here, or answered with what has a graph."""
         return self.called | {sent.peer for sent in self.sent if sent is not None}
 
-    def withdraw(self, edge: EdgeId) -> None:
-        """Forget a crossing that never left. Its number is not used again."""
-        self.sent[edge.n] = None
-
 
 class _End(NamedTuple):
     """How a context ended here: by the loss of a peer, or on the word of one, if it was that."""
@@ -128,7 +123,8 @@ class Contexts:
         self._maybe_too_old = maybe_too_old
         self._me, self._name = me, name
         self._lock = threading.RLock() if lock is None else lock
-        self._first = self._count = first
+        self._first = self.opened = first
+        """the number of the next one that is opened here"""
         self._open: dict[ContextId, Context] = {}
         self._closed: dict[ContextId, _End] = {}
         """of our own only those that ended by a loss, or by what a peer said"""
@@ -136,16 +132,11 @@ class Contexts:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def opened(self) -> int:
-        """The number of the next one that is opened here."""
-        return self._count
-
     def new(self) -> Context:
         """Open one here."""
         with self._lock:
-            n = self._count
-            self._count = n + 1  # at once: a finalizer may open one while ours is made
+            n = self.opened
+            self.opened = n + 1  # at once: a finalizer may open one while ours is made
             return self._made(context_id(self._me, n))
 
     def maybe(self, id: ContextId) -> Context | None:
@@ -204,7 +195,8 @@ class Contexts:
         If it is `said_by` a peer that did not open it, only while nobody else has called here.
         """
         with self._lock:
-            if said_by is not None and not self._is_only_caller(id, said_by):
+            context = self._open.get(id)
+            if said_by is not None and (context is None or context.callers != {said_by}):
                 return None
             if lost is not None or said_by is not None or opener_of(id) != self._me:
                 end = _WELL if lost is None and said_by is None else _End(lost, said_by)
@@ -224,10 +216,6 @@ class Contexts:
         """The worker whose loss has closed it here, if it was that."""
         end = self._closed.get(id)
         return None if end is None else end.lost
-
-    def _is_only_caller(self, id: ContextId, peer: WorkerId) -> bool:
-        context = self._open.get(id)
-        return context is not None and context.callers == {peer}
 
     def called_by(self, context: Context, peer: WorkerId) -> bool:
         """A peer has something done here in it: from now on it is not closed without its word.
@@ -253,13 +241,8 @@ class Contexts:
 
     def is_over(self, id: ContextId) -> bool:
         """Whether it was here, or would have been, and is no more."""
-        was_opened_here = opener_of(id) == self._me and self._first <= count_of(id) < self._count
+        was_opened_here = opener_of(id) == self._me and self._first <= count_of(id) < self.opened
         return id in self._closed or (was_opened_here and id not in self._open)
-
-    def opened_by(self, worker: WorkerId) -> list[ContextId]:
-        """The contexts that end with this worker."""
-        with self._lock:
-            return [id for id in self._open if opener_of(id) == worker]
 
     def all(self) -> list[ContextId]:
         """Every open one."""

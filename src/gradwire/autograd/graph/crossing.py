@@ -259,7 +259,7 @@ def arrive(
     outputs = _recv(end, *taken, anchor, *links)
     node = node_of(outputs[0])
     was_below = lift(node, depth)
-    context.walk.note(node, origin)
+    context.walk.known[node] = origin
     if not context.received:
         receiving.add(id(context))
     context.received.append(Received(crossing.edge, origin.lineage, node, anchor))

@@ -110,7 +110,7 @@ class Walk:
 
     def __init__(self, recv: type[Node], recv_origin: RecvOrigin) -> None:
         self._recv, self._recv_origin = recv, recv_origin
-        self._known: dict[Node, Origin] = {}
+        self.known: dict[Node, Origin] = {}
         # In dicts, as a node that two threads visit at once is met once.
         self._accumulators: dict[Node, None] = {}
         self._checkpoints: dict[Node, None] = {}
@@ -125,7 +125,7 @@ class Walk:
 
         hot: one visit for each new node of the graph behind what leaves
         """
-        known = self._known
+        known = self.known
         return _together([known.get(n) or self._visit(n) for n in nodes if n is not None])
 
     def behind(self, node: Node) -> Origin:
@@ -134,15 +134,11 @@ class Walk:
         if len(parents) == 1:
             parent = parents[0][0]
             if parent is not None:
-                return self._known.get(parent) or self._visit(parent)
+                return self.known.get(parent) or self._visit(parent)
         return self.origin([parent for parent, _ in parents])
 
-    def note(self, node: Node, origin: Origin) -> None:
-        """What a new Recv depends on."""
-        self._known[node] = origin
-
     def _visit(self, root: Node) -> Origin:
-        known = self._known
+        known = self.known
         todo = [root]
         while todo:
             node = todo.pop()
