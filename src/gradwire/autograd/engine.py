@@ -73,7 +73,7 @@ class Engine:
             lock=agent.directory.lock,
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
-        self.saving: Saving | None = None  # set by an optimizer that keeps weight versions
+        self.saving: Saving | None = None
         seconds, locks = timeouts.backward, LeafLocks()
         self.passes = PassTable(agent, due, seconds)
         self.coordinator = Coordinator(agent, self.passes, locks)
@@ -243,6 +243,10 @@ class Engine:
             self.contexts.close(id)
 
     # -- the life of a context
+
+    def save_tensors_by(self, saving: Saving) -> None:
+        """Graphs that are made in contexts from now on keep the tensors they need this way."""
+        self.saving = saving
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
         """A call to this peer is about to be made: its context, if that is still open here.

@@ -24,7 +24,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.undo.leaf import (
@@ -92,10 +91,7 @@ class LeafEntry:
     def watch(self, node: Node) -> None:
         """Hook into the node that adds to the leaf."""
         self._node = node  # its hooks live as long as it does
-        self._handles: tuple[RemovableHandle, RemovableHandle] = (
-            node.register_prehook(self.before),
-            node.register_hook(self.after),
-        )
+        self._handles = (node.register_prehook(self.before), node.register_hook(self.after))
 
     def unwatch(self) -> None:
         """Remove the hooks."""
@@ -155,21 +151,23 @@ class LeafEntry:
             record.parked.move()
         own = self._own = leaf.grad
         now = self._new = own if into is None else into.get(leaf)
-        if now is not own:
-            leaf.grad = now
+        is_first, self.is_touched = not self.is_touched, True
         self.is_open, self._added = True, None
-        version, value = 0, None
-        if now is not None:
-            version = now._version
-            if not self.is_touched or len(record.unfinished) > 1:
-                value = now.detach().clone()
-        if not self.is_touched:
-            self.is_touched = True
-            self._old, self._old_version, self._value = now, version, value
+        if is_first:  # in the lists before anything can raise: then `UndoLog.unwatch` closes it
+            self._old, self._old_version, self._value = now, 0, None
             self._is_spoilt = self._is_shared = False
             self._since, self._coming = _NOTHING, None
             self._undo_log.entries.append(self)
             record.unfinished.append(self)
+        if now is not own:
+            leaf.grad = now
+        version, value = 0, None
+        if now is not None:
+            version = now._version
+            if is_first or len(record.unfinished) > 1:
+                value = now.detach().clone()
+        if is_first:
+            self._old_version, self._value = version, value
         self._begun = now, version, value
 
     def close(self) -> None:
@@ -226,8 +224,7 @@ class LeafEntry:
         """The backward inside is over: hold the leaf and its gradient only weakly."""
         assert self.leaf is not None, "it is loose already"
         self.unwatch()
-        new, self._weak = self._last(), weakref.ref(self.leaf)
-        self.leaf = None
+        new, self._weak, self.leaf = self._last(), weakref.ref(self.leaf), None
         self._set_new(new)
 
     def tighten(self) -> bool:
