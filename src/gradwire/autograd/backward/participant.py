@@ -96,9 +96,8 @@ class Participant:
         self._runs = PeerLimit("runs", agent.limits.runs)
         self._rollbacks = PeerLimit("runs", agent.limits.runs)
         """rollbacks that wait, each on a thread, for the run here to be over"""
-        self._doubts: dict[WorkerId, list[Promise[None]]] = {}
-        """the lost coordinators, until the changes of their passes are kept or reverted"""
-        self._in_doubt: set[ParticipantPass] = set()
+        self._in_doubt: dict[ParticipantPass, Promise[None]] = {}
+        """the passes of lost coordinators, until their changes are kept or reverted"""
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
@@ -149,8 +148,8 @@ class Participant:
             self._passes.over(active)
             raise
         active.start_arrived()
-        if self._doubts.get(coordinator):
-            self._wait_while_in_doubt(coordinator, active, limit - self._agent.clock.now())
+        if self._in_doubt:
+            self._wait_while_in_doubt(active, limit - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(context, first.edge, coordinator):
             active.settle(first, payload, self._agent.limits)
@@ -171,14 +170,13 @@ class Participant:
         self._tell_done(active, start.pass_id.worker, limit)
         return False
 
-    def _wait_while_in_doubt(
-        self, coordinator: WorkerId, active: ParticipantPass, seconds: float
-    ) -> None:
-        """Wait until the passes of a coordinator that was lost and is back are kept or reverted.
+    def _wait_while_in_doubt(self, active: ParticipantPass, seconds: float) -> None:
+        """Wait until earlier passes of a coordinator that was lost and is back have an outcome.
 
         A new pass could add to leaves that one of them has changed.
         """
-        for doubt in list(self._doubts[coordinator]):
+        doubts = list(self._in_doubt.items())
+        for doubt in [doubt for one, doubt in doubts if one.id.worker == active.id.worker]:
             try:
                 doubt.wait(seconds)
             except TimeoutError:
@@ -286,9 +284,8 @@ class Participant:
         begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
         if not begun:  # or an earlier loss is being handled
             return lambda: None
-        self._in_doubt.update(begun)
         doubt: Promise[None] = Promise()
-        self._doubts.setdefault(worker, []).append(doubt)
+        self._in_doubt.update(dict.fromkeys(begun, doubt))
         return partial(self._resolve, worker, begun, doubt)
 
     def _resolve(
@@ -303,8 +300,8 @@ class Participant:
                         active.undo_log.undo()
                 self._passes.over(active)
         finally:
-            self._in_doubt.difference_update(begun)
-            self._doubts[worker].remove(doubt)
+            for active in begun:
+                del self._in_doubt[active]
             doubt.settle(None)
 
     def _ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:

@@ -112,13 +112,11 @@ class Walk:
         self._recv, self._recv_origin = recv, recv_origin
         self.known: dict[Node, Origin] = {}
         # In dicts, as a node that two threads visit at once is met once.
-        self._accumulators: dict[Node, None] = {}
-        self._checkpoints: dict[Node, None] = {}
-        self._sinks: dict[Node, None] = {}
+        self._met: tuple[dict[Node, None], dict[Node, None], dict[Node, None]] = ({}, {}, {})
 
     def landmarks(self) -> Landmarks:
         """What it has met so far."""
-        return Landmarks(list(self._accumulators), list(self._checkpoints), list(self._sinks))
+        return Landmarks(*map(list, self._met))
 
     def origin(self, nodes: Iterable[Node | None]) -> Origin:
         """What these depend on together; lifts every node on the way.
@@ -139,6 +137,7 @@ class Walk:
 
     def _visit(self, root: Node) -> Origin:
         known = self.known
+        accumulators, checkpoints, sinks = self._met
         todo = [root]
         while todo:
             node = todo.pop()
@@ -146,7 +145,7 @@ class Walk:
                 continue
             kind = type(node)
             if kind is AccumulateGrad:
-                self._accumulators[node] = None
+                accumulators[node] = None
                 known[node] = FROM_HERE
                 continue
             if kind is self._recv:
@@ -159,9 +158,9 @@ class Walk:
                 todo += missing
                 continue
             if kind is CHECKPOINT:
-                self._checkpoints[node] = None
+                checkpoints[node] = None
             elif kind is DDP_SINK:
-                self._sinks[node] = None
+                sinks[node] = None
             origin = known[node] = _together([known[parent] for parent in parents])
             lift(node, origin.depth)
         return known[root]
