@@ -100,20 +100,15 @@ grad() and backward(inputs=…), nor in a backward inside these, as it would add
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch may see what this thread does.
+    """Whether a profiler of torch may see what this thread does. hot: both ends of each call
 
     One that watches all threads says so to the process, an older one to its own thread only.
-
-    hot: asked at both ends of each call
     """
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
 def set_threaded(enabled: bool) -> bool:
-    """Set whether engine runs of this thread use the device threads; returns what it was before.
-
-    `torch.autograd.set_multithreading_enabled` without its block.
-    """
+    """Set whether engine runs of this thread use the device threads; returns what it was before."""
     before: bool = _C._is_multithreading_enabled()
     _C._set_multithreading_enabled(enabled)
     return before
@@ -182,10 +177,7 @@ def set_sequence_number(node: Node, number: int) -> None:
 
 
 def lift(node: Node, depth: int) -> bool:
-    """Move a node above a depth, if it is not there.
-
-    See Note [The order of waiting], autograd/graph/walk.py.
-    """
+    """Move a node above a depth, if it is not; see Note [The order of waiting], graph/walk.py."""
     if node._sequence_nr() > depth:
         return False
     node._set_sequence_nr(depth + 1)  # type: ignore[attr-defined]

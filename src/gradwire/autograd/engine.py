@@ -194,10 +194,7 @@ class Engine:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
     def _active_pass(self, id: ContextId, edge: EdgeId) -> AnyPass:
-        """The pass the calling node runs for.
-
-        See Note [Which pass a node runs for], backward/pass_table.py.
-        """
+        """See Note [Which pass a node runs for], backward/pass_table.py."""
         active = self.passes.of_run(current_run())
         if active is None:
             if not this_thread.is_ordered:
@@ -238,7 +235,8 @@ class Engine:
             if isinstance(active, CoordinatedPass) or active.undo_log is None:
                 continue
             if active.wait_for_run(0):
-                active.undo_log.drop()
+                # Nobody will say how the pass ended: its changes stay, and nobody is told.
+                active.undo_log.keep(lambda _: None)
         for id in self.contexts.all():
             self.contexts.close(id)
 

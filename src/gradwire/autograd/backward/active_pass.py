@@ -69,10 +69,7 @@ class ActivePass:
         self._awaited: set[EdgeId] = set()
 
     def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
-        """Decode the gradients of an edge and settle it; what does not decode fails the pass.
-
-        So does a second time: one of the two would be lost.
-        """
+        """Settle an edge. If its gradients do not decode or came before, the pass fails."""
         present = message.present
         try:
             came = decode_tensors(message.tensors, payload, limits)
@@ -208,10 +205,7 @@ class CoordinatedPass(ActivePass):
         """the participants to which no Start was sent yet"""
 
     def take_not_started(self) -> Sequence[WorkerId]:
-        """The participants that have no Start yet; the caller sends it to them.
-
-        hot: asked by every crossing of a backward
-        """
+        """The participants for the caller to send a Start to. hot: every crossing of a backward"""
         if not self.not_started:
             return ()
         with self._lock:

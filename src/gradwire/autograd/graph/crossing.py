@@ -160,10 +160,7 @@ class Joined(Function):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """A crossing that left here.
-
-    `token` is what its Send returned: to run from the token is to run the Send.
-    """
+    """A crossing that left here. To run from its `token` is to run its Send."""
 
     edge: EdgeId
     peer: WorkerId
@@ -175,10 +172,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A crossing that arrived here.
-
-    `anchor` is the Recv's own input, which only a plain backward() reaches.
-    """
+    """A crossing that arrived here. Only a plain backward() reaches `anchor`, the Recv's input."""
 
     edge: EdgeId
     lineage: Lineage

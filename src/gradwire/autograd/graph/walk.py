@@ -119,10 +119,7 @@ class Walk:
         return Landmarks(*map(list, self._met))
 
     def origin(self, nodes: Iterable[Node | None]) -> Origin:
-        """What these depend on together; lifts every node on the way.
-
-        hot: one visit for each new node of the graph behind what leaves
-        """
+        """What these depend on together; lifts the nodes on the way. hot: for each new node"""
         known = self.known
         return _together([known.get(n) or self._visit(n) for n in nodes if n is not None])
 

@@ -49,10 +49,7 @@ _GONE = torch.empty(0)
 
 @final
 class LeafEntry:
-    """What one run did to one leaf.
-
-    hot: one for each leaf of a pass
-    """
+    """What one run did to one leaf. hot: one for each leaf of a pass"""
 
     __slots__ = (
         "_added",
@@ -210,8 +207,7 @@ class LeafEntry:
         """
         leaf, record, undo_log = self.leaf, self._record, self._undo_log
         assert leaf is not None, "it is loose"
-        if not record.lock.acquire(False):
-            record.wait()
+        record.wait()
         parked = record.parked
         is_parked = parked is not None and parked._undo_log.outermost is undo_log.outermost
         if is_parked or undo_log.is_open_around(leaf):
