@@ -54,7 +54,7 @@ class _Switch:
         finally:
             with self._lock:
                 self._open.remove(mode)
-                if torch.is_anomaly_enabled():  # else the program itself has turned it off
+                if self._open or torch.is_anomaly_enabled():  # else the program turned it off
                     self._set()
 
     def _set(self) -> None:

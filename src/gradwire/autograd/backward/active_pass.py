@@ -186,15 +186,10 @@ class CoordinatedPass(ActivePass):
     """what is sent to each participant, but for its edges, the time left and the first gradients"""
 
     def __init__(
-        self,
-        id: PassId,
-        context: Context,
-        deadline: float,
-        began: float,
-        run: int,
-        edges: Lineage,
-        participants: Sequence[WorkerId],
+        self, id: PassId, context: Context, deadline: float, began: float, run: int, edges: Lineage
     ) -> None:
+        # Every other worker that owns a Send of the pass takes part in it.
+        participants = sorted(edges.keys() - {id.worker})
         super().__init__(id, context, deadline, began, participants)
         self.run, self.edges = run, edges
         self.around: list[Nested] | None = None

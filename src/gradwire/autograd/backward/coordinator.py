@@ -140,17 +140,14 @@ class Coordinator:
         create_graph: bool,
         timeout: Timeout = DEFAULT,
     ) -> CoordinatedPass:
-        """Every other worker that owns a Send of the pass is a participant.
+        """Begin a pass over these edges.
 
         Note [Starts leave with gradients]: Starts leave with the first gradients, since before
         these a participant can do nothing. The worker to which the first gradients go gets both in
         one message. Starts leave at the latest when this worker waits.
         """
-        participants = sorted(edges)
         mine = edges.get(self._me, 0)
-        if mine:
-            participants.remove(self._me)
-        active = self._passes.begin(context, current_run(), edges, participants, timeout)
+        active = self._passes.begin(context, current_run(), edges, timeout)
         active.start = Start(
             context.id,
             active.id,

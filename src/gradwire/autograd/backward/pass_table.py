@@ -8,7 +8,7 @@ before it does anything else (engine_run.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.agent import Agent
@@ -38,19 +38,14 @@ class PassTable:
         return len(self._by_id)
 
     def begin(
-        self,
-        context: Context,
-        run: int,
-        edges: Lineage,
-        participants: Sequence[WorkerId],
-        timeout: Timeout,
+        self, context: Context, run: int, edges: Lineage, timeout: Timeout
     ) -> CoordinatedPass:
         """Add a pass that begins here, in this engine run."""
         deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
             id = PassId(self._directory.me.id, self._count)
-            active = CoordinatedPass(id, context, deadline, now, run, edges, participants)
+            active = CoordinatedPass(id, context, deadline, now, run, edges)
             self._by_id[context.id, id] = self._by_run[run] = active
         self._timer.need(deadline)
         return active
