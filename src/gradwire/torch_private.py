@@ -1,13 +1,14 @@
-"""The private names of torch that the autograd layer uses.
+"""The private names of torch that the autograd layer uses, and a check of all that gradwire uses.
 
-They are used only here, and were tried on torch 2.11 to 2.13. A torch that lacks one is refused at
-import, by name, before a backward can fail because of it.
+They were tried on torch 2.11 to 2.13. A torch that lacks one is refused at import, by name, before
+a backward can fail because of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -39,14 +40,23 @@ _NEEDED = (
     "torch.autograd._profiler_enabled",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch.Tensor._use_count",
+    "torch.Tensor._version",
+    # used by rpc, optim and compat
+    "torch.UntypedStorage._cdata",
+    "torch._C.CompilationUnit",
+    "torch._C.Future",
+    "torch._C.ScriptFunction",
+    "torch._C.ScriptModule",
+    "torch._C._storage_Use_Count",
+    "torch._C.import_ir_module_from_buffer",
+    "torch._foreach_add",
+    "torch._foreach_neg",
+    "torch._neg_view",
+    "torch.jit._builtins._find_builtin",
+    "torch.jit._recursive.wrap_cpp_module",
+    "torch.jit._state._enabled",
+    "torch.jit._state._python_cu",
 )
-
-
-def _find(path: str) -> object:
-    found: object = torch
-    for name in path.split(".")[1:]:
-        found = getattr(found, name)
-    return found
 
 
 def missing_names() -> list[str]:
@@ -54,7 +64,7 @@ def missing_names() -> list[str]:
     lacking = []
     for path in _NEEDED:
         try:
-            _find(path)
+            attrgetter(path.removeprefix("torch."))(torch)
         except AttributeError:
             lacking.append(path)
     return lacking
@@ -65,62 +75,43 @@ if lacking := missing_names():
         f"torch {torch.__version__} lacks {', '.join(lacking)}; gradwire needs torch 2.11 or newer"
     )
 
-AccumulateGrad = cast(type[Node], _find("torch._C._functions.AccumulateGrad"))
-current_run = cast(Callable[[], int], _find("torch._C._current_graph_task_id"))
+_C: Any = torch._C
+_execution_engine: Any = cast(Any, Variable)._execution_engine
+_profiler_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+
+AccumulateGrad: type[Node] = _C._functions.AccumulateGrad
+current_run: Callable[[], int] = _C._current_graph_task_id
 """The number of the engine run that executes the calling node; NO_RUN outside of one."""
 NO_RUN = -1
-_profiler_enabled = cast(Callable[[], bool], _find("torch.autograd._profiler_enabled"))
-will_execute = cast(Callable[[Node], bool], _find("torch._C._will_engine_execute_node"))
+will_execute: Callable[[Node], bool] = _C._will_engine_execute_node
 """Whether the current run executes a node, or captures a gradient at it."""
-_keep_graph = cast(
-    Callable[[], bool], _find("torch._C._autograd._get_current_graph_task_keep_graph")
-)
-
-
-is_inside_transform = cast(Callable[[], bool], _find("torch._C._are_functorch_transforms_active"))
-_unwrap_if_dead = cast(Callable[[object], object], _find("torch._C._functorch.unwrap_if_dead"))
-_is_wrapped = cast(
-    Callable[[torch.Tensor], bool], _find("torch._C._functorch.is_functorch_wrapped_tensor")
-)
-_is_threaded = cast(Callable[[], bool], _find("torch._C._is_multithreading_enabled"))
-_set_threaded = cast(Callable[[bool], object], _find("torch._C._set_multithreading_enabled"))
-_no_torch_function = cast(
-    Callable[[], AbstractContextManager[None]], _find("torch._C.DisableTorchFunctionSubclass")
-)
-_execution_engine = cast(Any, Variable)._execution_engine
+keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
+"""Whether the current run was started with retain_graph."""
+is_inside_transform: Callable[[], bool] = _C._are_functorch_transforms_active
+"""Whether this code runs inside vmap, grad or another transform of torch.func."""
+when_run_ends: Callable[[Callable[[], None]], None] = _execution_engine.queue_callback
+"""Call back after the current run has succeeded, before its `backward()` returns. If the run fails,
+the engine drops the callback without calling it, at once.
+"""
+is_checkpoint_valid: Callable[[], bool] = _execution_engine.is_checkpoint_valid
+"""Whether torch lets a reentrant checkpoint run in the current run of this thread: not inside
+grad() and backward(inputs=…), nor in a backward inside these, as it would add to other leaves.
+"""
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch may see what this thread does.
+    """Whether a profiler of torch may see what this thread does. hot: both ends of each call
 
     One that watches all threads says so to the process, an older one to its own thread only.
-
-    hot: asked at both ends of each call
     """
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
 def set_threaded(enabled: bool) -> bool:
-    """Set whether engine runs of this thread use the device threads; returns what it was before.
-
-    `torch.autograd.set_multithreading_enabled` without its block.
-    """
-    before = _is_threaded()
-    _set_threaded(enabled)
+    """Set whether engine runs of this thread use the device threads; returns what it was before."""
+    before: bool = _C._is_multithreading_enabled()
+    _C._set_multithreading_enabled(enabled)
     return before
-
-
-def keeps_graph() -> bool:
-    """Whether the current run was started with retain_graph."""
-    return _keep_graph()
-
-
-def when_run_ends(callback: Callable[[], None]) -> None:
-    """Call back after the current run has succeeded, before its `backward()` returns.
-
-    If the run fails, the engine drops the callback without calling it, at once.
-    """
-    _execution_engine.queue_callback(callback)
 
 
 def run_engine(
@@ -147,11 +138,6 @@ def run_engine(
     )
 
 
-def is_transformed() -> bool:
-    """Whether this code runs inside vmap, grad or another transform of torch.func."""
-    return is_inside_transform()
-
-
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
     """From now on call `run` for each engine run that Python code starts.
 
@@ -172,7 +158,7 @@ def root_nodes(roots: object) -> list[Node]:
     """The nodes that an engine run from these tensors, or edges of a graph, begins with."""
     if not isinstance(roots, tuple):
         return []  # the engine raises
-    with _no_torch_function():
+    with _C.DisableTorchFunctionSubclass():
         nodes = [
             root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
             for root in roots
@@ -191,10 +177,7 @@ def set_sequence_number(node: Node, number: int) -> None:
 
 
 def lift(node: Node, depth: int) -> bool:
-    """Move a node above a depth, if it is not there.
-
-    See Note [The order of waiting], autograd/graph/walk.py.
-    """
+    """Move a node above a depth, if it is not; see Note [The order of waiting], graph/walk.py."""
     if node._sequence_nr() > depth:
         return False
     node._set_sequence_nr(depth + 1)  # type: ignore[attr-defined]
@@ -217,7 +200,7 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
 
 def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:
     """The place of the first tensor that a transform of torch.func has wrapped, if any."""
-    wrapped = map(_is_wrapped, tensors)
+    wrapped = map(_C._functorch.is_functorch_wrapped_tensor, tensors)
     return next((n for n, is_wrapped in enumerate(wrapped) if is_wrapped), None)
 
 
@@ -243,28 +226,26 @@ def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     hot: twice for each crossing
     """
+    unwrap_if_dead = _C._functorch.unwrap_if_dead
     at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(first: object, *tensors: torch.Tensor) -> Any:  # noqa: ANN401
         if is_inside_transform():
             return cast(Any, function).apply(first, *tensors)
-        return at_once(first, *map(_unwrap_if_dead, tensors))
+        return at_once(first, *map(unwrap_if_dead, tensors))
 
     return apply
 
 
-def call_directly(function: type[torch.autograd.Function]) -> None:
-    """Let the engine call a Function's `backward` directly; torch looks it up for each node.
+def named_nodes(function: type[torch.autograd.Function], name: str) -> type[Node]:
+    """The nodes of a Function, with this name in `node.name()`, profiles and drawn graphs.
 
-    hot: two calls less for each node
+    The engine calls `backward` directly, as torch looks `apply` up for each node: two calls less.
     """
-    cast(Any, backward_class(function)).apply = function.backward
-
-
-def name_nodes(function: type[torch.autograd.Function], name: str) -> None:
-    """What `node.name()`, profilers and drawn graphs call the nodes that a Function makes."""
     nodes = backward_class(function)
     nodes.__name__ = nodes.__qualname__ = name
+    cast(Any, nodes).apply = function.backward
+    return nodes
 
 
 CHECKPOINT = backward_class(CheckpointFunction)
@@ -278,24 +259,8 @@ def is_recording() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def recording() -> AbstractContextManager[None]:
-    """A block in which operators make nodes, whatever the mode around it."""
-    return _AS_IT_IS if is_recording() else _made_to_record()
-
-
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
-
-
 @contextmanager
-def _made_to_record() -> Iterator[None]:
+def recording() -> Iterator[None]:
+    """A block in which operators make nodes, whatever the mode around it."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def lets_checkpoints_run() -> bool:
-    """Whether torch lets a reentrant checkpoint run in the current run of this thread.
-
-    Not inside grad() and backward(inputs=…), nor in a backward inside these: the checkpoint would
-    add to leaves that are not inputs.
-    """
-    return torch.autograd.Variable._execution_engine.is_checkpoint_valid()

@@ -9,6 +9,7 @@ import torch
 
 import gradwire
 from gradwire import PeerLost
+from gradwire.ids import opener_of
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
 
@@ -35,7 +36,7 @@ def _cut(workers, one, other):
     for near, far in ((one, other), (other, one)):
         workers[near].worker.agent.hang_up(far, "a test has cut it")
     contexts = workers[other].worker.engine.contexts
-    assert eventually(lambda: not contexts.opened_by(one))
+    assert eventually(lambda: one not in map(opener_of, contexts.all()))
 
 
 def test_a_worker_that_has_dropped_a_context_takes_no_part_in_it_again(workers):
@@ -72,7 +73,7 @@ def test_nor_those_whom_it_has_told(workers):
             gradwire.rpc_sync("w1", doubled_by, args=("w2", x))
             _cut(workers, 0, 1)
             contexts = workers[2].worker.engine.contexts
-            assert eventually(lambda: not contexts.opened_by(0))
+            assert eventually(lambda: 0 not in map(opener_of, contexts.all()))
             with pytest.raises(PeerLost, match="w2 has lost w0, and dropped"):
                 gradwire.rpc_sync("w2", doubled, args=(x,))
 

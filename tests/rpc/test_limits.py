@@ -18,7 +18,7 @@ import gradwire
 from gradwire.agent.messages import Done
 from gradwire.agent.serving.dispatch import Dispatch, Lane, Source
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
-from gradwire.autograd.graph.validate import check_crossing
+from gradwire.autograd.graph.crossing import check_crossing
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, NotSerializable, OverLimit, PeerLost
 from gradwire.ids import EdgeId

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, cast, final
 
 import torch
 
+from gradwire.autograd.graph.walk import reachable_from
 from gradwire.torch_private import Node
 
 OFF, ON, CHECKS_NAN = 0, 1, 2
@@ -40,41 +41,33 @@ class _Switch:
         self._open: list[int] = []
         self._before = (False, True)
 
-    def turn_on(self, mode: int) -> None:
-        """One more request needs this mode."""
+    @contextmanager
+    def on(self, mode: int) -> Iterator[None]:
+        """A block in which at least this mode is on."""
         with self._lock:
             if not self._open:
                 self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
             self._open.append(mode)
-            torch.set_anomaly_enabled(True, self._checks_nan())
+            self._set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.remove(mode)
+                if self._open or torch.is_anomaly_enabled():  # else the program turned it off
+                    self._set()
 
-    def turn_off(self, mode: int) -> None:
-        """That request is over. If the program itself has turned it off meanwhile, it stays off."""
-        with self._lock:
-            self._open.remove(mode)
-            if self._open:
-                torch.set_anomaly_enabled(True, self._checks_nan())
-            elif torch.is_anomaly_enabled():
-                torch.set_anomaly_enabled(*self._before)
-
-    def _checks_nan(self) -> bool:
-        return max(self._open) >= CHECKS_NAN or self._before == (True, True)
+    def _set(self) -> None:
+        checks_nan = self._before == (True, True) or max(self._open, default=OFF) >= CHECKS_NAN
+        torch.set_anomaly_enabled(*((True, checks_nan) if self._open else self._before))
 
 
 _switch = _Switch()
 
 
-@contextmanager
-def under(mode: int) -> Iterator[None]:
+def under(mode: int) -> AbstractContextManager[None]:
     """A block in which at least this mode is on."""
-    if mode <= OFF:
-        yield
-        return
-    _switch.turn_on(mode)
-    try:
-        yield
-    finally:
-        _switch.turn_off(mode)
+    return _switch.on(mode) if mode > OFF else nullcontext()
 
 
 @contextmanager
@@ -85,7 +78,7 @@ def detecting(mode: int, roots: Iterable[Node], worker: str) -> Iterator[None]:
     """
     running: list[Node] = []
     handles = [
-        node.register_prehook(partial(_note, running, node)) for node in _reachable_from(roots)
+        node.register_prehook(partial(_note, running, node)) for node in reachable_from(roots)
     ]
     try:
         with under(mode):
@@ -102,16 +95,6 @@ def detecting(mode: int, roots: Iterable[Node], worker: str) -> Iterator[None]:
 
 def _note(running: list[Node], node: Node, _: Any) -> None:  # noqa: ANN401
     running[:] = [node]
-
-
-def _reachable_from(roots: Iterable[Node]) -> set[Node]:
-    found, left = set(roots), list(roots)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                left.append(node)
-    return found
 
 
 def _said_of(node: Node, worker: str) -> str:

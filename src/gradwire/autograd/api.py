@@ -58,7 +58,7 @@ def _entered(engine: Engine) -> Context:
             "Already have an autograd context id for this thread",
             hint=f"contexts do not nest; {spoken_context(outer)} already records this code",
         )
-    opened = engine.open()
+    opened = engine.contexts.new()
     enter(opened.id, engine.saving)
     return opened
 

@@ -2,7 +2,7 @@
 
 It ties the parts of this layer together, and the Send and Recv nodes call it. Passes begin in
 backward/coordinator.py and run on other workers in backward/participant.py; open contexts are in
-graph/context_table.py.
+graph/context.py.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
 so other holders of the buffer may write to it.
@@ -22,20 +22,15 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
-from gradwire.autograd.backward.active_pass import (
-    AnyPass,
-    CoordinatedPass,
-    HeldGradients,
-)
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.coordinator import Coordinator
+from gradwire.autograd.backward.engine_run import this_thread
 from gradwire.autograd.backward.participant import Participant
-from gradwire.autograd.backward.pass_table import Admission, PassTable
-from gradwire.autograd.graph import crossing, ordering
+from gradwire.autograd.backward.pass_table import PassTable
+from gradwire.autograd.backward.reach import check_order
 from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.graph.nodes import EngineRef
-from gradwire.autograd.graph.validate import check_crossing, check_gradients
+from gradwire.autograd.graph.context import Contexts
+from gradwire.autograd.graph.crossing import arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.messages import Crossing, Forget, Gradients
 from gradwire.autograd.scope import Saving
@@ -65,8 +60,7 @@ class Engine:
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
-        self._ref: EngineRef = weakref.ref(self)  # See Note [Nodes hold no context]
-        self._waiting = agent.dispatch.user.waiting
+        self._ref = weakref.ref(self)  # See Note [Nodes hold no context]
         self.limits = agent.limits
         self._edges = PeerLimit("edges", agent.limits.edges)
         first = first_of(agent.directory.myself.life)
@@ -79,14 +73,12 @@ class Engine:
             lock=agent.directory.lock,
         )
         agent.directory.contexts_opened = lambda: self.contexts.opened
-        self.saving: Saving | None = None  # set by an optimizer that keeps weight versions
-        seconds, most = timeouts.backward, agent.limits.passes
-        self.passes = PassTable(agent.directory, due, seconds, agent.clock, agent.timer, most)
-        locks = LeafLocks()
-        self.coordinator = Coordinator(agent, self.passes, locks, self._waiting)
-        admission = Admission(agent, seconds)
-        self.deadline_for_peer = admission.deadline
-        self._participant = Participant(agent, self.contexts, self.passes, locks, inside, admission)
+        self.saving: Saving | None = None
+        seconds, locks = timeouts.backward, LeafLocks()
+        self.passes = PassTable(agent, due, seconds)
+        self.coordinator = Coordinator(agent, self.passes, locks)
+        self._participant = Participant(agent, self.contexts, self.passes, locks, inside, seconds)
+        self.deadline_for_peer = self._participant.deadline
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
@@ -108,7 +100,7 @@ class Engine:
             return []
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
         ref, me = self._ref, self._me
-        return [crossing.leave(context, ref, me, peer, places, tensors) for places in groups]
+        return [leave(context, ref, me, peer, places, tensors) for places in groups]
 
     def attach_recv(
         self,
@@ -131,7 +123,7 @@ class Engine:
             edges_of[peer] = edges_of[peer] + count if peer in edges_of else count
         for crossed in crossings:
             check_crossing(crossed, peer, tensors, most)
-            crossing.arrive(context, self._ref, self._me, peer, crossed, tensors)
+            arrive(context, self._ref, self._me, peer, crossed, tensors)
         return True
 
     def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
@@ -139,7 +131,7 @@ class Engine:
         context = self.contexts.maybe(id)
         if context is not None:
             for crossed in crossings:
-                context.withdraw(crossed.edge)
+                context.sent[crossed.edge.n] = None  # its number is not used again
 
     def depth_of(self, id: ContextId | None, value: object) -> int:
         """The depth of the tensors in a value, above which its next thread must make nodes."""
@@ -158,14 +150,13 @@ class Engine:
         if isinstance(active, CoordinatedPass):
             self.coordinator.send_starts(active)
         if not active.has_come(edge):
-            ordering.check_order(active.context, edge, active.edges_sent)
+            check_order(active.context, edge, active.edges_sent)
             self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
-        settlement = active.take_gradients(edge)
-        gradients = settlement.gradients
-        if not settlement.crossings:
+        gradients, crossings = active.take_gradients(edge)
+        if not crossings:
             return gradients
         present = [gradient for gradient in gradients if gradient is not None]
-        self.attach_recv(context, peer, settlement.crossings, present)
+        self.attach_recv(context, peer, crossings, present)
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
@@ -198,18 +189,17 @@ class Engine:
         if isinstance(active, CoordinatedPass):
             self.coordinator.send(active, peer, message, payload)
         elif active.is_last() and peer == active.id.worker:
-            active.held = HeldGradients(message, payload)
+            active.held = message, payload
         else:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
     def _active_pass(self, id: ContextId, edge: EdgeId) -> AnyPass:
-        """The pass the calling node runs for.
-
-        See Note [Which pass a node runs for], backward/pass_table.py.
-        """
+        """See Note [Which pass a node runs for], backward/pass_table.py."""
         active = self.passes.of_run(current_run())
         if active is None:
-            ordering.meets_crossing()
+            if not this_thread.is_ordered:
+                # Nor is its failure seen: the next run looks for tasks that it has left.
+                this_thread.has_leftovers = True
             active = self.coordinator.begin_native(self.contexts.find(id), edge)
         if active.context.id != id:
             self.contexts.find(id)  # says so if it is closed
@@ -233,9 +223,9 @@ class Engine:
             twice = BadMessage(f"{message.edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))
             return
-        active.settle_from_message(message, payload, self.limits)
+        active.settle(message, payload, self.limits)
         if message.last:
-            self.coordinator.worker_done(active, source.worker, has_changed=message.has_changed)
+            active.worker_done(source.worker, has_changed=message.has_changed)
 
     def stop(self, reason: str) -> None:
         """This worker shuts down: fail its passes, which wakes waiting threads; close contexts."""
@@ -245,11 +235,16 @@ class Engine:
             if isinstance(active, CoordinatedPass) or active.undo_log is None:
                 continue
             if active.wait_for_run(0):
-                active.undo_log.drop()
+                # Nobody will say how the pass ended: its changes stay, and nobody is told.
+                active.undo_log.keep(lambda _: None)
         for id in self.contexts.all():
             self.contexts.close(id)
 
     # -- the life of a context
+
+    def save_tensors_by(self, saving: Saving) -> None:
+        """Graphs that are made in contexts from now on keep the tensors they need this way."""
+        self.saving = saving
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
         """A call to this peer is about to be made: its context, if that is still open here.
@@ -277,10 +272,6 @@ class Engine:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None:
             self._forgetting.tell(peer, Forget(id, self.contexts.lost_with(id) or ""))
-
-    def open(self) -> Context:
-        """A new context, opened here."""
-        return self.contexts.new()
 
     def close(
         self, id: ContextId, lost: str | None = None, said_by: WorkerId | None = None

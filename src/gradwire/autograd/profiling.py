@@ -36,7 +36,7 @@ def fetch_span(caller: str, owner: str) -> AbstractContextManager[Any]:
 
 def function_span(function: str) -> AbstractContextManager[Any]:
     """Around a function, on the callee."""
-    return span("%s", plain(function)) if is_profiled() else NOTHING
+    return span("%s", plain(function))
 
 
 def plain(function: str) -> str:

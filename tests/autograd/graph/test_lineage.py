@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd.graph.lineage import (
+from gradwire.autograd.graph.walk import (
     NOTHING,
     bits_from_wire,
     bits_to_wire,

@@ -21,7 +21,7 @@ import torch
 
 import gradwire as gw
 from gradwire.autograd.graph import crossing
-from gradwire.autograd.graph.context_table import Contexts
+from gradwire.autograd.graph.context import Contexts
 from gradwire.autograd.messages import Crossing
 from gradwire.ids import EdgeId
 from gradwire.options import Options, Timeouts

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd.backward.engine_run import accumulate
+from gradwire.autograd.backward.engine_run import execute
 from gradwire.autograd.graph.walk import Landmarks
 from gradwire.autograd.undo.leaf import Addition, LeafLocks, folded, is_total, total, without
 from gradwire.autograd.undo.undo_log import UndoLog, _by_run
@@ -23,7 +23,8 @@ def adds(leaf, value, undo_log):
         return
     node = loss.grad_fn.next_functions[0][0]
     landmarks = Landmarks([node], [], [])
-    accumulate((loss,), (torch.ones(()),), undo_log, landmarks, lambda: None, retain_graph=False)
+    ones = (torch.ones(()),)
+    execute((loss,), ones, None, undo_log, landmarks, lambda: None, retain_graph=False)
 
 
 def summed(base, values):

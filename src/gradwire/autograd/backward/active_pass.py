@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
-import msgspec
 import torch
 
 from gradwire.agent.peers.directory import Directory
@@ -23,9 +22,9 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.timer import explain_cut
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.lineage import Lineage, numbers
-from gradwire.autograd.messages import Crossing, Gradients
-from gradwire.autograd.undo.nested_pass import Inside
+from gradwire.autograd.graph.walk import Lineage, numbers
+from gradwire.autograd.messages import Crossing, Gradients, Start
+from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
 from gradwire.ids import EdgeId, PassId, WorkerId
@@ -33,33 +32,8 @@ from gradwire.options import Limits
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import decode_tensors
 
-
-class Settlement(msgspec.Struct, frozen=True):
-    """The gradients that settle one edge."""
-
-    gradients: list[torch.Tensor | None]
-    crossings: list[Crossing]
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """What the coordinator has decided about a pass and tells the participants."""
-
-    edges: Lineage
-    needed: int | None
-    destination: int
-    retain_graph: bool
-    create_graph: bool
-    participants: Sequence[WorkerId]
-    anomaly: int = 0
-    checkpoints: bool = True
-    """whether reentrant checkpoints may run"""
-
-
-class HeldGradients(msgspec.Struct, frozen=True):
-    """The last gradients of a run, held back until the engine has returned."""
-
-    message: Gradients
-    payload: Sequence[Buffer]
+Settlement = tuple[list[torch.Tensor | None], list[Crossing]]
+"""The gradients that settle an edge, and the edges by which they crossed themselves, if any."""
 
 
 class ActivePass:
@@ -81,10 +55,12 @@ class ActivePass:
         self.run: int | None = None
         """the number of the engine run here, once it is known"""
         self.edges_sent: set[EdgeId] = set()
-        """the edges whose gradients have left, or are about to; see graph/ordering.py"""
+        """the edges whose gradients have left, or are about to; see `reach.check_order`"""
         self.error: Exception | None = None
-        """what ended the pass, if it has failed"""
+        """the first error, which has ended the pass"""
         self._state = PassState(id, participants)
+        self.participants = self._state.asked
+        """the workers that are told to run from here"""
         self._lock = context.lock
         # Made by the first thread that sleeps. Most passes need none: a thread that waits for
         # gradients reads the channel itself.
@@ -92,10 +68,8 @@ class ActivePass:
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
 
-    def settle_from_message(
-        self, message: Gradients, payload: memoryview | None, limits: Limits
-    ) -> None:
-        """Decode the gradients of an edge and settle it; what does not decode fails the pass."""
+    def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
+        """Settle an edge. If its gradients do not decode or came before, the pass fails."""
         present = message.present
         try:
             came = decode_tensors(message.tensors, payload, limits)
@@ -106,17 +80,13 @@ class ActivePass:
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
             return
-        self.settle(message.edge, Settlement(gradients, message.crossings))
-
-    def settle(self, edge: EdgeId, settlement: Settlement) -> None:
-        """Settle an edge. A second time fails the pass: one of the two would be lost."""
         with self._lock:
             try:
-                self._state.edge_settled(edge)
+                self._state.edge_settled(message.edge)
             except BadMessage as error:
                 self._fail(error)
             else:
-                self._inbox[edge] = settlement
+                self._inbox[message.edge] = gradients, message.crossings
             self._notify()
         self._resume()
 
@@ -130,7 +100,7 @@ class ActivePass:
         with self._lock:
             self._awaited.add(edge)
             try:
-                self._sleep_until(lambda: self.has_come(edge))
+                self.sleep_until(lambda: self.has_come(edge))
             finally:
                 self._awaited.discard(edge)
 
@@ -144,12 +114,10 @@ class ActivePass:
 
     def check_collected(self) -> None:
         """After a run: BadMessage if gradients arrived that no Send has used."""
-        if not self._state.to_collect:
-            return
-        with self._lock:
-            left = sorted(self._state.to_collect)
-        edges = ", ".join(map(str, left))
-        raise BadMessage(f"{edges} got gradients in {self.id} that no send waited for")
+        if self._state.to_collect:
+            with self._lock:
+                edges = ", ".join(map(str, sorted(self._state.to_collect)))
+            raise BadMessage(f"{edges} got gradients in {self.id} that no send waited for")
 
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
@@ -160,10 +128,20 @@ class ActivePass:
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
+        mine = [self.context.sent[n] for n in numbers(self.mine)]
+        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
         with self._lock:
-            concerned = self._state.concerns(worker)
-        if concerned or self._awaits(worker):
+            # Gradients that are due from this worker may be lost with its connection.
+            is_due = any(edge not in self._state.settled for edge in edges)
+            concerned = is_due or self._state.concerns(worker)
+        if concerned:
             self.fail(error)
+
+    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
+        """A participant's run is over; BadMessage if it was not told to run, or not from here."""
+        with self._lock:
+            self._state.worker_done(worker, has_changed=has_changed)
+            self._notify()
 
     def expire(self, directory: Directory) -> None:
         """Fail the pass because its deadline is over."""
@@ -180,13 +158,6 @@ class ActivePass:
         )
         self.fail(error.about(workers, phase="backward"))
 
-    def _awaits(self, worker: WorkerId) -> bool:
-        """Whether gradients are due from this worker: they may be lost with its connection."""
-        mine = [self.context.sent[n] for n in numbers(self.mine)]
-        edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
-        with self._lock:
-            return any(edge not in self._state.settled for edge in edges)
-
     def _resume(self) -> None:
         """Without the lock: gradients have arrived, or the pass has failed."""
 
@@ -195,11 +166,12 @@ class ActivePass:
         if self._changed is not None:
             self._changed.notify_all()
 
-    def _sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """With the lock held: wait until `done` returns true after a change."""
-        if self._changed is None:
-            self._changed = threading.Condition(self._lock)
-        return self._changed.wait_for(done, seconds)
+    def sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Block until `done` returns true after a change; False if it has not by then."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
+            return self._changed.wait_for(done, seconds)
 
     def _fail(self, error: Exception) -> None:
         if self._state.pass_failed():
@@ -210,39 +182,30 @@ class ActivePass:
 class CoordinatedPass(ActivePass):
     """A pass on the worker where it began."""
 
+    start: Start
+    """what is sent to each participant, but for its edges, the time left and the first gradients"""
+
     def __init__(
-        self, id: PassId, context: Context, deadline: float, began: float, run: int, plan: Plan
+        self, id: PassId, context: Context, deadline: float, began: float, run: int, edges: Lineage
     ) -> None:
-        super().__init__(id, context, deadline, began, plan.participants)
-        self.run, self.plan = run, plan
-        self.around: UndoLog | Inside | None = None
-        """the backward inside which this one runs, if there is one; see undo/nested_pass.py"""
+        # Every other worker that owns a Send of the pass takes part in it.
+        participants = sorted(edges.keys() - {id.worker})
+        super().__init__(id, context, deadline, began, participants)
+        self.run, self.edges = run, edges
+        self.around: list[Nested] | None = None
+        """the passes that end with the backward around this one, if it is inside another"""
         self.stops: frozenset[EdgeId] = frozenset()
         """the edges of the Recvs behind which the pass has nothing to run"""
-        self.not_started: Sequence[WorkerId] = plan.participants
+        self.not_started: Sequence[WorkerId] = participants
         """the participants to which no Start was sent yet"""
 
-    @property
-    def participants(self) -> frozenset[WorkerId]:
-        """The workers that are told to run."""
-        return self._state.asked
-
     def take_not_started(self) -> Sequence[WorkerId]:
-        """The participants that have no Start yet; the caller sends it to them.
-
-        hot: asked by every crossing of a backward
-        """
+        """The participants for the caller to send a Start to. hot: every crossing of a backward"""
         if not self.not_started:
             return ()
         with self._lock:
             workers, self.not_started = self.not_started, ()
             return workers
-
-    def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
-        """A participant's run is over."""
-        with self._lock:
-            self._state.worker_done(worker, has_changed=has_changed)
-            self._notify()
 
     def changed_workers(self) -> Sequence[WorkerId]:
         """When all are done: the participants that have changed leaves."""
@@ -260,11 +223,6 @@ class CoordinatedPass(ActivePass):
         """Whether a participant is done, or the pass has failed."""
         return self.error is not None or worker not in self._state.waiting_for
 
-    def await_worker(self, worker: WorkerId) -> None:
-        """Block until `is_through`."""
-        with self._lock:
-            self._sleep_until(lambda: self.is_through(worker))
-
 
 @final
 class ParticipantPass(ActivePass):
@@ -273,7 +231,8 @@ class ParticipantPass(ActivePass):
     def __init__(self, id: PassId, context: Context, deadline: float, began: float) -> None:
         super().__init__(id, context, deadline, began)
         self.undo_log: UndoLog | None = None
-        self.held: HeldGradients | None = None
+        self.held: tuple[Gradients, Sequence[Buffer]] | None = None
+        """the last gradients of the run, held back until the engine has returned"""
         self._leaves = 0
         self._run_over = False
         self._start = [None]
@@ -342,8 +301,7 @@ class ParticipantPass(ActivePass):
         """Wait until the engine has returned here, if it began; False if it has not by then."""
         # A failed pass wakes the run's own waits, but not a user's backward that takes long. Such
         # a run reverts its changes itself when it ends.
-        with self._lock:
-            return self._sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
+        return self.sleep_until(lambda: self._run_over or self.undo_log is None, seconds)
 
 
 AnyPass = CoordinatedPass | ParticipantPass

@@ -6,32 +6,29 @@ to keep or to revert what the pass has changed.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
 import torch
+from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
-from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, Plan
+from gradwire.autograd.backward.active_pass import CoordinatedPass
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
     accumulator,
+    leads_on,
     plain_destination,
     sends_executed,
-    stops_of,
 )
 from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.lineage import Lineage, bits_to_wire, union
-from gradwire.autograd.graph.ordering import runs_through
-from gradwire.autograd.graph.validate import check_asked
+from gradwire.autograd.graph.walk import Lineage, bits_to_wire, union
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -45,21 +42,14 @@ from gradwire.autograd.messages import (
 )
 from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.autograd.undo.nested_pass import Nested, Outcomes, inside_now
+from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.torch_private import (
-    current_run,
-    is_profiled,
-    keeps_graph,
-    when_run_ends,
-    will_execute,
-)
+from gradwire.torch_private import current_run, is_profiled, keeps_graph, will_execute
 from gradwire.wire.message import Buffer
 
-_log = logging.getLogger("gradwire")
 _END_SECONDS = 10.0
 """How long a failed pass waits for a participant's rollback, before the deadline of the pass."""
 _END_LATE_SECONDS = 1.5
@@ -72,14 +62,9 @@ _GRACE_SECONDS = 0.01
 class Coordinator:
     """Begins passes on this worker and ends them."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        passes: PassTable,
-        locks: LeafLocks,
-        waiting: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._agent, self._passes, self._locks, self._waiting = agent, passes, locks, waiting
+    def __init__(self, agent: Agent, passes: PassTable, locks: LeafLocks) -> None:
+        self._agent, self._passes, self._locks = agent, passes, locks
+        self._waiting = agent.dispatch.user.waiting
         self._me = agent.directory.me.id
         engine_run.watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
@@ -91,24 +76,24 @@ class Coordinator:
     def begin_native(self, context: Context, met: EdgeId) -> CoordinatedPass:
         """Begin the pass of a user's backward, which has met its first crossing of this context."""
         self._check_whole(context)
-        # `met` is always reached: the engine does not list the node that a backward begins with
+        # `met` is always executed: the engine does not list the node that a backward begins with
         # among those it will execute.
-        reached = [
-            received
-            for received in tuple(context.received)
-            if received.edge == met or runs_through(received)
-        ]
+        everything = tuple(context.received)
+        executed = [r for r in everything if r.edge == met or will_execute(r.node)]
+        reached = [received for received in executed if leads_on(received)]
         plain = any(will_execute(accumulator(received)) for received in reached)
         needed, stops = None, frozenset[EdgeId]()
         if not plain:
-            needed, stops = sends_executed(context), stops_of(context, met)
-            reached = [received for received in reached if received.edge not in stops]
+            # `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
+            # gradient, and nothing behind it: no other worker waits for that gradient.
+            needed = sends_executed(context)
+            stops = frozenset(r.edge for r in executed) - frozenset(r.edge for r in reached)
         lineage = union([received.lineage for received in reached])
         destination = plain_destination(context) if plain else NOWHERE
-        create_graph = torch.is_grad_enabled()
-        keep = keeps_graph()
-        active = self._begin(context, lineage, needed, destination, keep, create_graph)
-        active.stops, active.around = stops, undo_log_of_run() or inside_now()
+        modes = (keeps_graph(), torch.is_grad_enabled())
+        active = self._begin(context, lineage, needed, destination, *modes)
+        undo_log = undo_log_of_run()
+        active.stops, active.around = stops, undo_log.nested if undo_log else inside_now()
         return active
 
     def backward(
@@ -130,9 +115,10 @@ class Coordinator:
             self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
 
         try:
-            engine_run.accumulate(
+            engine_run.execute(
                 tuple(roots),
                 tuple([torch.ones_like(root) for root in roots]),
+                None,
                 undo_log,
                 landmarks,
                 on_start,
@@ -154,20 +140,28 @@ class Coordinator:
         create_graph: bool,
         timeout: Timeout = DEFAULT,
     ) -> CoordinatedPass:
-        """Every other worker that owns a Send of the pass is a participant.
+        """Begin a pass over these edges.
 
         Note [Starts leave with gradients]: Starts leave with the first gradients, since before
         these a participant can do nothing. The worker to which the first gradients go gets both in
         one message. Starts leave at the latest when this worker waits.
         """
-        participants = sorted(edges)
         mine = edges.get(self._me, 0)
-        if mine:
-            participants.remove(self._me)
-        modes = (current_mode(), engine_run.lets_checkpoints_run())
-        plan = Plan(edges, needed, destination, retain_graph, create_graph, participants, *modes)
-        active = self._passes.begin(context, current_run(), plan, timeout)
-        when_run_ends(_EndOfRun(self, active))
+        active = self._passes.begin(context, current_run(), edges, timeout)
+        active.start = Start(
+            context.id,
+            active.id,
+            b"",
+            None if needed is None else bits_to_wire(needed),
+            destination,
+            retain_graph,
+            create_graph,
+            0.0,
+            None,
+            current_mode(),
+            engine_run.lets_checkpoints_run(),
+        )
+        EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
         active.mine = mine if needed is None else mine & needed
         if self._agent.events.are_heard:
             self._agent.events.emit("start", active.id)
@@ -182,8 +176,7 @@ class Coordinator:
     ) -> None:
         """Send gradients, and Starts. See Note [Starts leave with gradients]."""
         not_started = active.take_not_started()
-        left = active.deadline - self._agent.clock.now()
-        message = _start(active, peer, left, gradients) if peer in not_started else gradients
+        message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         if not_started:
             self._tell(active, [worker for worker in not_started if worker != peer])
@@ -195,20 +188,20 @@ class Coordinator:
 
     def _tell(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
-            left = active.deadline - self._agent.clock.now()
-            start = _start(active, worker, left)
+            start = self._start(active, worker, None)
             self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
+
+    def _start(self, active: CoordinatedPass, worker: WorkerId, first: Gradients | None) -> Start:
+        edges, left = active.edges[worker], active.deadline - self._agent.clock.now()
+        return replace(active.start, edges=bits_to_wire(edges), seconds=left, first=first)
 
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""
         try:
             self.send_starts(active)
             for worker in active.unfinished():  # by its own channel, which this thread reads
-                self._agent.wait(
-                    worker,
-                    partial(active.is_through, worker),
-                    partial(active.await_worker, worker),
-                )
+                is_through = partial(active.is_through, worker)
+                self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))
             if active.error is not None:
                 raise fresh(active.error)
             active.check_collected()
@@ -221,7 +214,7 @@ class Coordinator:
         else:
             self._outcomes.put_off(active.id.n)
             end_well, give_up = partial(self._end_well, active), partial(self._take_back, active)
-            active.around.nested.append(Nested(end_well, give_up))
+            active.around.append(Nested(end_well, give_up))
 
     def _take_back(self, active: CoordinatedPass) -> bool:
         """Revert a pass that succeeded, because the backward around it has failed."""
@@ -243,9 +236,8 @@ class Coordinator:
     def give_up(self, active: CoordinatedPass, error: Exception | None) -> None:
         """End a failed pass on every worker, and wait until its changes are reverted."""
         me = self._agent.directory.me.name
-        told = (
-            error or active.error or PeerLost(f"the backward that began {active.id} on {me} raised")
-        )
+        raised = PeerLost(f"the backward that began {active.id} on {me} raised")
+        told = error or active.error or raised
         active.fail(told)
         self._passes.over(active)
         rollback = Rollback(self._agent, active.context, active.id, active.participants)
@@ -266,9 +258,8 @@ class Coordinator:
         """UsageError if no other pass may begin; waits a while for unfinished rollbacks."""
         for pass_id, rollback in list(context.endings.items()):
             with self._waiting():
-                silent = rollback.wait(
-                    self._passes.due(timeout), _END_LATE_SECONDS, _END_LATE_SECONDS
-                )
+                due = self._passes.due(timeout)
+                silent = rollback.wait(due, _END_LATE_SECONDS, _END_LATE_SECONDS)
             if silent:
                 raise UsageError(
                     f"{context} cannot be differentiated until {silent} confirms that {pass_id} "
@@ -297,70 +288,17 @@ class Coordinator:
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         active = self._passes.maybe(message.context, message.pass_id)
         if active is not None:
-            self.worker_done(active, source.worker, has_changed=message.has_changed)
+            active.worker_done(source.worker, has_changed=message.has_changed)
         else:
             self._agent.noting.came_late(source.worker)
-
-    def worker_done(self, active: AnyPass, worker: WorkerId, *, has_changed: bool) -> None:
-        """A peer says that its run is over; BadMessage if it was not told to run."""
-        if not isinstance(active, CoordinatedPass):
-            raise BadMessage(f"worker {worker} ended {active.id}, which did not begin here")
-        active.worker_done(worker, has_changed=has_changed)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
         active = self._passes.maybe(message.context, message.pass_id)
         if active is None:
             self._agent.noting.came_late(source.worker)
             return
-        participants = active.participants if isinstance(active, CoordinatedPass) else ()
-        check_asked(active.id, participants, source.worker)
+        if source.worker not in active.participants:
+            raise BadMessage(
+                f"w{source.worker} fails {active.id}, in which it was not asked to run"
+            )
         active.fail(self._agent.revive(message.failure))
-
-
-class _EndOfRun:
-    """A callback that the engine calls when the run here has succeeded.
-
-    If the run fails, the engine drops the callback without calling it, and that is the only sign
-    of the failure. So `__del__` gives the pass up.
-    """
-
-    # The finalizer sends and waits, on purpose. The engine drops its callbacks on the thread of the
-    # backward, before that raises: when the user sees the error, the participants have reverted the
-    # pass. From a queue the rollback would run after the user has gone on.
-
-    __slots__ = ("_active", "_called", "_coordinator")
-
-    def __init__(self, coordinator: Coordinator, active: CoordinatedPass) -> None:
-        self._coordinator, self._active = coordinator, active
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._coordinator.finish(self._active)
-
-    def __del__(self) -> None:
-        if self._called:
-            return
-        try:
-            self._coordinator.give_up(self._active, None)
-        except Exception:  # a finalizer cannot raise
-            _log.exception("%s could not be given up", self._active.id)
-
-
-def _start(
-    active: CoordinatedPass, worker: WorkerId, seconds: float, first: Gradients | None = None
-) -> Start:
-    plan = active.plan
-    return Start(
-        active.context.id,
-        active.id,
-        bits_to_wire(plan.edges[worker]),
-        None if plan.needed is None else bits_to_wire(plan.needed),
-        plan.destination,
-        plan.retain_graph,
-        plan.create_graph,
-        seconds,
-        first,
-        plan.anomaly,
-        plan.checkpoints,
-    )

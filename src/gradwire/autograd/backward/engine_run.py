@@ -1,15 +1,20 @@
-"""Executions of torch's engine: those that gradwire starts for a pass, and backwards inside them.
+"""Executions of torch's engine: those that gradwire starts for a pass, and those of Python code.
 
 A run must know its own number before user code runs in it, as the number tells which pass a node
 runs for. The engine tells the number only to nodes, so each run gets a first node: see
 `_StartNode`.
 
-Functions may run a backward of their own inside such a run: checkpoints, reversible blocks. That is
-torch's own backward, started by Python code in the middle of a node. Left alone it would write to
-`.grad`, where `backward(context, …)` promises to write nothing, and nothing would revert it if the
-pass failed. So it gets an undo log of its own, inside that of the run around it. To see it begin,
-the engine object that Python code finds is replaced by one that calls `_run_of_python` first. A
-backward that is not inside a run of gradwire passes through unchanged.
+A run that a program starts with `loss.backward()` or `torch.autograd.grad` is met at the only place
+through which Python starts runs, torch's engine object, which is replaced by one that calls
+`_run_of_python` first. A run that C++ code starts is not met. Two things are done there:
+
+ 1. While a context here has received anything, the run is prepared: its nodes are numbered and it
+    is kept on one thread. See Note [The order of waiting], graph/walk.py. Where a run was not met,
+    its numbers are right in most programs, and `reach.check_order` raises where they are not.
+ 2. Functions may run a backward of their own inside a run of gradwire: checkpoints, reversible
+    blocks. Left alone it would write to `.grad`, where `backward(context, …)` promises to write
+    nothing, and nothing would revert it if the pass failed. So it gets an undo log of its own,
+    inside that of the run around it.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradwire.autograd.graph.ordering import ordered
-from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.graph.crossing import RECV, depth_of_recv, receiving
+from gradwire.autograd.graph.walk import Landmarks, node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.torch_private import (
@@ -32,16 +37,18 @@ from gradwire.torch_private import (
     AccumulateGrad,
     Node,
     current_run,
-    is_transformed,
+    is_checkpoint_valid,
+    is_inside_transform,
+    lift,
+    recording,
     replica_parameters,
+    root_nodes,
     run_engine,
     set_sequence_number,
+    set_threaded,
     when_run_ends,
     will_execute,
     wrap_runs,
-)
-from gradwire.torch_private import (
-    lets_checkpoints_run as torch_lets_checkpoints_run,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -56,9 +63,10 @@ _ONE = torch.ones(())
 token."""
 
 
-def accumulate(
+def execute(
     roots: Tensors,
     gradients: Tensors | None,
+    anchors: Tensors | None,
     undo_log: UndoLog,
     landmarks: Landmarks,
     on_start: OnStart,
@@ -70,80 +78,24 @@ def accumulate(
 ) -> None:
     """Run from these roots to every leaf they reach, and log the changes.
 
-    Without `gradients` the roots are tokens. `checkpoints` says whether reentrant checkpoints may
-    run in passes that begin inside this run.
+    Without `gradients` the roots are tokens. With `anchors` the run goes only to what leads to
+    these, and leaves keep nothing: the undo log is for the backwards that Functions run on the way.
+    `checkpoints` says whether reentrant checkpoints may run in passes that begin inside this run.
     """
     begin = partial(_begin, landmarks, undo_log, on_start)
     watched = undo_log.watch(landmarks.accumulators)
-    refused, _start.refuses_checkpoints = _start.refuses_checkpoints, not checkpoints
+    refused, this_thread.refuses_checkpoints = this_thread.refuses_checkpoints, not checkpoints
+    inputs = None
     try:
-        if gradients is None:
-            _start.on_first_send = begin
-            gradients = (_ONE,) * len(roots)
+        if anchors is not None:
+            _start.hook.on_start = begin
+            roots, inputs = (*roots, _start.view), (*anchors, _start.leaf)
+        elif gradients is None:
+            this_thread.on_first_send = begin
         else:
             _start.hook.on_start = begin
             roots, gradients = (*roots, _start.leaf), (*gradients, _ONE)
-        _run(roots, gradients, None, retain_graph, create_graph, span)
-    finally:
-        _start.refuses_checkpoints = refused
-        undo_log.unwatch(watched)
-
-
-def lets_checkpoints_run() -> bool:
-    """Whether a reentrant checkpoint may run in a pass that begins here."""
-    return not _start.refuses_checkpoints and torch_lets_checkpoints_run()
-
-
-def _begin(landmarks: Landmarks, undo_log: UndoLog, on_start: OnStart) -> None:
-    undo_log.enter()
-    on_start()
-    if any(landmarks):
-        unused = _unused_behind(landmarks.sinks) if landmarks.sinks else ()
-        # Queued now, so that it is called before the callbacks that DDP queues during the run.
-        when_run_ends(partial(undo_log.reopen, unused))
-
-
-def _unused_behind(sinks: Iterable[Node]) -> Tensors:
-    executed = [node for node in sinks if will_execute(node)]
-    return tuple(leaf for sink in executed for leaf in replica_parameters(sink))
-
-
-def run_towards(
-    anchors: Tensors,
-    tokens: Tensors,
-    undo_log: UndoLog,
-    on_start: OnStart,
-    *,
-    retain_graph: bool,
-    create_graph: bool,
-    span: AbstractContextManager[object] | None = None,
-) -> None:
-    """Run from these tokens, only to what leads to the anchors; leaves keep nothing.
-
-    The undo log is for the backwards that Functions run on the way.
-    """
-
-    def begin() -> None:
-        undo_log.enter()
-        on_start()
-
-    _start.hook.on_start = begin
-    roots, inputs = (*tokens, _start.view), (*anchors, _start.leaf)
-    try:
-        _run(roots, (_ONE,) * len(roots), inputs, retain_graph, create_graph, span)
-    finally:
-        undo_log.unwatch([])
-
-
-def _run(
-    roots: Tensors,
-    gradients: Tensors,
-    inputs: Tensors | None,
-    retain_graph: bool,
-    create_graph: bool,
-    span: AbstractContextManager[object] | None,
-) -> None:
-    try:
+        gradients = gradients or (_ONE,) * len(roots)
         with ordered():
             if span is None:
                 run_engine(roots, gradients, inputs, retain_graph, create_graph)
@@ -152,8 +104,26 @@ def _run(
                     run_engine(roots, gradients, inputs, retain_graph, create_graph)
     except BaseException:
         # It may have failed before its first node: the next run must not call what was for this.
-        _start.hook.on_start = _start.on_first_send = None
+        _start.hook.on_start = this_thread.on_first_send = None
         raise
+    finally:
+        this_thread.refuses_checkpoints = refused
+        undo_log.unwatch(watched)
+
+
+def lets_checkpoints_run() -> bool:
+    """Whether a reentrant checkpoint may run in a pass that begins here."""
+    return not this_thread.refuses_checkpoints and is_checkpoint_valid()
+
+
+def _begin(landmarks: Landmarks, undo_log: UndoLog, on_start: OnStart) -> None:
+    undo_log.enter()
+    on_start()
+    if any(landmarks):
+        executed = [sink for sink in landmarks.sinks if will_execute(sink)]
+        unused = [leaf for sink in executed for leaf in replica_parameters(sink)]
+        # Queued now, so that it is called before the callbacks that DDP queues during the run.
+        when_run_ends(partial(undo_log.reopen, unused))
 
 
 def enter_if_begun() -> bool:
@@ -161,10 +131,10 @@ def enter_if_begun() -> bool:
 
     Its first node is a Send, which asks for its pass. No user code runs before it.
     """
-    begin = _start.on_first_send
+    begin = this_thread.on_first_send
     if begin is None:
         return False
-    _start.on_first_send = None
+    this_thread.on_first_send = None
     begin()
     return True
 
@@ -200,13 +170,10 @@ class _StartNode(threading.local):
 
     def __init__(self) -> None:
         self.hook = _StartHook()
-        self.on_first_send: OnStart | None = None
-        self.refuses_checkpoints = False
-        with torch.inference_mode(False), torch.enable_grad():
+        with recording():
             self.leaf = torch.zeros((), requires_grad=True)
             self.view = self.leaf.view(())
-        node = self.view.grad_fn
-        assert node is not None
+        node = node_of(self.view)
         set_sequence_number(node, _BEFORE_ALL)
         node.register_prehook(self.hook.call)
         accumulator, _ = node.next_functions[0]
@@ -216,29 +183,46 @@ class _StartNode(threading.local):
 
 _start = _StartNode()
 
+
+@final
+class _ThreadRuns(threading.local):
+    on_first_send: OnStart | None = None
+    refuses_checkpoints = False
+    is_ordered = False
+    """whether the innermost run of this thread was prepared, and no run inside it has failed"""
+    has_leftovers = False
+    """whether a failed run may have left tasks in the engine's queue of this thread"""
+
+
+this_thread = _ThreadRuns()
+
 # -- backwards that Python code starts
 
 _TensorOrEdge = torch.Tensor | GradientEdge
 
 
-@final
-class _Watched:
-    """Whether torch's engine object is replaced by now."""
-
-    done = False
-
-
+@cache
 def watch_backwards() -> None:
     """See from now on the backwards that Python code starts; once for the process."""
-    if not _Watched.done:
-        _Watched.done = True
-        wrap_runs(_run_of_python)
+    wrap_runs(_run_of_python)
 
 
 def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
     """hot: every backward() and grad() of the process"""
+    if not receiving and not this_thread.is_ordered:
+        return _run_as_nested(start, roots, args, kwargs)
+    if this_thread.has_leftovers and current_run() == NO_RUN:
+        drain()  # before numbers change: the queue must not be out of order
+    if number_nodes(root_nodes(roots)) or this_thread.is_ordered:
+        with ordered():
+            return _run_as_nested(start, roots, args, kwargs)
+    return _run_as_nested(start, roots, args, kwargs)
+
+
+def _run_as_nested(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    """Start a run; if another run is around it, its outcome depends on that one."""
     outer = undo_log_of_run()
-    if outer is not None and not is_transformed():
+    if outer is not None and not is_inside_transform():
         return _run_inside(outer, start, roots, *args, **kwargs)
     if current_run() == NO_RUN:
         return start(roots, *args, **kwargs)
@@ -280,22 +264,93 @@ def _run_inside(
 
 def _accumulators(tensors: Sequence[_TensorOrEdge], inputs: Sequence[_TensorOrEdge]) -> list[Node]:
     """The nodes that this backward will run for leaves."""
-    if inputs:
-        return [node for node in map(_node, inputs) if isinstance(node, AccumulateGrad)]
-    todo = [node for node in map(_node, tensors) if node is not None]
-    seen, found = set(todo), []
-    while todo:
-        node = todo.pop()
-        if type(node) is AccumulateGrad:
-            found.append(node)
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
-    return found
+    nodes = [node for node in map(_node, inputs or tensors) if node is not None]
+    found = nodes if inputs else reachable_from(nodes)
+    return [node for node in found if isinstance(node, AccumulateGrad)]
 
 
 def _node(root: _TensorOrEdge) -> Node | None:
     if isinstance(root, torch.Tensor):
         return get_gradient_edge(root).node if root.requires_grad else None
     return root.node
+
+
+# -- the order of waiting; see the note of that name, graph/walk.py
+
+_UNSEEN: list[Node] = []
+"""stands for the inputs of a node that was not visited yet"""
+
+
+def number_nodes(roots: Iterable[Node]) -> bool:
+    """Lift each node between these and the first Recvs above the depth it depends on.
+
+    Whether there is such a Recv. Nothing is remembered: a loss may die before its context.
+    """
+    depths: dict[Node, int] = {}
+    todo = [(node, _UNSEEN) for node in roots]
+    crosses = False
+    while todo:
+        node, inputs = todo.pop()
+        if inputs is _UNSEEN:
+            if node in depths:
+                continue
+            kind = type(node)
+            if kind is RECV:
+                crosses = True
+                depths[node] = depth_of_recv(node)
+                continue
+            if kind is AccumulateGrad:
+                depths[node] = 0
+                continue
+            inputs = [behind for behind, _ in node.next_functions if behind is not None]
+            missing = [(behind, _UNSEEN) for behind in inputs if behind not in depths]
+            if missing:
+                todo.append((node, inputs))
+                todo += missing
+                continue
+        depth = depths[node] = max([depths[behind] for behind in inputs], default=0)
+        if depth:
+            lift(node, depth)
+    return crosses
+
+
+@final
+class ordered:
+    """Around one engine run whose nodes are numbered: it uses the calling thread only.
+
+    With a queue per device, a Send that waits on the thread of the CPU could hide work that a node
+    on another device is about to make ready there. The switch belongs to the thread, so it is set
+    for the run alone: between two runs the thread may go on with another task of asyncio's.
+    """
+
+    __slots__ = ("_was_ordered", "_was_threaded")
+
+    def __enter__(self) -> None:
+        self._was_ordered, this_thread.is_ordered = this_thread.is_ordered, True
+        self._was_threaded = set_threaded(False)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        set_threaded(self._was_threaded)
+        this_thread.is_ordered = self._was_ordered
+        if kind is not None:
+            # The engine compares the tasks of a failed run differently once its run is gone, so
+            # the queue that they are left in may be out of order for the run around this one.
+            this_thread.is_ordered = False
+            this_thread.has_leftovers = True
+        if this_thread.has_leftovers and current_run() == NO_RUN:
+            drain()
+
+
+def drain() -> None:
+    """Let the engine drop the tasks that failed runs have left in its queue of this thread.
+
+    There they would keep the graph alive until the thread's next run, and a thread that ends with
+    such a queue after the interpreter aborts the process. A run of one node behind them all makes
+    the engine drop them.
+    """
+    this_thread.has_leftovers = False
+    with recording():
+        seed = torch.zeros((), requires_grad=True)
+        last = seed.view(())
+    set_sequence_number(node_of(last), 0)
+    torch.autograd.grad(last, seed)

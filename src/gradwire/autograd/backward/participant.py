@@ -2,6 +2,15 @@
 
 It runs when a Start arrives and answers RunDone or RunFailed. It keeps the undo log of its run
 until the coordinator says how the pass ended, or until it has lost the coordinator and asked.
+
+Note [Who may have us run]: the numbers of contexts and edges can be guessed, so any member can send
+a Start for a graph in which it has no part. Its run would use up the graph, or occupy a thread
+while it waits for gradients that nobody sends. This worker cannot know everyone who takes part: the
+peer to which it sent a tensor may have passed the result on. But the gradients of an edge come only
+from the worker to which that edge leads. So a Start from a worker that is not known in the context
+waits, without a thread, for the first gradients of its pass. In a correct pass they come, worker by
+worker, along the edges that lead to the coordinator, and before they come a run could do nothing
+but wait. If no edge leads to the coordinator they never come, and the deadline ends the pass.
 """
 
 from __future__ import annotations
@@ -24,12 +33,11 @@ from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.anomaly import detecting
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
-from gradwire.autograd.backward.pass_table import Admission, Failed, PassTable
+from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import sends_of
-from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.context_table import Contexts
-from gradwire.autograd.graph.validate import check_gradients, check_root
-from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.graph.context import Context, Contexts
+from gradwire.autograd.graph.crossing import check_gradients
+from gradwire.autograd.graph.walk import NO_LANDMARKS
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_MAP,
@@ -40,16 +48,19 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
-from gradwire.autograd.profiling import span
+from gradwire.autograd.profiling import NOTHING, span
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import BadMessage, ContextClosed, DeadlinePassed, GradwireError, PeerLost
-from gradwire.ids import ContextId, WorkerId
-from gradwire.torch_private import (
-    is_profiled,
-    recording,
-    will_execute,
+from gradwire.errors import (
+    BadMessage,
+    ContextClosed,
+    DeadlinePassed,
+    GradwireError,
+    OverLimit,
+    PeerLost,
 )
+from gradwire.ids import ContextId, PassId, WorkerId, opener_of
+from gradwire.torch_private import is_profiled, is_recording, recording, will_execute
 
 _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
@@ -57,12 +68,14 @@ _IN_DOUBT_SECONDS = 30.0
 """How long an unreachable coordinator is asked how its pass ended; then it counts as dead."""
 _REFUSALS = 3
 _ASK_AGAIN_SECONDS = 0.05
-
-
+_SPAN = "gradwire backward %s of %s"
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
     "`inputs` parameter to .backward(), and with a backward inside of these"
 )
+Run = Callable[[], bool]
+"""Takes part in a pass. True if the pass was parked instead: then it still counts as a run."""
+Failed = Callable[[BaseException], None]
 
 
 @final
@@ -76,15 +89,15 @@ class Participant:
         passes: PassTable,
         locks: LeafLocks,
         inside: Callable[[ContextId], AbstractContextManager[None]],
-        admission: Admission,
+        seconds: float,
     ) -> None:
         self._agent, self._contexts, self._passes = agent, contexts, passes
-        self._locks, self._inside, self._admission = locks, inside, admission
+        self._locks, self._inside, self._seconds = locks, inside, seconds
+        self._runs = PeerLimit("runs", agent.limits.runs)
         self._rollbacks = PeerLimit("runs", agent.limits.runs)
         """rollbacks that wait, each on a thread, for the run here to be over"""
-        self._doubts: dict[WorkerId, list[Promise[None]]] = {}
-        """the lost coordinators, until the changes of their passes are kept or reverted"""
-        self._in_doubt: set[ParticipantPass] = set()
+        self._in_doubt: dict[ParticipantPass, Promise[None]] = {}
+        """the passes of lost coordinators, until their changes are kept or reverted"""
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
@@ -92,17 +105,37 @@ class Participant:
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         coordinator = source.worker
-        check_root(start.pass_id, coordinator)
-        limit = self._admission.deadline(start.seconds)
+        _check_root(start.pass_id, coordinator)
+        limit = self.deadline(start.seconds)
         failed = partial(self._tell_failed, start, coordinator, limit)
+        try:
+            self._runs.take(coordinator)
+        except OverLimit as error:
+            self._agent.noting.note(coordinator, error)
+            failed(error)
+            return
         run = partial(self._begin, start, payload, source, limit, failed)
-        self._admission.admit(coordinator, run, failed)
+        self._attempt(coordinator, run, failed)
+
+    def deadline(self, seconds: float) -> float:
+        """When a pass fails here: its coordinator may ask for less time than we allow, not more."""
+        return self._agent.clock.now() + min(seconds, self._seconds)
+
+    def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
+        is_parked = False
+        try:
+            is_parked = run()
+        except BaseException as error:  # an error ends the pass everywhere
+            failed(error)
+        finally:
+            if not is_parked:
+                self._runs.give_back(coordinator)
 
     def _begin(
         self, start: Start, payload: Payload, source: Source, limit: float, failed: Failed
     ) -> bool:
-        """Take part, now or later; True if later. See Note [Who may have us run], pass_table.py."""
-        coordinator, admission = source.worker, self._admission
+        """Take part, now or later; True if later. See Note [Who may have us run]."""
+        coordinator = source.worker
         context = self._contexts.maybe(start.context) or self._find(start, coordinator)
         found = self._passes.heard_of(context, start.pass_id, limit)
         if found is None:  # the pass failed before its Start arrived
@@ -115,15 +148,17 @@ class Participant:
             self._passes.over(active)
             raise
         active.start_arrived()
-        if self._doubts.get(coordinator):
-            self._wait_while_in_doubt(coordinator, active, limit - self._agent.clock.now())
+        if self._in_doubt:
+            self._wait_while_in_doubt(active, limit - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(context, first.edge, coordinator):
-            active.settle_from_message(first, payload, self._agent.limits)
+            active.settle(first, payload, self._agent.limits)
         run = partial(self._take_part_and_tell, active, start, limit)
-        if not admission.is_known(context, coordinator) and sends_of(active, start)[0]:
-            return admission.park(active, run, failed) or run()
-        return run()
+        is_known = coordinator in context.callers or coordinator in context.called
+        if is_known or coordinator == opener_of(context.id) or not sends_of(active, start)[0]:
+            return run()
+        attempt = partial(self._attempt, coordinator, run, failed)
+        return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
 
     def _take_part_and_tell(self, active: ParticipantPass, start: Start, limit: float) -> bool:
         try:
@@ -135,14 +170,13 @@ class Participant:
         self._tell_done(active, start.pass_id.worker, limit)
         return False
 
-    def _wait_while_in_doubt(
-        self, coordinator: WorkerId, active: ParticipantPass, seconds: float
-    ) -> None:
-        """Wait until the passes of a coordinator that was lost and is back are kept or reverted.
+    def _wait_while_in_doubt(self, active: ParticipantPass, seconds: float) -> None:
+        """Wait until earlier passes of a coordinator that was lost and is back have an outcome.
 
         A new pass could add to leaves that one of them has changed.
         """
-        for doubt in list(self._doubts[coordinator]):
+        doubts = list(self._in_doubt.items())
+        for doubt in [doubt for one, doubt in doubts if one.id.worker == active.id.worker]:
             try:
                 doubt.wait(seconds)
             except TimeoutError:
@@ -161,13 +195,13 @@ class Participant:
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
-        held = active.held
-        if held is not None:
-            last = replace(held.message, last=True, has_changed=has_changed)
-            self._agent.tell(coordinator, last, held.payload, deadline=limit, phase="backward")
-            return
-        done = RunDone(active.context.id, active.id, has_changed)
-        self._agent.tell(coordinator, done, deadline=limit, phase="backward")
+        if active.held is None:
+            done = RunDone(active.context.id, active.id, has_changed)
+            self._agent.tell(coordinator, done, deadline=limit, phase="backward")
+        else:
+            message, payload = active.held
+            last = replace(message, last=True, has_changed=has_changed)
+            self._agent.tell(coordinator, last, payload, deadline=limit, phase="backward")
 
     def _tell_failed(
         self, start: Start, coordinator: WorkerId, limit: float, error: BaseException
@@ -185,9 +219,8 @@ class Participant:
         if self._agent.events.are_heard:
             self._agent.events.emit("run", active.id)
         try:
-            with self._inside(active.context.id), recording():
-                execute = self._run_with_anomaly_mode if start.anomaly else self._run
-                execute(active, undo_log, start)
+            with self._inside(active.context.id), NOTHING if is_recording() else recording():
+                self._run(active, undo_log, start)
             active.check_collected()
         except BaseException as error:
             undo_log.undo()
@@ -204,13 +237,6 @@ class Participant:
         if has_failed and active.error is not None:  # the coordinator must not take it for done
             raise fresh(active.error)
 
-    def _run_with_anomaly_mode(
-        self, active: ParticipantPass, undo_log: UndoLog, start: Start
-    ) -> None:
-        sends = [sent.node for sent in sends_of(active, start)[0]]
-        with detecting(start.anomaly, sends, self._agent.directory.me.name):
-            self._run(active, undo_log, start)
-
     def _run(self, active: ParticipantPass, undo_log: UndoLog, start: Start) -> None:
         sends, received, landmarks = sends_of(active, start)
         if not sends:
@@ -218,37 +244,31 @@ class Participant:
 
         def on_start() -> None:
             self._passes.enter(active, undo_log.run)
-            _check_checkpoints(start, landmarks)
+            if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
+                raise RuntimeError(_NO_CHECKPOINTS)  # as torch does in one process
             if received is not None:
                 recvs = sum([will_execute(crossed.node) for crossed in received])
                 leaves = sum(map(will_execute, counted))
                 active.run_counted(len(sends), recvs, leaves)
 
-        counted = () if start.destination == NOWHERE else landmarks.accumulators
-        tokens = tuple([sent.token for sent in sends])
-        retain, create = start.retain_graph, start.create_graph
-        named = _span(active) if is_profiled() else None
+        counted, anchors = landmarks.accumulators, None
         if start.destination == NOWHERE:
-            anchors = tuple([r.anchor for r in received or ()])
-            engine_run.run_towards(
-                anchors,
-                tokens,
-                undo_log,
-                on_start,
-                retain_graph=retain,
-                create_graph=create,
-                span=named,
-            )
-        else:
-            engine_run.accumulate(
-                tokens,
+            counted, anchors = [], tuple([r.anchor for r in received or ()])
+        mode: AbstractContextManager[object] = NOTHING
+        if start.anomaly:
+            nodes = [sent.node for sent in sends]
+            mode = detecting(start.anomaly, nodes, self._agent.directory.me.name)
+        with mode:
+            engine_run.execute(
+                tuple([sent.token for sent in sends]),
                 None,
+                anchors,
                 undo_log,
-                landmarks,
+                landmarks if anchors is None else NO_LANDMARKS,
                 on_start,
-                retain_graph=retain,
-                create_graph=create,
-                span=named,
+                retain_graph=start.retain_graph,
+                create_graph=start.create_graph,
+                span=span(_SPAN, active.id, active.context) if is_profiled() else None,
                 checkpoints=start.checkpoints,
             )
 
@@ -264,9 +284,8 @@ class Participant:
         begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
         if not begun:  # or an earlier loss is being handled
             return lambda: None
-        self._in_doubt.update(begun)
         doubt: Promise[None] = Promise()
-        self._doubts.setdefault(worker, []).append(doubt)
+        self._in_doubt.update(dict.fromkeys(begun, doubt))
         return partial(self._resolve, worker, begun, doubt)
 
     def _resolve(
@@ -281,8 +300,8 @@ class Participant:
                         active.undo_log.undo()
                 self._passes.over(active)
         finally:
-            self._in_doubt.difference_update(begun)
-            self._doubts[worker].remove(doubt)
+            for active in begun:
+                del self._in_doubt[active]
             doubt.settle(None)
 
     def _ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
@@ -312,7 +331,7 @@ class Participant:
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
         # A good end is handled on the reading thread: before the coordinator's next message, or
         # its loss, can be handled. A failure waits for the run here, so it needs another thread.
-        check_root(message.pass_id, source.worker)
+        _check_root(message.pass_id, source.worker)
         if message.failure is None:
             self._keep(message)
             return
@@ -361,18 +380,14 @@ class Participant:
         return True
 
 
+def _check_root(pass_id: PassId, source: WorkerId) -> None:
+    """BadMessage if a pass is begun or ended by another worker than its root."""
+    if pass_id.worker != source:
+        raise BadMessage(f"w{source} speaks for {pass_id}, which is another worker's")
+
+
 def _participated(active: AnyPass) -> ParticipantPass:
-    """The pass, which began elsewhere: `check_root` has compared its id with the sender."""
+    """The pass, which began elsewhere: `_check_root` has compared its id with the sender."""
     if not isinstance(active, ParticipantPass):
         raise BadMessage(f"{active.id} began here")
     return active
-
-
-def _check_checkpoints(start: Start, landmarks: Landmarks) -> None:
-    """Refuse what torch refuses in one process; called from inside the run."""
-    if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
-        raise RuntimeError(_NO_CHECKPOINTS)
-
-
-def _span(active: AnyPass) -> AbstractContextManager[object]:
-    return span("gradwire backward %s of %s", active.id, active.context)

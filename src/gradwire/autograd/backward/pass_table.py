@@ -1,40 +1,23 @@
-"""The passes that are active on one worker, and which passes of other workers may run here.
+"""The passes that are active on one worker.
 
 Note [Which pass a node runs for]: passes of one context may follow each other, run at once from
 several threads, or nest. The number of the current engine run tells them apart. A native backward
 is entered in this table by the first crossing it meets. A run that gradwire starts enters itself,
 before it does anything else (engine_run.py).
-
-Note [Who may have us run]: the numbers of contexts and edges can be guessed, so any member can send
-a Start for a graph in which it has no part. Its run would use up the graph, or occupy a thread
-while it waits for gradients that nobody sends. This worker cannot know everyone who takes part: the
-peer to which it sent a tensor may have passed the result on. But the gradients of an edge come only
-from the worker to which that edge leads. So a Start from a worker that is not known in the context
-waits, without a thread, for the first gradients of its pass. In a correct pass they come, worker by
-worker, along the edges that lead to the coordinator, and before they come a run could do nothing
-but wait. If no edge leads to the coordinator they never come, and the deadline ends the pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.timer import Clock, Timer
-from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.autograd.backward.active_pass import (
-    AnyPass,
-    CoordinatedPass,
-    ParticipantPass,
-    Plan,
-)
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.engine_run import enter_if_begun
 from gradwire.autograd.graph.context import Context
+from gradwire.autograd.graph.walk import Lineage
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
-from gradwire.ids import ContextId, PassId, WorkerId, first_of, opener_of
+from gradwire.ids import ContextId, PassId, WorkerId, first_of
 from gradwire.options import Timeout
 
 
@@ -42,34 +25,27 @@ from gradwire.options import Timeout
 class PassTable:
     """The active passes of one worker, by id and by engine run."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        due: Callable[[Timeout], float],
-        seconds: float,
-        clock: Clock,
-        timer: Timer,
-        most: int,
-    ) -> None:
-        self._directory, self.due, self._seconds = directory, due, seconds
-        self._me = directory.me.id
-        self._clock, self._timer, self._most = clock, timer, most
-        self._lock = directory.lock
-        self._count = first_of(directory.myself.life)
+    def __init__(self, agent: Agent, due: Callable[[Timeout], float], seconds: float) -> None:
+        self._directory, self.due, self._seconds = agent.directory, due, seconds
+        self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
+        self._lock = agent.directory.lock
+        self._count = first_of(agent.directory.myself.life)
         self._by_id: dict[tuple[ContextId, PassId], AnyPass] = {}
         self._by_run: dict[int, AnyPass] = {}
-        timer.watch(self._expire)
+        agent.timer.watch(self._expire)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, context: Context, run: int, plan: Plan, timeout: Timeout) -> CoordinatedPass:
+    def begin(
+        self, context: Context, run: int, edges: Lineage, timeout: Timeout
+    ) -> CoordinatedPass:
         """Add a pass that begins here, in this engine run."""
         deadline, now = self.due(timeout), self._clock.now()
         with self._lock:
             self._count += 1
-            id = PassId(self._me, self._count)
-            active = CoordinatedPass(id, context, deadline, now, run, plan)
+            id = PassId(self._directory.me.id, self._count)
+            active = CoordinatedPass(id, context, deadline, now, run, edges)
             self._by_id[context.id, id] = self._by_run[run] = active
         self._timer.need(deadline)
         return active
@@ -95,19 +71,16 @@ class PassTable:
                 return None
             active = self._by_id.get((context.id, id))
             if active is None:
-                self._count_one(context)
+                # Each pass leaves its id in `ended` until the context closes, hence the limit.
+                if context.passes >= self._most:
+                    raise OverLimit(
+                        f"{context} has had {self._most} backward passes here, which is the limit",
+                        hint="begin a new context now and then, or raise Limits(passes=…)",
+                    )
+                context.passes += 1
                 active = self._by_id[context.id, id] = ParticipantPass(id, context, due, now)
         self._timer.need(due)
         return active
-
-    def _count_one(self, context: Context) -> None:
-        """Each pass leaves its id in `ended` until the context closes, hence the limit."""
-        if context.passes >= self._most:
-            raise OverLimit(
-                f"{context} has had {self._most} backward passes here, which is the limit",
-                hint="begin a new context now and then, or raise Limits(passes=…)",
-            )
-        context.passes += 1
 
     def maybe(self, context: ContextId, id: PassId) -> AnyPass | None:
         """The pass, if it is active here."""
@@ -167,55 +140,3 @@ class PassTable:
             else:
                 waiting.append(active.deadline)
         return min(waiting, default=None)
-
-
-Run = Callable[[], bool]
-"""Takes part in a pass. True if the pass was parked instead: then it still counts as a run."""
-Failed = Callable[[BaseException], None]
-
-
-@final
-class Admission:
-    """Limits how many passes each coordinator runs here, and for how long."""
-
-    def __init__(self, agent: Agent, seconds: float) -> None:
-        self._agent, self._seconds = agent, seconds
-        self._runs = PeerLimit("runs", agent.limits.runs)
-
-    def deadline(self, seconds: float) -> float:
-        """When a pass fails here: its coordinator may ask for less time than we allow, not more."""
-        return self._agent.clock.now() + min(seconds, self._seconds)
-
-    def admit(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
-        """Call `run`, unless this coordinator has reached its limit of runs here."""
-        try:
-            self._runs.take(coordinator)
-        except OverLimit as error:
-            self._agent.noting.note(coordinator, error)
-            failed(error)
-            return
-        self._attempt(coordinator, run, failed)
-
-    def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
-        is_parked = False
-        try:
-            is_parked = run()
-        except BaseException as error:  # an error ends the pass everywhere
-            failed(error)
-        finally:
-            if not is_parked:
-                self._runs.give_back(coordinator)
-
-    def is_known(self, context: Context, worker: WorkerId) -> bool:
-        """Whether a worker is known to take part in this context.
-
-        hot: each pass
-        """
-        return (
-            worker == opener_of(context.id) or worker in context.callers or worker in context.called
-        )
-
-    def park(self, active: ParticipantPass, run: Run, failed: Failed) -> bool:
-        """Call `run` later, see `ParticipantPass.park`; False if it may run now."""
-        attempt = partial(self._attempt, active.id.worker, run, failed)
-        return active.park(partial(self._agent.dispatch.service.submit, attempt))

@@ -1,7 +1,7 @@
 """What an engine run of a pass reaches on this worker.
 
 The coordinator asks from inside its run, at the first crossing: torch's engine knows which nodes it
-will execute, see Note [Links], graph/nodes.py. A participant asks before its run begins.
+will execute, see Note [Links], graph/crossing.py. A participant asks before its run begins.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gradwire.autograd.backward.active_pass import ActivePass
-from gradwire.autograd.graph.context import Context, Received, Sent
-from gradwire.autograd.graph.lineage import bits_from_wire, meets, numbers
-from gradwire.autograd.graph.ordering import leads_on
-from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.backward.engine_run import this_thread
+from gradwire.autograd.graph.context import Context
+from gradwire.autograd.graph.crossing import Received, Sent, depth_of_recv
+from gradwire.autograd.graph.walk import Landmarks, bits_from_wire, meets, numbers
 from gradwire.autograd.messages import NOWHERE, TO_GRAD, TO_MAP, Start
 from gradwire.autograd.undo.undo_log import undo_log_of_run
 from gradwire.errors import BadMessage, UsageError
@@ -23,16 +23,6 @@ _FEW_LEAVES = 16
 """So many leaves are closed in less time than one more message takes."""
 
 # -- asked by the coordinator
-
-
-def stops_of(context: Context, met: EdgeId) -> frozenset[EdgeId]:
-    """The edges of the Recvs at which the current run, which has inputs, ends.
-
-    `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its gradient,
-    and nothing behind it: no other worker waits for that gradient.
-    """
-    executed = [r for r in tuple(context.received) if r.edge == met or will_execute(r.node)]
-    return frozenset([r.edge for r in executed if not leads_on(r)])
 
 
 def accumulator(received: Received) -> Node:
@@ -106,3 +96,37 @@ def _may_be_counted(landmarks: Landmarks) -> bool:
     if checkpoints or sinks or len(accumulators) > _FEW_LEAVES:
         return False
     return not accumulators or not (dist.is_available() and dist.is_initialized())
+
+
+def check_order(context: Context, edge: EdgeId, edges_sent: set[EdgeId]) -> None:
+    """A Send is about to wait: UsageError if a Recv of its run should have run before it.
+
+    In a run whose nodes are in order there is none; only other runs are looked at.
+    """
+    if this_thread.is_ordered:
+        return
+    sent = context.sent[edge.n]
+    if sent is None:
+        return
+    for received in tuple(context.received):
+        if received.edge in edges_sent or depth_of_recv(received.node) < sent.depth:
+            continue
+        if will_execute(received.node) and leads_on(received):
+            raise UsageError(
+                f"{edge} of {context} waits for gradients before {received.edge} has sent its own: "
+                "the backward was not begun by Python code, or one inside it has failed",
+                hint="begin it with loss.backward(), torch.autograd.grad(…) or "
+                "gradwire.backward(context_id, [loss])",
+            )
+
+
+def leads_on(received: Received) -> bool:
+    """Whether the current run executes something behind this Recv.
+
+    `will_execute` says yes also to a node at which grad() only captures a gradient; a node that is
+    executed has a next one that is.
+    """
+    for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
+        if node is not None and will_execute(node):
+            return True
+    return False

@@ -21,8 +21,7 @@ from typing import final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.context_table import Contexts
+from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.messages import Attended, Forget, QueryContext
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, UsageError
 from gradwire.ids import ContextId, WorkerId, count_of, opener_of, spoken_context

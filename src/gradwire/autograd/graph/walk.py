@@ -23,16 +23,16 @@ do not dead-lock:
 
 Two things make (1) true. Numbers are right before a run begins: those of the nodes behind a Send
 are set when the Send is made, by a walk to the Recvs (`Walk`), and those of the nodes between the
-roots of a run and the first Recvs when the run begins (ordering.py). It does not matter which
-threads made the nodes. And numbers do not change while the queue holds them, which
+roots of a run and the first Recvs when the run begins (`engine_run.number_nodes`). It does not
+matter which threads made the nodes. And numbers do not change while the queue holds them, which
 std::priority_queue could not bear: a number is changed at most once, to one more than the depth, by
-the first walk; another walk finds it greater than the depth and leaves it. What failed runs
-leave in a queue is dropped.
+the first walk; another walk finds it greater than the depth and leaves it. What failed runs leave
+in a queue is dropped.
 
 Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
 made by threads that entered the context or received what they used, see below. Where they are not,
 and a Send would wait before a Recv of the same depth or a greater one has run, it raises
-(`ordering.check_order`): by (1) that happens only if the order is wrong.
+(`reach.check_order`): by (1) that happens only if the order is wrong.
 
 The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
 its worker sent before, as long as there is room: so the workers of a pipeline take its
@@ -52,15 +52,24 @@ from typing import NamedTuple, final
 import msgspec
 import torch
 
-from gradwire.autograd.graph.lineage import NOTHING, Lineage, union
+from gradwire.ids import EdgeId, WorkerId
 from gradwire.torch_private import (
     CHECKPOINT,
     DDP_SINK,
     AccumulateGrad,
     Node,
     lift,
+    recording,
     sequence_number,
 )
+
+Lineage = dict[WorkerId, int]
+"""The edges a tensor depends on, through all workers; never changed in place.
+
+One bitset per worker: the n-th bit stands for that worker's n-th edge of the context. 10 000 edges
+are 1.3 kB, and the operations on them are single instructions.
+"""
+NOTHING: Lineage = {}
 
 
 class Landmarks(NamedTuple):
@@ -71,6 +80,9 @@ class Landmarks(NamedTuple):
     """those whose backward runs a backward of its own"""
     sinks: list[Node]
     """those of data-parallel modules that may not use all of their parameters"""
+
+
+NO_LANDMARKS = Landmarks([], [], [])
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -98,22 +110,17 @@ class Walk:
 
     def __init__(self, recv: type[Node], recv_origin: RecvOrigin) -> None:
         self._recv, self._recv_origin = recv, recv_origin
-        self._known: dict[Node, Origin] = {}
+        self.known: dict[Node, Origin] = {}
         # In dicts, as a node that two threads visit at once is met once.
-        self._accumulators: dict[Node, None] = {}
-        self._checkpoints: dict[Node, None] = {}
-        self._sinks: dict[Node, None] = {}
+        self._met: tuple[dict[Node, None], dict[Node, None], dict[Node, None]] = ({}, {}, {})
 
     def landmarks(self) -> Landmarks:
         """What it has met so far."""
-        return Landmarks(list(self._accumulators), list(self._checkpoints), list(self._sinks))
+        return Landmarks(*map(list, self._met))
 
     def origin(self, nodes: Iterable[Node | None]) -> Origin:
-        """What these depend on together; lifts every node on the way.
-
-        hot: one visit for each new node of the graph behind what leaves
-        """
-        known = self._known
+        """What these depend on together; lifts the nodes on the way. hot: for each new node"""
+        known = self.known
         return _together([known.get(n) or self._visit(n) for n in nodes if n is not None])
 
     def behind(self, node: Node) -> Origin:
@@ -122,15 +129,12 @@ class Walk:
         if len(parents) == 1:
             parent = parents[0][0]
             if parent is not None:
-                return self._known.get(parent) or self._visit(parent)
+                return self.known.get(parent) or self._visit(parent)
         return self.origin([parent for parent, _ in parents])
 
-    def note(self, node: Node, origin: Origin) -> None:
-        """What a new Recv depends on."""
-        self._known[node] = origin
-
     def _visit(self, root: Node) -> Origin:
-        known = self._known
+        known = self.known
+        accumulators, checkpoints, sinks = self._met
         todo = [root]
         while todo:
             node = todo.pop()
@@ -138,7 +142,7 @@ class Walk:
                 continue
             kind = type(node)
             if kind is AccumulateGrad:
-                self._accumulators[node] = None
+                accumulators[node] = None
                 known[node] = FROM_HERE
                 continue
             if kind is self._recv:
@@ -151,12 +155,24 @@ class Walk:
                 todo += missing
                 continue
             if kind is CHECKPOINT:
-                self._checkpoints[node] = None
+                checkpoints[node] = None
             elif kind is DDP_SINK:
-                self._sinks[node] = None
+                sinks[node] = None
             origin = known[node] = _together([known[parent] for parent in parents])
             lift(node, origin.depth)
         return known[root]
+
+
+def reachable_from(roots: Iterable[Node]) -> list[Node]:
+    """These nodes and all behind them."""
+    found = dict.fromkeys(roots)
+    left = list(found)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                left.append(node)
+    return list(found)
 
 
 def _together(origins: list[Origin]) -> Origin:
@@ -184,9 +200,9 @@ def lift_this_thread(depth: int) -> None:
     """
     if depth <= _thread.above:
         return
-    with torch.inference_mode(False), torch.enable_grad():
+    with recording():
         seed = torch.zeros((), requires_grad=True)
-        while (number := sequence_number(_made_of(seed))) < depth:
+        while (number := sequence_number(node_of(seed.view(())))) < depth:
             pass
     _thread.above = number  # a thread's count never goes back
 
@@ -205,7 +221,67 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             pass
 
 
-def _made_of(seed: torch.Tensor) -> Node:
-    node = seed.view(()).grad_fn
+def node_of(tensor: torch.Tensor) -> Node:
+    """The node that has made a tensor, which has one."""
+    node = tensor.grad_fn
     assert node is not None
     return node
+
+
+# -- lineages
+
+
+def union(lineages: Iterable[Lineage]) -> Lineage:
+    """All edges of all of them. One that is alone, or holds the rest, is given back as it is."""
+    total = NOTHING
+    for lineage in lineages:
+        if lineage is total or not lineage:
+            continue
+        if not total:
+            total = lineage
+            continue
+        total = dict(total)
+        for worker, edges in lineage.items():
+            total[worker] = total.get(worker, 0) | edges
+    return total
+
+
+def plus(lineage: Lineage, edge: EdgeId) -> Lineage:
+    """The lineage of what crosses by this edge."""
+    return {**lineage, edge.worker: lineage.get(edge.worker, 0) | 1 << edge.n}
+
+
+def meets(lineage: Lineage, worker: WorkerId, edges: int) -> bool:
+    """Whether it depends on any of these edges of a worker."""
+    return bool(lineage.get(worker, 0) & edges)
+
+
+def numbers(edges: int) -> Iterator[int]:
+    """The numbers of the edges in a bitset, lowest first."""
+    while edges:
+        lowest = edges & -edges
+        yield lowest.bit_length() - 1
+        edges ^= lowest
+
+
+def to_wire(lineage: Lineage) -> dict[WorkerId, bytes]:
+    """As it travels: msgpack has no integers over 64 bits."""
+    return {
+        worker: edges.to_bytes((edges.bit_length() + 7) // 8, "little")
+        for worker, edges in lineage.items()
+    }
+
+
+def from_wire(data: dict[WorkerId, bytes]) -> Lineage:
+    """Back from the wire."""
+    return {worker: int.from_bytes(edges, "little") for worker, edges in data.items()}
+
+
+def bits_to_wire(edges: int) -> bytes:
+    """One worker's edges as they travel."""
+    return edges.to_bytes((edges.bit_length() + 7) // 8, "little")
+
+
+def bits_from_wire(data: bytes) -> int:
+    """One worker's edges, back from the wire."""
+    return int.from_bytes(data, "little")

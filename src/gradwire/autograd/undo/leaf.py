@@ -65,10 +65,7 @@ class LeafLocks:
         return len(self._leaves)
 
     def of(self, leaf: torch.Tensor) -> Leaf:
-        """The record of this leaf, by identity; it is removed when the leaf dies.
-
-        hot: once for each leaf of a pass
-        """
+        """The record of this leaf, removed when the leaf dies. hot: once for each leaf of a pass"""
         number = id(leaf)
         known = self._leaves.get(number)
         if known is None:

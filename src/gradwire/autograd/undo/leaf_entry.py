@@ -24,8 +24,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
+from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.undo.leaf import (
     Addition,
     Gradient,
@@ -49,10 +49,7 @@ _GONE = torch.empty(0)
 
 @final
 class LeafEntry:
-    """What one run did to one leaf.
-
-    hot: one for each leaf of a pass
-    """
+    """What one run did to one leaf. hot: one for each leaf of a pass"""
 
     __slots__ = (
         "_added",
@@ -91,10 +88,7 @@ class LeafEntry:
     def watch(self, node: Node) -> None:
         """Hook into the node that adds to the leaf."""
         self._node = node  # its hooks live as long as it does
-        self._handles: tuple[RemovableHandle, RemovableHandle] = (
-            node.register_prehook(self.before),
-            node.register_hook(self.after),
-        )
+        self._handles = (node.register_prehook(self.before), node.register_hook(self.after))
 
     def unwatch(self) -> None:
         """Remove the hooks."""
@@ -142,30 +136,10 @@ class LeafEntry:
     # -- while the run adds to the leaf
 
     def open(self) -> None:
-        """Remember the gradient before the run, and put it into `.grad`, where the run looks."""
-        leaf, record, into = self.leaf, self._record, self._undo_log.into
-        assert leaf is not None, "it is loose"
-        if not record.lock.acquire(False):
-            record.wait()
-        if record.parked is not None:
-            record.parked.move()
-        own = self._own = leaf.grad
-        old = self._old = self._new = own if into is None else into.get(leaf)
-        self._value: Gradient = None
-        self._old_version = 0
-        self.is_open = self.is_touched = True
-        self._is_spoilt = self._is_shared = False
-        self._since, self._coming, self._added = _NOTHING, None, None
-        self._undo_log.entries.append(self)
-        record.unfinished.append(self)
-        if old is not own:
-            leaf.grad = old
-        if old is not None:
-            self._value, self._old_version = old.detach().clone(), old._version
-        self._begun = old, self._old_version, self._value
+        """Put the gradient of the run into `.grad`, where the run looks.
 
-    def reopen(self) -> None:
-        """Open again, for callbacks: what was there before the run is already known."""
+        The first time what is there is remembered. The leaf is opened again for callbacks.
+        """
         leaf, record, into = self.leaf, self._record, self._undo_log.into
         assert leaf is not None, "it is loose"
         if not record.lock.acquire(False):
@@ -173,14 +147,25 @@ class LeafEntry:
         if record.parked is not None:
             record.parked.move()
         own = self._own = leaf.grad
-        self.is_open = True
-        if into is not None:
-            new = self._new = into.get(leaf)
-            if new is not own:
-                leaf.grad = new
-        self._added, now = None, leaf.grad
-        value = copy_of(now) if len(record.unfinished) > 1 else None
-        self._begun = now, version_of(now), value
+        now = self._new = own if into is None else into.get(leaf)
+        is_first, self.is_touched = not self.is_touched, True
+        self.is_open, self._added = True, None
+        if is_first:  # in the lists before anything can raise: then `UndoLog.unwatch` closes it
+            self._old, self._old_version, self._value = now, 0, None
+            self._is_spoilt = self._is_shared = False
+            self._since, self._coming = _NOTHING, None
+            self._undo_log.entries.append(self)
+            record.unfinished.append(self)
+        if now is not own:
+            leaf.grad = now
+        version, value = 0, None
+        if now is not None:
+            version = now._version
+            if is_first or len(record.unfinished) > 1:
+                value = now.detach().clone()
+        if is_first:
+            self._old_version, self._value = version, value
+        self._begun = now, version, value
 
     def close(self) -> None:
         """Remember the gradient after the run, and put the leaf's own `.grad` back."""
@@ -222,8 +207,7 @@ class LeafEntry:
         """
         leaf, record, undo_log = self.leaf, self._record, self._undo_log
         assert leaf is not None, "it is loose"
-        if not record.lock.acquire(False):
-            record.wait()
+        record.wait()
         parked = record.parked
         is_parked = parked is not None and parked._undo_log.outermost is undo_log.outermost
         if is_parked or undo_log.is_open_around(leaf):
@@ -236,8 +220,7 @@ class LeafEntry:
         """The backward inside is over: hold the leaf and its gradient only weakly."""
         assert self.leaf is not None, "it is loose already"
         self.unwatch()
-        new, self._weak = self._last(), weakref.ref(self.leaf)
-        self.leaf = None
+        new, self._weak, self.leaf = self._last(), weakref.ref(self.leaf), None
         self._set_new(new)
 
     def tighten(self) -> bool:
@@ -247,8 +230,7 @@ class LeafEntry:
             self.keep()
             return False
         if self._undo_log.into is None:
-            view = self.leaf.view_as(self.leaf).grad_fn
-            assert view is not None, "a leaf that has a gradient wants one"
+            view = node_of(self.leaf.view_as(self.leaf))
             self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
         return True
 

@@ -11,24 +11,24 @@ it when the run has succeeded, and drops it when the run has failed.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from functools import partial
+from typing import NamedTuple, final
 
 from gradwire.torch_private import when_run_ends
 
+_log = logging.getLogger("gradwire")
 _WELL_REMEMBERED = 20_000
 
 
-@final
-class Nested:
+class Nested(NamedTuple):
     """A pass inside another backward. Exactly one of the two callbacks is called, once."""
 
-    __slots__ = ("end_well", "give_up")
-
-    def __init__(self, end_well: Callable[[], None], give_up: Callable[[], bool]) -> None:
-        self.end_well, self.give_up = end_well, give_up
+    end_well: Callable[[], None]
+    give_up: Callable[[], bool]
 
 
 @final
@@ -63,24 +63,50 @@ class Outcomes:
 
 
 @final
-class Inside:
-    """A backward of torch's own inside another one, and the passes that have ended in it."""
+class EndOfRun:
+    """Calls `succeeded` at the end of the current run, before `backward()` returns, or `failed`.
 
-    def __init__(self) -> None:
-        self.nested: list[Nested] = []
+    If the run fails, the engine drops its callbacks without calling them, and that is the only sign
+    of the failure. So `__del__` calls `failed`, which sends and waits, on purpose: the engine drops
+    callbacks on the thread of the backward, before that raises. When the user sees the error, the
+    participants have reverted the pass. From a queue the rollback would run after the user has gone
+    on.
+    """
+
+    __slots__ = ("_failed", "_succeeded", "_was_called")
+
+    def __init__(self, succeeded: Callable[[], None], failed: Callable[[], object]) -> None:
+        self._succeeded, self._failed, self._was_called = succeeded, failed, False
+        when_run_ends(self)
+
+    def __call__(self) -> None:
+        """The run has succeeded."""
+        self._was_called = True
+        self._succeeded()
+
+    def __del__(self) -> None:
+        if self._was_called:
+            return
+        try:
+            self._failed()
+        except Exception:  # a finalizer cannot raise
+            _log.exception("a failed pass could not be given up")
 
 
 @final
 class _InsideStack(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Inside] = []
+        self.stack: list[list[Nested]] = []
 
 
 _thread = _InsideStack()
 
 
-def inside_now() -> Inside | None:
-    """The innermost backward of that kind in this thread."""
+def inside_now() -> list[Nested] | None:
+    """The passes that have ended in the innermost backward of torch's own that is inside another.
+
+    None if this thread runs no such backward.
+    """
     stack = _thread.stack
     return stack[-1] if stack else None
 
@@ -88,32 +114,19 @@ def inside_now() -> Inside | None:
 @contextmanager
 def inside() -> Iterator[None]:
     """Around a backward inside another one: the outer one decides the passes that end in it."""
-    here = Inside()
-    _thread.stack.append(here)
+    ended: list[Nested] = []
+    _thread.stack.append(ended)
     try:
         yield
     finally:
         _thread.stack.pop()
-        for nested in here.nested:
-            when_run_ends(_EndOfOuter(nested))
+        for nested in ended:
+            EndOfRun(partial(_outer_succeeded, nested), nested.give_up)
 
 
-class _EndOfOuter:
-    """A callback that the engine calls, or drops, at the end of the backward around a pass."""
-
-    __slots__ = ("_nested", "_was_called")
-
-    def __init__(self, nested: Nested) -> None:
-        self._nested, self._was_called = nested, False
-
-    def __call__(self) -> None:
-        self._was_called = True
-        around = inside_now()
-        if around is None:
-            self._nested.end_well()
-        else:
-            around.nested.append(self._nested)
-
-    def __del__(self) -> None:
-        if not self._was_called:
-            self._nested.give_up()
+def _outer_succeeded(nested: Nested) -> None:
+    around = inside_now()
+    if around is None:
+        nested.end_well()
+    else:
+        around.append(nested)

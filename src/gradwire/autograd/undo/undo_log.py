@@ -158,7 +158,7 @@ class UndoLog:
         leaves = {id(leaf): leaf for leaf in others if id(leaf) not in touched}
         for number in sorted([*touched, *leaves]):
             if number in touched:
-                touched[number].reopen()
+                touched[number].open()
             else:
                 leaf = leaves[number]
                 LeafEntry(self, leaf, self._locks.of(leaf)).open()
@@ -181,7 +181,9 @@ class UndoLog:
         if not self._is_first_to_end():
             return
         try:
-            self._drop_entries()
+            for entry in self.entries:
+                entry.keep()
+            self.entries.clear()
             for nested in self.nested:
                 if submit is None:
                     nested.end_well()
@@ -190,17 +192,6 @@ class UndoLog:
             self.nested.clear()
         finally:
             self._over.settle(None)
-
-    def drop(self) -> None:
-        """This worker shuts down: nobody will say how the pass ended. Changes stay."""
-        if self._is_first_to_end():
-            self._drop_entries()
-            self._over.settle(None)
-
-    def _drop_entries(self) -> None:
-        for entry in self.entries:
-            entry.keep()
-        self.entries.clear()
 
     def undo(self, seconds: float = _UNDO_SECONDS) -> bool:
         """The pass has failed: revert its changes.

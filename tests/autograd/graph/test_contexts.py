@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.autograd.graph.context_table import Contexts
+from gradwire.autograd.graph.context import Contexts
 from gradwire.errors import ContextClosed, PeerLost
 from gradwire.ids import context_id
 
