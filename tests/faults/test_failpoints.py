@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.agent.failpoints import ACTIONS, POINTS, Fault
 from gradwire.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from gradwire.testing import cluster, faults
 from gradwire.testing.background import Background
 from gradwire.testing.clock import ManualClock
+from gradwire.testing.failpoints import ACTIONS, POINTS, Fault
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
@@ -242,7 +242,7 @@ def test_every_point_of_a_backward_pass_is_counted(workers):
 
 
 def test_a_worker_has_no_failpoints_unless_somebody_asks(workers, monkeypatch):
-    assert all(member.worker.agent.failpoints is None for member in workers)
+    assert all(member.worker.agent.interceptor is None for member in workers)
     monkeypatch.setenv("GRADWIRE_FAULTS", "raise before-handle Call on w1")
 
     with cluster(2, expose=[HERE]) as made:

@@ -13,7 +13,6 @@ from typing import final
 
 import msgspec
 
-from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
@@ -24,7 +23,16 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.state import Pending, RequestTable, Taken
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.cancellation import Cancellation
-from gradwire.agent.serving.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
+from gradwire.agent.serving.dispatch import (
+    Dispatch,
+    Handler,
+    Interceptor,
+    Lane,
+    M,
+    Payload,
+    Source,
+    payload_of,
+)
 from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import (
     Cancelled,
@@ -74,26 +82,28 @@ class Agent:
         type_of: TypeOf,
         name_of: NameOf,
         refusals: Refusals,
+        interceptor: Interceptor | None = None,
     ) -> None:
         check_gil()
-        self.noting = RefusalLog(directory, refusals)
+        self.noting, self._refusals = RefusalLog(directory, refusals), refusals
         self.directory, self.clock = directory, clock
         self.events, self.limits = events, limits
         self.kinds = Kinds([Failure, Done], limits.elements)
-        self.dispatch = Dispatch(self.kinds, directory.me.name, threads, limits.unserved)
-        self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
+        me = directory.me.name
+        self.dispatch = Dispatch(self.kinds, me, threads, limits.unserved, self.failed)
+        self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections = connections
         self._type_of, self._name_of = type_of, name_of
         self._closing = threading.Lock()
         self._calls = RequestTable()
         pools = self.dispatch.user.lock, self.dispatch.service.lock
-        self.locks = WorkerLocks(directory.me.name, directory.lock, self.timer.lock, *pools)
+        self.locks = WorkerLocks(me, directory.lock, self.timer.lock, *pools)
         self._lost_listeners: list[OnLost] = []
         self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
         self.silence_of: Callable[[WorkerId], float] = lambda _: 0.0
         """for how long a worker has sent nothing, if that is suspicious; set by the heartbeat"""
-        self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
+        self.interceptor = interceptor
         self.timer.watch(self._expire)
         self._cancellation = Cancellation(directory, self.dispatch, clock, events, self._nested)
         call_after_fork(self)
@@ -174,9 +184,10 @@ class Agent:
             if via is None:
                 via = self._connections.to(to, deadline)
                 self._calls.left(n, via)
-            points = self.failpoints
-            send = via.send if points is None else points.sending(to, via)
-            send(frame, deadline)
+            if self.interceptor is None:
+                via.send(frame, deadline)
+            else:
+                self.interceptor.send(to, via, frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
             self._connections.await_end(to, via, error, deadline)
@@ -208,9 +219,10 @@ class Agent:
         channel = None
         try:
             channel = self._connections.to(to, deadline)
-            points = self.failpoints
-            send = channel.send if points is None else points.sending(to, channel)
-            send(frame, deadline)
+            if self.interceptor is None:
+                channel.send(frame, deadline)
+            else:
+                self.interceptor.send(to, channel, frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, type(message).__name__, phase) from error
@@ -237,9 +249,10 @@ class Agent:
             return False
         frame = _make_frame(message, payload, self.limits, source.request, IS_ANSWER)
         try:
-            points = self.failpoints
-            send = source.channel.send if points is None else points.replying(source)
-            send(frame, deadline)
+            if self.interceptor is None:
+                source.channel.send(frame, deadline)
+            else:
+                self.interceptor.send(source.worker, source.channel, frame, deadline)
         except PeerLost:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
@@ -259,7 +272,7 @@ class Agent:
         Call it, and add the entry, under the lock that the `on_peer_lost` listener takes: then the
         listener finds the entry.
         """
-        if not self._connections.has(source.worker, source.channel):
+        if source.channel not in self._connections.channels.get(source.worker, ()):
             raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
 
     def answer_with(self, source: Source, error: BaseException) -> None:
@@ -304,16 +317,19 @@ class Agent:
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
-        points = self.failpoints
-        if frame.flags & IS_ANSWER:
-            if points is None:
-                self._answer_came(worker, frame)
-            else:
-                points.around_answer(channel, self._answer_came)(worker, frame)
-            return None
-        source = Source(worker, channel, frame.request)
-        guard = self.guarded if points is None else points.around(self.guarded, frame.kind)
-        return self.dispatch.serve(source, frame, guard, may_run)
+        # See Note [What was before a loss] in links/connections.py.
+        if channel not in self._connections.channels.get(worker, ()):
+            self._refusals.count("earlier life", self.directory.name(worker))
+            raise PeerLost("a message of an earlier connection is not read")
+        interceptor = self.interceptor
+        if not frame.flags & IS_ANSWER:
+            source = Source(worker, channel, frame.request)
+            return self.dispatch.serve(source, frame, may_run, interceptor)
+        if interceptor is None:
+            self._answer_came(worker, frame)
+        else:
+            interceptor.around_answer(channel, self._answer_came)(worker, frame)
+        return None
 
     def wait(
         self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
@@ -352,20 +368,23 @@ class Agent:
             return error
 
     def guarded(self, source: Source, job: Job) -> None:
-        """Run the handler of a request; if it raises, the exception is the answer."""
+        """Run what a handler has left to do; if it raises, the exception is the answer."""
         try:
             job()
         except BaseException as error:  # the peer must be told of any failure
-            if not isinstance(error, Exception) and mine.pool is None:
-                raise  # Ctrl-C on a user's thread that reads while it waits
-            is_refusal = self.noting.note(source.worker, error)
-            if source.request == 0:
-                if is_refusal:
-                    return
-                name = self.directory.name(source.worker)
-                _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
-            else:
-                self.answer_with(source, error)
+            self.failed(source, error)
+
+    def failed(self, source: Source, error: BaseException) -> None:
+        """The handler of a message has raised this: answer the request with it."""
+        if not isinstance(error, Exception) and mine.pool is None:
+            raise error  # Ctrl-C on a user's thread that reads while it waits
+        is_refusal = self.noting.note(source.worker, error)
+        if source.request:
+            self.answer_with(source, error)
+        elif not is_refusal:
+            name = self.directory.name(source.worker)
+            me = self.directory.me.name
+            _log.error("%s: a message from %s failed here", me, name, exc_info=error)
 
     def _expire(self, now: float) -> float | None:
         late = self._calls.passed(now)

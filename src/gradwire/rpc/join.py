@@ -10,6 +10,8 @@ import atexit
 import logging
 import socket
 from contextlib import suppress
+from importlib import import_module
+from typing import cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -21,10 +23,16 @@ from gradwire.agent.peers.secret import Secret, find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
+from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import Options, rendezvous_host, tls_from_environment
+from gradwire.options import (
+    Options,
+    faults_from_environment,
+    rendezvous_host,
+    tls_from_environment,
+)
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
@@ -198,7 +206,14 @@ class _Joining:
             store=self._store,
             behavior=self._behavior,
             refusals=self._refusals,
+            interceptor=self._maybe_interceptor(directory),
         )
+
+    def _maybe_interceptor(self, directory: Directory) -> Interceptor | None:
+        if not faults_from_environment():
+            return None
+        failpoints = import_module("gradwire.testing.failpoints")  # a layer above, for tests only
+        return cast(Interceptor, failpoints.failpoints_by_environment(directory, self._clock))
 
 
 def set_default_worker(worker: Worker) -> None:

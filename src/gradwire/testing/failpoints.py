@@ -14,8 +14,7 @@ GRADWIRE_FAULTS, where `;` separates several:
     raise before-handle Call                  InjectedFault
     call before-send Commit                   the function that was given with it
 
-The kind is that of the message, or `any`. Each fault happens once. An agent without failpoints
-checks one attribute for them.
+The kind is that of the message, or `any`. Each fault happens once.
 """
 
 from __future__ import annotations
@@ -26,19 +25,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.dispatch import Source
-from gradwire.agent.serving.thread_pool import Job
+from gradwire.agent.serving.dispatch import Payload, Registered, Source
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
 from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Frame
-from gradwire.wire.message import Kinds, kind_of
+from gradwire.wire.message import Message, kind_of
 
 BEFORE_SEND, AFTER_SEND = "before-send", "after-send"
 BEFORE_HANDLE, AFTER_HANDLE = "before-handle", "after-handle"
@@ -111,10 +108,10 @@ class _Armed:
 
 @final
 class Failpoints:
-    """The failpoints of one worker."""
+    """The failpoints of one worker: the interceptor of its agent."""
 
-    def __init__(self, directory: Directory, kinds: Kinds, clock: Clock) -> None:
-        self._directory, self._kinds, self._clock = directory, kinds, clock
+    def __init__(self, directory: Directory, clock: Clock) -> None:
+        self._directory, self._clock = directory, clock
         self._lock = threading.RLock()
         self._names: dict[int, str] = {}
         self._armed: list[_Armed] = []
@@ -161,18 +158,12 @@ class Failpoints:
 
     # -- called by the agent
 
-    def sending(self, to: WorkerId, channel: Channel) -> Callable[[Frame, float], None]:
-        """The function that sends a frame on this channel."""
-        return partial(self._send, to, channel)
-
-    def replying(self, source: Source) -> Callable[[Frame, float], None]:
-        """The function that sends the answer to a request, which is about to be sent."""
-        asked = self._asked.pop((source.channel, source.request), None)
-        if asked is not None:
-            self._at(BEFORE_REPLY, asked, source.worker, source.channel)
-        return self.sending(source.worker, source.channel)
-
-    def _send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+    def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        """Send a frame, with the points before and after it."""
+        if frame.flags & IS_ANSWER:
+            asked = self._asked.pop((channel, frame.request), None)
+            if asked is not None:
+                self._at(BEFORE_REPLY, asked, to, channel)
         kind = self._name(frame.kind)
         self._at(BEFORE_SEND, kind, to, channel)
         channel.send(frame, deadline)
@@ -180,30 +171,32 @@ class Failpoints:
         if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
             self._mine.quiet = False
 
-    def _handle(self, source: Source, kind: int, job: Job) -> None:
-        """Handle a request."""
-        name = self._name(kind)
-        if source.request:
-            self._asked[source.channel, source.request] = name
-        self._at(BEFORE_HANDLE, name, source.worker, source.channel)
-        job()
-
     def around(
-        self, guarded: Callable[[Source, Job], None], kind: int
-    ) -> Callable[[Source, Job], None]:
-        """The guard of a handler, with the points before and after it."""
+        self, frame: Frame, registered: Registered, run: Callable[..., None]
+    ) -> tuple[Registered, Callable[..., None]]:
+        """The handler with the point before it, and what runs it with the point after it.
 
-        def run(source: Source, job: Job) -> None:
+        What the first raises is answered to the peer; the second comes when that was sent.
+        """
+        name = self._name(frame.kind)
+
+        def handle(message: Message, payload: Payload, source: Source) -> None:
+            if source.request:
+                self._asked[source.channel, source.request] = name
+            self._at(BEFORE_HANDLE, name, source.worker, source.channel)
+            registered.handler(message, payload, source)
+
+        def run_around(source: Source, *args: object) -> None:
             mine = self._mine
             mine.depth = getattr(mine, "depth", 0) + 1
             try:
-                guarded(source, lambda: self._handle(source, kind, job))
-                self._at(AFTER_HANDLE, self._name(kind), source.worker, source.channel)
+                run(source, *args)
+                self._at(AFTER_HANDLE, name, source.worker, source.channel)
             finally:
                 mine.depth -= 1
                 mine.quiet = False
 
-        return run
+        return registered._replace(handler=handle), run_around
 
     def around_answer(self, channel: Channel, take: TakeAnswer) -> TakeAnswer:
         """The function that takes an answer, with the points before and after it."""
@@ -256,7 +249,8 @@ class Failpoints:
     def _name(self, kind: int) -> str:
         name = self._names.get(kind)
         if name is None:
-            self._names = {kind_of(known): known.__name__ for known in self._kinds.types}
+            ours = [t for t in Message.__subclasses__() if t.__module__.startswith("gradwire.")]
+            self._names = {kind_of(known): known.__name__ for known in ours}
             name = self._names.get(kind, f"{kind:#06x}")
         return name
 
@@ -273,14 +267,12 @@ def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
     return armed.fired
 
 
-def failpoints_by_environment(
-    directory: Directory, kinds: Kinds, clock: Clock
-) -> Failpoints | None:
+def failpoints_by_environment(directory: Directory, clock: Clock) -> Failpoints | None:
     """The failpoints that GRADWIRE_FAULTS asks for; None if it is not set."""
     faults = [Fault.parse(text) for text in faults_from_environment().split(";") if text.strip()]
     if not faults:
         return None
-    failpoints = Failpoints(directory, kinds, clock)
+    failpoints = Failpoints(directory, clock)
     for fault in faults:
         failpoints.arm(fault)
     return failpoints

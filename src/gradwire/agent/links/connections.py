@@ -28,7 +28,6 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import (
     DeadlinePassed,
     GradwireError,
@@ -143,7 +142,8 @@ class Connections:
         self._peer_locks: dict[WorkerId, threading.RLock] = {}
         """each is held while its worker's first channel, or its loss, is reported: in this order"""
         self.channels: dict[WorkerId, list[Channel]] = {}
-        """by worker; a list is replaced, never changed, so reading needs no lock"""
+        """by worker; a list is replaced, never changed, so reading needs no lock; a channel is
+        removed before its end is reported"""
         self._losses: Counter[WorkerId] = Counter()
         self._their_losses: Counter[WorkerId] = Counter()
         """how often we lost each peer, and how often its present life has lost us, as it says"""
@@ -163,8 +163,8 @@ class Connections:
 
     def start(self, on_frame: OnFrame, on_end: OnEnd, on_reborn: OnReborn) -> None:
         """Begin to accept."""
-        self._on_frame, self._on_end, self._on_reborn = on_frame, on_end, on_reborn
-        self.readers = ChannelReaders(self._threads.spawn, self._frame_came, self._ended)
+        self._on_end, self._on_reborn = on_end, on_reborn
+        self.readers = ChannelReaders(self._threads.spawn, on_frame, self._ended)
         self._acceptor.open(self._threads.spawn, self._welcome)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
@@ -191,17 +191,13 @@ class Connections:
         finally:
             dial_lock.release()
 
-    def has(self, worker: WorkerId, channel: Channel | None = None) -> bool:
-        """Whether the channel, or any, has not ended. False before the end is reported."""
-        known = self.channels.get(worker, ())
-        return bool(known) if channel is None else channel in known
-
     def await_end(
         self, worker: WorkerId, channel: Channel | None, error: BaseException, deadline: float
     ) -> None:
         """Sending on a channel failed: if the error says that it has ended, wait for the report."""
         if channel is not None and type(error) is PeerLost:  # a subclass is about one message
-            lock, ended = self._peer_lock(worker), lambda: not self.has(worker, channel)
+            lock = self._peer_lock(worker)
+            ended = lambda: channel not in self.channels.get(worker, ())  # noqa: E731
             self._ends.wait(self.readers, channel, ended, lock, deadline)
 
     def close(self, reason: str) -> None:
@@ -383,14 +379,6 @@ class Connections:
     def give_up(self, reader: ChannelReader, error: GradwireError) -> None:
         """End a channel whose peer is considered dead, whatever is still in flight."""
         self._ended(reader, error)
-
-    def _frame_came(
-        self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
-    ) -> Job | None:
-        if channel not in self.channels.get(worker, ()):
-            self._refusals.count("earlier life", self._directory.name(worker))
-            raise PeerLost("a message of an earlier connection is not read")
-        return self._on_frame(worker, channel, frame, may_run)
 
     def _ended(self, reader: ChannelReader, error: GradwireError) -> None:
         """End all channels to a worker when one has ended, and report the worker as lost.

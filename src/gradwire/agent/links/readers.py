@@ -406,6 +406,8 @@ class ChannelReaders:
             self._watch(reader)
         try:
             job()
+        except BaseException:  # a bug, as the job answers what its handler raises; read on
+            _log.exception("a job for %s failed", reader.channel.remote)
         finally:
             _this_thread.runs = False
             reader.running.pop()
