@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.requests.state import RequestTable
+from gradwire.agent.requests.promise import RequestTable
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd import engine
 from gradwire.autograd.backward import coordinator

@@ -78,7 +78,6 @@ class Engine:
             maybe_too_old=agent.directory.maybe_too_old,
             lock=agent.directory.lock,
         )
-        agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None  # set by an optimizer that keeps weight versions
         seconds, most = timeouts.backward, agent.limits.passes
         self.passes = PassTable(agent.directory, due, seconds, agent.clock, agent.timer, most)

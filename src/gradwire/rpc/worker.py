@@ -21,7 +21,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
-from gradwire.agent.membership.heartbeat import Heartbeat
 from gradwire.agent.membership.open_world import Membership, RosterStore
 from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
 from gradwire.agent.peers.directory import Directory
@@ -111,12 +110,11 @@ class Worker:
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
         self.agent = self._agent(connections, clock, registry, interceptor)
-        Heartbeat(self.agent, connections, options.timeouts)
         self.all_gather = AllGather(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.all_gather.peer_lost(directory.name(lost)))
         self._graceful_shutdown = self._make_shutdown(transports, secret)
         self._serve(registry)
-        self.agent.start()
+        self.agent.start(lambda: self.engine.contexts.opened)
 
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent. Each registers the messages that it serves."""
@@ -278,8 +276,7 @@ class Worker:
             connections,
             clock,
             self.events,
-            threads=self._options.threads,
-            limits=self._options.limits,
+            self._options,
             type_of=sent_exception if self.behavior.pickle else registry.exception_type,
             name_of=exception_name,
             refusals=self.refusals,

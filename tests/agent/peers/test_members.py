@@ -28,11 +28,11 @@ def test_a_closed_world_admits_a_later_life_of_a_member():
     members = Members(0, [A, B])
     later = Member(1, "b", "elsewhere", 3)
 
-    assert not members.had_earlier(1)
+    assert 1 not in members.gone
     assert members.admit(later) == [B]
     assert members.admit(later) == []
-    assert members.numbered(1) == members.named("b") == later
-    assert members.had_earlier(1)
+    assert members.by_id.get(1) == members.by_name.get("b") == later
+    assert 1 in members.gone
     with pytest.raises(BadMessage, match="b speaks for an earlier life of b"):
         members.admit(B)
 
@@ -51,7 +51,7 @@ def test_an_open_world_admits_newcomers_once():
 
     assert members.admit(B) == members.admit(B) == []
     assert names(members) == ["a", "b"]
-    assert members.named("b") == members.numbered(1) == B
+    assert members.by_name.get("b") == members.by_id.get(1) == B
 
 
 def test_one_that_left_is_remembered_by_number_only():
@@ -59,8 +59,8 @@ def test_one_that_left_is_remembered_by_number_only():
 
     assert members.left(1, 2) == B
     assert members.left(1, 2) is None
-    assert members.named("b") is members.numbered(1) is None
-    assert members.remembered(1) == B
+    assert members.by_name.get("b") is members.by_id.get(1) is None
+    assert members.latest[1] == B
 
 
 @pytest.mark.parametrize(

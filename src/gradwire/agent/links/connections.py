@@ -45,12 +45,6 @@ from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.frame import Frame
 from gradwire.wire.message import Kinds, encode, kind_of
 
-OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
-"""Called when a channel to a worker has ended: why, and whether it was the last to that worker."""
-
-OnReborn = Callable[[WorkerId, PeerLost], None]
-"""Called when a worker's earlier life is over, as a later one has connected."""
-
 _JOIN_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0
 """How long a reader may take to find the end of its channel."""
@@ -149,21 +143,28 @@ class Connections:
         """how often we lost each peer, and how often its present life has lost us, as it says"""
         self._threads = Threads(f"gradwire {directory.me.name}", directory.lock)
         self._closed = False
-        self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._opened_listeners: list[Callable[[], None]] = []
         call_after_fork(self)
 
-    def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
-        """Call it with each worker that gets its first channel. It must not block."""
-        self._joined_listeners.append(listener)
+    def start(
+        self,
+        *,
+        on_frame: OnFrame,
+        on_joined: Callable[[WorkerId], None],
+        on_opened: Callable[[], None],
+        on_end: Callable[[WorkerId, Channel, GradwireError, bool], None],
+        on_reborn: Callable[[WorkerId, PeerLost], None],
+        contexts_opened: Callable[[], int],
+    ) -> None:
+        """Begin to accept. The listeners must not block.
 
-    def on_channel_opened(self, listener: Callable[[], None]) -> None:
-        """Call it after each new channel. It must not block."""
-        self._opened_listeners.append(listener)
-
-    def start(self, on_frame: OnFrame, on_end: OnEnd, on_reborn: OnReborn) -> None:
-        """Begin to accept."""
+        `on_joined` is called with each worker that gets its first channel, and `on_opened` after
+        each new channel. `on_end` is called when a channel to a worker has ended: why, and whether
+        it was the last to that worker. `on_reborn` is called when a worker's earlier incarnation is
+        over, as a later one has connected. `contexts_opened` is for Hello.since.
+        """
+        self._on_joined, self._on_opened = on_joined, on_opened
         self._on_end, self._on_reborn = on_end, on_reborn
+        self._contexts_opened = contexts_opened
         self.readers = ChannelReaders(self._threads.spawn, on_frame, self._ended)
         self._acceptor.open(self._threads.spawn, self._welcome)
 
@@ -274,8 +275,10 @@ class Connections:
         """Send our Hello; returns how often we have lost the peer, as the Hello says."""
         with self._peer_lock(peer):
             losses = self._losses[peer]
-        said = encode(handshake.hello(self._directory, peer, losses))
-        channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
+        me = self._directory.myself
+        since = self._contexts_opened() if self._directory.had_earlier(peer) else 0
+        said = Hello(me.id, me.life, me.address, me.note, since, losses)
+        channel.send(Frame(kind_of(Hello), 0, 0, encode(said), ()), deadline)
         return losses
 
     def _receive_hello(self, channel: Channel, deadline: float) -> Hello:
@@ -327,7 +330,7 @@ class Connections:
         return channels
 
     def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
-        """Count a worker as lost that could not be reached, by `tell`. False if it is connected."""
+        """A worker could not be reached: call `tell`, which marks it as lost, unless connected."""
         with self._peer_lock(worker):
             with self._lock:
                 if self.channels.get(worker):
@@ -350,14 +353,13 @@ class Connections:
                 if refusal is None:
                     self.channels[worker] = [*known, channel]
             if refusal is None:
-                for listener in self._joined_listeners if not known else ():
-                    listener(worker)
+                if not known:
+                    self._on_joined(worker)
                 self.readers.open(worker, channel, self._directory.name(worker))
         if refusal is not None:
             channel.close(refusal.message)
             raise refusal
-        for opened in self._opened_listeners:
-            opened()
+        self._on_opened()
         return channel
 
     def _maybe_refused(

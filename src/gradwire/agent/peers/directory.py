@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import final
 
 import msgspec
@@ -54,8 +54,6 @@ class Directory:
         self._members = Members(me, map(_member, members), is_open=is_open)
         self._infos: dict[Member, WorkerInfo] = {}
         self._since: dict[WorkerId, tuple[int, int]] = {}
-        self.contexts_opened: Callable[[], int] = lambda: 0
-        """how many contexts this worker has opened; see Note [Contexts and lives]"""
         self.is_open = is_open
         """whether workers join and leave at any time"""
         self.myself = self._members.me
@@ -71,33 +69,33 @@ class Directory:
 
     def has(self, worker: WorkerId) -> bool:
         """Whether a worker with this number is present now."""
-        return self._members.numbered(worker) is not None
+        return worker in self._members.by_id
 
     def address(self, worker: WorkerId) -> str:
         """The address of its listener; PeerLost if it has left."""
-        member = self._members.numbered(worker)
+        member = self._members.by_id.get(worker)
         if member is None:
             raise PeerLost(f"{self.name(worker)} has left, or never joined")
         return member.address
 
     def name(self, worker: WorkerId) -> str:
         """Its name, even after it has left."""
-        member = self._members.remembered(worker)
+        member = self._members.latest.get(worker)
         return f"worker {worker}" if member is None else member.name
 
     def life(self, worker: WorkerId) -> int:
         """Its present life (incarnation), or the last one if it has left."""
-        member = self._members.remembered(worker)
+        member = self._members.latest.get(worker)
         return 0 if member is None else member.life
 
     def note(self, worker: WorkerId) -> str:
         """The text that it published beside its name and address."""
-        member = self._members.remembered(worker)
+        member = self._members.latest.get(worker)
         return "" if member is None else member.note
 
-    def since_for(self, worker: WorkerId) -> int:
-        """The value of Hello.since for a peer. See Note [Contexts and lives]."""
-        return self.contexts_opened() if self._members.had_earlier(worker) else 0
+    def had_earlier(self, worker: WorkerId) -> bool:
+        """Whether an earlier life used this number. See Note [Contexts and lives]."""
+        return worker in self._members.gone
 
     def greeted(self, worker: WorkerId, life: int, since: int) -> None:
         """Keep the `since` of a peer's Hello; the first one of each life counts."""
@@ -149,7 +147,7 @@ class Directory:
 
         hot: every call
         """
-        found = self._members.named(to) if type(to) is str else None
+        found = self._members.by_name.get(to) if type(to) is str else None
         return self.find(to).id if found is None else found.id
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
@@ -157,7 +155,7 @@ class Directory:
         if isinstance(to, WorkerInfo):
             to = to.name
         members = self._members
-        found = members.named(to) if isinstance(to, str) else members.numbered(to)
+        found = members.by_name.get(to) if isinstance(to, str) else members.by_id.get(to)
         if found is None:
             kind = "name" if isinstance(to, str) else "id"
             known = ", ".join(info.name for info in self.all())

@@ -41,48 +41,35 @@ class Members:
     """The members that one worker knows. Its dicts are replaced, never changed: no lock to read."""
 
     def __init__(self, me: WorkerId, members: Iterable[Member], *, is_open: bool = False) -> None:
-        self._by_id: dict[WorkerId, Member] = {}
-        self._by_name: dict[str, Member] = {}
-        self._gone: dict[WorkerId, Member] = {}
+        self.by_id: dict[WorkerId, Member] = {}
+        self.by_name: dict[str, Member] = {}
+        self.gone: dict[WorkerId, Member] = {}
+        """the last member that had each number before the present one"""
+        self.latest: dict[WorkerId, Member] = {}
+        """the member that has each number, or had it last"""
         self._is_open = is_open
         for member in members:
             self._check_unique(member)
             self._add(member)
-        self.me = self._by_id[me]
+        self.me = self.by_id[me]
 
     def all(self) -> list[Member]:
         """All present members, by number."""
-        return sorted(self._by_id.values(), key=lambda member: member.id)
-
-    def numbered(self, id: WorkerId) -> Member | None:
-        """The member that has this number now."""
-        return self._by_id.get(id)
-
-    def named(self, name: str) -> Member | None:
-        """The member that has this name now."""
-        return self._by_name.get(name)
-
-    def remembered(self, id: WorkerId) -> Member | None:
-        """The member that has this number, or had it last."""
-        return self._by_id.get(id) or self._gone.get(id)
-
-    def had_earlier(self, id: WorkerId) -> bool:
-        """Whether an earlier life used this number."""
-        return id in self._gone
+        return sorted(self.by_id.values(), key=lambda member: member.id)
 
     def admit(self, said: Member) -> list[Member]:
         """Add a peer that says who it is; returns those it replaces. BadMessage if it may not."""
-        known = self._by_id.get(said.id)
+        known = self.by_id.get(said.id)
         if known is not None and (known.name, known.life) == (said.name, said.life):
             return []
         replaced = [] if known is None else [known]
-        namesake = self._by_name.get(said.name)
+        namesake = self.by_name.get(said.name)
         if namesake is not None and namesake is not known:
             replaced.append(namesake)
         is_back = known is not None and replaced == [known] and known.name == said.name
         if self.me in replaced or not (self._is_open or is_back):
             raise BadMessage(f"{said.name} claims the number of {self._name(said.id)}")
-        earlier = [*replaced, *filter(None, [self._gone.get(said.id)])]
+        earlier = [*replaced, *filter(None, [self.gone.get(said.id)])]
         if any(said.life <= member.life for member in earlier):
             raise BadMessage(f"{said.name} speaks for an earlier life of {self._name(said.id)}")
         for member in replaced:
@@ -92,7 +79,7 @@ class Members:
 
     def left(self, id: WorkerId, life: int) -> Member | None:
         """Remove a member that leaves; None if it is gone already, or back in a later life."""
-        known = self._by_id.get(id)
+        known = self.by_id.get(id)
         if known is None or known.life != life:
             return None
         self._remove(known)
@@ -100,24 +87,25 @@ class Members:
 
     def moved(self, id: WorkerId, address: str) -> None:
         """Change the address at which this worker dials a member."""
-        self._add(replace(self._by_id[id], address=address))
+        self._add(replace(self.by_id[id], address=address))
 
     def _check_unique(self, member: Member) -> None:
-        other = self._by_name.get(member.name)
+        other = self.by_name.get(member.name)
         if other is not None:
             raise not_unique(member.name, other.id, member.id)
 
     def _add(self, member: Member) -> None:
-        self._by_id = {**self._by_id, member.id: member}
-        self._by_name = {**self._by_name, member.name: member}
+        self.by_id = {**self.by_id, member.id: member}
+        self.by_name = {**self.by_name, member.name: member}
+        self.latest = {**self.latest, member.id: member}
 
     def _remove(self, member: Member) -> None:
-        self._by_id = {id: other for id, other in self._by_id.items() if other is not member}
-        self._by_name = {name: other for name, other in self._by_name.items() if other != member}
-        self._gone[member.id] = member
+        self.by_id = {id: other for id, other in self.by_id.items() if other is not member}
+        self.by_name = {name: other for name, other in self.by_name.items() if other != member}
+        self.gone[member.id] = member
 
     def _name(self, id: WorkerId) -> str:
-        known = self.remembered(id)
+        known = self.latest.get(id)
         return f"worker {id}" if known is None else known.name
 
 

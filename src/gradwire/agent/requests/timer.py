@@ -126,7 +126,7 @@ class Timer:
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
-        self._clock = clock
+        self.clock = clock
         self.lock = threading.RLock()
         self._wake = threading.Condition(self.lock)
         self._watchers: list[Watcher] = []
@@ -167,17 +167,17 @@ class Timer:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not self._closed and self._clock.now() < self.armed:
-                    self._clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
+                while not self._closed and self.clock.now() < self.armed:
+                    self.clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
                 if self._closed:
                     return
                 # Before the watchers run: a deadline that is added meanwhile arms the timer again.
                 self.armed = math.inf
             for watcher in self._watchers:
                 try:
-                    deadline = watcher(self._clock.now())
+                    deadline = watcher(self.clock.now())
                 except Exception:  # every other wait depends on this thread
                     _log.exception("%s: a watcher failed", self._name)
-                    deadline = self._clock.now() + _RETRY_SECONDS
+                    deadline = self.clock.now() + _RETRY_SECONDS
                 if deadline is not None:
                     self.need(deadline)

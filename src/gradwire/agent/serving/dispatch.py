@@ -165,7 +165,7 @@ class Dispatch:
         what: Callable[[M], Hashable] = type,
         refuse: Callable[[M], None] = lambda _: None,
     ) -> None:
-        """Register the handler of a message type.
+        """Register the handler of a message type. If it raises, that is the answer to a request.
 
         Messages with the same `what` are expected to take equally long. A message whose request is
         cancelled before it runs is given to `refuse`, to release what it holds.
