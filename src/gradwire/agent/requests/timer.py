@@ -12,10 +12,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, Self, final
+from typing import Generic, Protocol, Self, TypeVar, final
 
 from gradwire import threads
 from gradwire.options import FOREVER
+
+T = TypeVar("T")
 
 _log = logging.getLogger("gradwire")
 _JOIN_SECONDS = 5.0
@@ -181,3 +183,32 @@ class Timer:
                     deadline = self.clock.now() + _RETRY_SECONDS
                 if deadline is not None:
                     self.need(deadline)
+
+
+@final
+class Resender(Generic[T]):
+    """Keeps messages that could not be sent, or were not answered, until it is time to send again.
+
+    `send_again` gets those that are due. It is called on the timer's thread, so it must not block.
+    """
+
+    def __init__(self, timer: Timer, send_again: Callable[[list[T]], None]) -> None:
+        self._timer, self._send_again = timer, send_again
+        self._later: list[tuple[float, T]] = []
+        timer.watch(self._expire)
+
+    def keep(self, message: T, seconds: float) -> None:
+        """Send it again after so many seconds."""
+        when = self._timer.clock.now() + seconds
+        with self._timer.lock:
+            self._later.append((when, message))
+        self._timer.need(when)
+
+    def _expire(self, now: float) -> float | None:
+        with self._timer.lock:
+            due = [message for when, message in self._later if when <= now]
+            self._later = [entry for entry in self._later if entry[0] > now]
+            following = min((when for when, _ in self._later), default=None)
+        if due:
+            self._send_again(due)
+        return following
