@@ -310,11 +310,15 @@ def queue_in(dispatch: Dispatch, peer: int, frame: Frame) -> None:
     dispatch.serve(Source(peer, None, 0), frame, may_run=False)
 
 
+def reraise(_, error):
+    raise error
+
+
 @pytest.fixture
 def dispatch():
     """Serves one call at a time, and lets three empty ones wait."""
     made = Dispatch(
-        Kinds([], 1000), "test", threads=1, most_unserved=3 * EACH + 100, on_error=print
+        Kinds([], 1000), "test", threads=1, most_unserved=3 * EACH + 100, on_error=reraise
     )
     yield made
     made.close(10)

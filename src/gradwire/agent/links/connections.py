@@ -353,10 +353,8 @@ class Connections:
         worker, channel = reader.worker, reader.channel
         with self._peer_lock(worker):
             channel.close(str(error))
-            if channel in (known := self.channels.get(worker, [])):
-                # The last one is reported as the link that was lost.
-                self.channels[worker] = [
-                    *(other for other in known if other is not channel),
-                    channel,
-                ]
+            known = self.channels.get(worker, [])
+            if channel in known:  # as the last one, which is reported as the link that was lost
+                others = [other for other in known if other is not channel]
+                self.channels[worker] = [*others, channel]
                 self.hang_up(worker, error)
