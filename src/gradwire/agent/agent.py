@@ -270,7 +270,7 @@ class Agent:
 
     def answer_with(self, source: Source, error: BaseException) -> None:
         """Answer a request with an exception."""
-        failure = noted(describe(error, self.directory.me.name, self._name_of), source.note)
+        failure = noted(self.describe(error), source.note)
         if len(encode(failure)) > self.limits.head:
             failure = clipped(failure, self.limits.head // 8)
         try:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
-from types import MappingProxyType, MemberDescriptorType
-from typing import Any, NamedTuple, final
+from types import MemberDescriptorType
+from typing import Any, final
 
 import msgspec
 
@@ -56,33 +56,20 @@ _MADE_OF: Mapping[int, Callable[[list[Any]], object]] = {
 }
 
 
-class _ContentsData(msgspec.Struct, frozen=True, array_like=True):
+class Contents(msgspec.Struct, frozen=True, array_like=True):
+    """The contents of an exception: values, or in a message their encoding as nodes.
+
+    `args` is None if they were left out.
+    """
+
     args: list[Any] | None = None
     attributes: dict[str, Any] = {}
     notes: list[str] = []
-    cause: _LinkData | None = None
-    members: list[_LinkData] = []
-
-
-class _LinkData(msgspec.Struct, frozen=True, array_like=True):
-    type_name: str
-    text: str
-    hint: str | None
-    worker: str
-    held: _ContentsData
-
-
-class Contents(NamedTuple):
-    """The contents of an exception. `args` is None if they were left out."""
-
-    args: tuple[object, ...] | None = None
-    attributes: Mapping[str, object] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
     cause: Linked | None = None
-    members: tuple[Linked, ...] = ()
+    members: list[Linked] = []
 
 
-class Linked(NamedTuple):
+class Linked(msgspec.Struct, frozen=True, array_like=True):
     """A cause or a member. An empty worker means that of the exception that holds it."""
 
     type_name: str
@@ -93,8 +80,8 @@ class Linked(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_ContentsData).decode
-_NOTHING = _encode(_ContentsData())
+_decode = msgspec.msgpack.Decoder(Contents).decode
+_NOTHING = _encode(Contents())
 
 
 def pack_contents(error: BaseException, name_of: NameOf, text_of: TextOf) -> bytes:
@@ -186,7 +173,7 @@ class _ContentsEncoder:
         self._bytes, self._values = MOST_CONTENTS // 2, _MOST_VALUES
         self._seen: set[int] = set()
 
-    def held(self, error: BaseException, depth: int) -> _ContentsData:
+    def held(self, error: BaseException, depth: int) -> Contents:
         """The contents of one exception; what does not fit is left out."""
         self._seen.add(id(error))
         members = members_of(error)
@@ -198,7 +185,7 @@ class _ContentsEncoder:
         links = self._links(members, depth)
         if len(links) < len(members):
             texts.append(f"{len(members) - len(links)} more members were left out")
-        return _ContentsData(
+        return Contents(
             args[1:] if isinstance(args, list) else None,  # without the tag of the tuple
             dict(self._attributes(error)),
             texts,
@@ -218,7 +205,7 @@ class _ContentsEncoder:
                 if node is not _ABSENT:
                     yield name, node
 
-    def _links(self, members: tuple[BaseException, ...], depth: int) -> list[_LinkData]:
+    def _links(self, members: tuple[BaseException, ...], depth: int) -> list[Linked]:
         links = []
         for member in members:
             link = self._maybe_link(member, depth)
@@ -227,7 +214,7 @@ class _ContentsEncoder:
             links.append(link)
         return links
 
-    def _maybe_link(self, error: BaseException | None, depth: int) -> _LinkData | None:
+    def _maybe_link(self, error: BaseException | None, depth: int) -> Linked | None:
         if error is None or id(error) in self._seen or depth == 0 or self._bytes <= 0:
             return None
         name, worker = self._name_of(type(error)), ""
@@ -236,7 +223,7 @@ class _ContentsEncoder:
         text = self._text_of(error)[:_MOST_LINK_TEXT]
         hint = error.hint if isinstance(error, GradwireError) else None
         self._bytes -= len(_encode((name, text, hint)))
-        return _LinkData(name, text, hint, worker, self.held(error, depth - 1))
+        return Linked(name, text, hint, worker, self.held(error, depth - 1))
 
     def _maybe(self, value: object) -> object:
         """A value as plain data; `_ABSENT` if it is not plain or does not fit."""
@@ -298,20 +285,21 @@ def _is_set(slot: MemberDescriptorType, error: BaseException) -> bool:
     return True
 
 
-def _contents(held: _ContentsData, depth: int) -> Contents:
+def _contents(data: Contents, depth: int) -> Contents:
+    """The same with its nodes decoded."""
     if depth < 0:
         raise OverLimit("the causes and members of an exception are nested deeper than the limit")
     return Contents(
-        None if held.args is None else tuple([_value(node, _MOST_DEPTH) for node in held.args]),
-        {name: _value(node, _MOST_DEPTH) for name, node in held.attributes.items()},
-        tuple(held.notes),
-        None if held.cause is None else _linked(held.cause, depth - 1),
-        tuple([_linked(link, depth - 1) for link in held.members]),
+        None if data.args is None else [_value(node, _MOST_DEPTH) for node in data.args],
+        {name: _value(node, _MOST_DEPTH) for name, node in data.attributes.items()},
+        data.notes,
+        None if data.cause is None else _linked(data.cause, depth - 1),
+        [_linked(link, depth - 1) for link in data.members],
     )
 
 
-def _linked(link: _LinkData, depth: int) -> Linked:
-    return Linked(link.type_name, link.text, link.hint, link.worker, _contents(link.held, depth))
+def _linked(link: Linked, depth: int) -> Linked:
+    return msgspec.structs.replace(link, contents=_contents(link.contents, depth))
 
 
 def _value(node: object, depth: int) -> object:
