@@ -14,6 +14,7 @@ used. Exceptions are created in remote_errors.py, not here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from types import MemberDescriptorType
 from typing import Any, final
@@ -196,9 +197,10 @@ class _ContentsEncoder:
     def _attributes(self, error: BaseException) -> Iterator[tuple[str, object]]:
         found = dict(dict_of(error))
         for name, slot in slots_of(type(error)).items():
-            value = slot.__get__(error, type(error)) if _is_set(slot, error) else None
-            if value is not None and name not in _LEFT_OUT:
-                found[name] = value
+            with suppress(AttributeError):  # it is empty
+                value = slot.__get__(error, type(error))
+                if value is not None and name not in _LEFT_OUT:
+                    found[name] = value
         for name, value in found.items():
             if type(name) is str and name not in OURS and not _is_special(name):
                 node = self._maybe(value)
@@ -275,14 +277,6 @@ def _leaf(value: object) -> object:
             return [_SURROGATES, text.encode("utf-8", "surrogatepass")]
         return text
     raise _NotPlain
-
-
-def _is_set(slot: MemberDescriptorType, error: BaseException) -> bool:
-    try:
-        slot.__get__(error, type(error))
-    except AttributeError:
-        return False
-    return True
 
 
 def _contents(data: Contents, depth: int) -> Contents:
