@@ -12,7 +12,7 @@ from gradwire.agent.peers.state import Member
 from gradwire.errors import BadMessage
 from gradwire.ids import context_id, first_of
 
-MEMBERS = [(WorkerInfo("a", 0), "memory://a"), (WorkerInfo("b", 1), "memory://b")]
+MEMBERS = [Member(0, "a", "memory://a"), Member(1, "b", "memory://b")]
 A, B = Directory(0, MEMBERS), Directory(1, MEMBERS)
 
 

@@ -1,27 +1,21 @@
-"""The members of a job: `Members` as one worker knows them, and an open world's shared `Roster`.
+"""A member of a job, and the `Roster` of all members that an open world shares.
 
-Rules of this file:
-  1. Pure. `Members.admit` takes what a peer says of itself and returns whom to give up. A `Roster`
-     is a value: every change makes a new one, which the store takes only in place of the old one.
-  2. A worker is its number, its name and its *life* (incarnation). Number and name may be reused
-     once their worker is gone. The life is new then, and higher than any before it in the same job.
-  3. A life that ended does not come back: messages of it that come late are refused.
+A worker is its number, its name and its incarnation (`life`). Number and name may be reused once
+their worker is gone. The incarnation is new then, and higher than any before it in the same job.
 
-A *closed* world has the members it began with, each in its first life or a later one. An *open* one
-admits every worker that knows the secret of its job.
-
-A worker that joins an open world first gets an entry in the roster. It is *announced* once every
-worker with an earlier entry knows it. It waits until those are announced themselves: so any two
-members know each other when both are. No worker waits for a later entry, so there is no cycle.
+A `Roster` is a value: every change makes a new one, which the store takes only in place of the old
+one. A worker that joins first gets an entry in it. It is *announced* once every worker with an
+earlier entry knows it. It waits until those are announced themselves: so any two members know each
+other when both are. No worker waits for a later entry, so there is no cycle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import final
 
-from gradwire.errors import BadMessage, UsageError
+from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
 
 
@@ -34,79 +28,6 @@ class Member:
     address: str
     life: int = 0
     note: str = ""
-
-
-@final
-class Members:
-    """The members that one worker knows. Its dicts are replaced, never changed: no lock to read."""
-
-    def __init__(self, me: WorkerId, members: Iterable[Member], *, is_open: bool = False) -> None:
-        self.by_id: dict[WorkerId, Member] = {}
-        self.by_name: dict[str, Member] = {}
-        self.gone: dict[WorkerId, Member] = {}
-        """the last member that had each number before the present one"""
-        self.latest: dict[WorkerId, Member] = {}
-        """the member that has each number, or had it last"""
-        self._is_open = is_open
-        for member in members:
-            self._check_unique(member)
-            self._add(member)
-        self.me = self.by_id[me]
-
-    def all(self) -> list[Member]:
-        """All present members, by number."""
-        return sorted(self.by_id.values(), key=lambda member: member.id)
-
-    def admit(self, said: Member) -> list[Member]:
-        """Add a peer that says who it is; returns those it replaces. BadMessage if it may not."""
-        known = self.by_id.get(said.id)
-        if known is not None and (known.name, known.life) == (said.name, said.life):
-            return []
-        replaced = [] if known is None else [known]
-        namesake = self.by_name.get(said.name)
-        if namesake is not None and namesake is not known:
-            replaced.append(namesake)
-        is_back = known is not None and replaced == [known] and known.name == said.name
-        if self.me in replaced or not (self._is_open or is_back):
-            raise BadMessage(f"{said.name} claims the number of {self._name(said.id)}")
-        earlier = [*replaced, *filter(None, [self.gone.get(said.id)])]
-        if any(said.life <= member.life for member in earlier):
-            raise BadMessage(f"{said.name} speaks for an earlier life of {self._name(said.id)}")
-        for member in replaced:
-            self._remove(member)
-        self._add(said)
-        return replaced
-
-    def left(self, id: WorkerId, life: int) -> Member | None:
-        """Remove a member that leaves; None if it is gone already, or back in a later life."""
-        known = self.by_id.get(id)
-        if known is None or known.life != life:
-            return None
-        self._remove(known)
-        return known
-
-    def moved(self, id: WorkerId, address: str) -> None:
-        """Change the address at which this worker dials a member."""
-        self._add(replace(self.by_id[id], address=address))
-
-    def _check_unique(self, member: Member) -> None:
-        other = self.by_name.get(member.name)
-        if other is not None:
-            raise not_unique(member.name, other.id, member.id)
-
-    def _add(self, member: Member) -> None:
-        self.by_id = {**self.by_id, member.id: member}
-        self.by_name = {**self.by_name, member.name: member}
-        self.latest = {**self.latest, member.id: member}
-
-    def _remove(self, member: Member) -> None:
-        self.by_id = {id: other for id, other in self.by_id.items() if other is not member}
-        self.by_name = {name: other for name, other in self.by_name.items() if other != member}
-        self.gone[member.id] = member
-
-    def _name(self, id: WorkerId) -> str:
-        known = self.latest.get(id)
-        return f"worker {id}" if known is None else known.name
 
 
 def not_unique(name: str, one: WorkerId, other: WorkerId) -> UsageError:
