@@ -145,9 +145,9 @@ def test_a_roster_is_replaced_only_if_it_is_still_the_one_that_was_read(place):
     first, nothing = Roster("job"), None
     assert put_roster(place, first, nothing)
     _, text = roster_in(place)
-    second, _ = first.with_member("a", 0, "here")
+    second = first.with_member("a", 0, "here")
     assert put_roster(place, second, text)
 
-    assert not put_roster(place, first.with_member("b", 1, "there")[0], text)
+    assert not put_roster(place, first.with_member("b", 1, "there"), text)
     assert not put_roster(place, first, nothing)
     assert roster_in(place)[0] == second

@@ -60,13 +60,10 @@ class Roster:
         members = [entry.member for entry in self.entries]
         return [member for member in members if member.name == name or member.id == id]
 
-    def with_member(
-        self, name: str, id: WorkerId, address: str, note: str = ""
-    ) -> tuple[Roster, Member]:
-        """The roster with one more member, in a new life; and that member."""
+    def with_member(self, name: str, id: WorkerId, address: str, note: str = "") -> Roster:
+        """The roster with one more member, in a new life, as the last entry."""
         member = Member(id, name, address, self.lives + 1, note)
-        entries = (*self.entries, RosterEntry(member))
-        return replace(self, lives=member.life, entries=entries), member
+        return replace(self, lives=member.life, entries=(*self.entries, RosterEntry(member)))
 
     def with_announced(self, life: int) -> Roster:
         """The roster in which this life is announced."""
