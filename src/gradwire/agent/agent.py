@@ -320,7 +320,7 @@ class Agent:
         if interceptor is None:
             self._answer_came(worker, frame)
         else:
-            interceptor.around_answer(channel, self._answer_came)(worker, frame)
+            interceptor.take_answer(self._answer_came, worker, channel, frame)
         return None
 
     def wait(

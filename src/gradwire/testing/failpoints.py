@@ -37,15 +37,9 @@ from gradwire.transport.base import Channel
 from gradwire.wire.frame import IS_ANSWER, Frame
 from gradwire.wire.message import Message, kind_of
 
-BEFORE_SEND, AFTER_SEND = "before-send", "after-send"
-BEFORE_HANDLE, AFTER_HANDLE = "before-handle", "after-handle"
-BEFORE_REPLY = "before-reply"
-POINTS = (BEFORE_SEND, AFTER_SEND, BEFORE_HANDLE, AFTER_HANDLE, BEFORE_REPLY)
+POINTS = ("before-send", "after-send", "before-handle", "after-handle", "before-reply")
 ACTIONS = ("kill", "stop", "raise", "close", "delay", "call")
-ANY = "any"
 INJECTED = "a fault was injected"
-
-TakeAnswer = Callable[[WorkerId, Frame], None]
 
 _LONGEST_DELAY = 60.0
 _GRAMMAR = "write `ACTION POINT KIND`, then any of `on WORKER`, `with PEER`, `nth N`, `for SECONDS`"
@@ -74,18 +68,16 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """The fault that these words describe, or UsageError."""
-        words = text.split()
-        if len(words) % 2 == 0 or len(words) < 3:
-            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR)
-        action, point, kind = words[:3]
-        said = dict(zip(words[3::2], words[4::2], strict=True))
-        if action not in ACTIONS or point not in POINTS or said.keys() - _DETAILS:
-            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR)
         try:
-            nth, seconds = int(said.get("nth", 1)), float(said.get("for", _LONGEST_DELAY))
+            action, point, kind, *details = text.split()
+            said = dict(zip(details[::2], details[1::2], strict=True))
+            nth, seconds = int(said.pop("nth", 1)), float(said.pop("for", _LONGEST_DELAY))
+            on, peer = said.pop("on", None), said.pop("with", None)
+            if action not in ACTIONS or point not in POINTS or said:
+                raise ValueError
         except ValueError:
             raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR) from None
-        return cls(action, point, kind, said.get("on"), said.get("with"), nth, seconds)
+        return cls(action, point, kind, on, peer, nth, seconds)
 
     def __str__(self) -> str:
         details = {"on": self.on, "with": self.peer}
@@ -93,9 +85,6 @@ class Fault:
         words += [f"nth {self.nth}"] if self.nth != 1 else []
         words += [f"for {self.seconds:g}"] if self.seconds != _LONGEST_DELAY else []
         return " ".join([self.action, self.point, self.kind, *words])
-
-
-_DETAILS = {"on", "with", "nth", "for"}
 
 
 @dataclass(slots=True)
@@ -163,11 +152,11 @@ class Failpoints:
         if frame.flags & IS_ANSWER:
             asked = self._asked.pop((channel, frame.request), None)
             if asked is not None:
-                self._at(BEFORE_REPLY, asked, to, channel)
+                self._at("before-reply", asked, to, channel)
         kind = self._name(frame.kind)
-        self._at(BEFORE_SEND, kind, to, channel)
+        self._at("before-send", kind, to, channel)
         channel.send(frame, deadline)
-        self._at(AFTER_SEND, kind, to, channel)
+        self._at("after-send", kind, to, channel)
         if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
             self._mine.quiet = False
 
@@ -183,7 +172,7 @@ class Failpoints:
         def handle(message: Message, payload: Payload, source: Source) -> None:
             if source.request:
                 self._asked[source.channel, source.request] = name
-            self._at(BEFORE_HANDLE, name, source.worker, source.channel)
+            self._at("before-handle", name, source.worker, source.channel)
             registered.handler(message, payload, source)
 
         def run_around(source: Source, *args: object) -> None:
@@ -191,23 +180,25 @@ class Failpoints:
             mine.depth = getattr(mine, "depth", 0) + 1
             try:
                 run(source, *args)
-                self._at(AFTER_HANDLE, name, source.worker, source.channel)
+                self._at("after-handle", name, source.worker, source.channel)
             finally:
                 mine.depth -= 1
                 mine.quiet = False
 
         return registered._replace(handler=handle), run_around
 
-    def around_answer(self, channel: Channel, take: TakeAnswer) -> TakeAnswer:
-        """The function that takes an answer, with the points before and after it."""
-
-        def run(worker: WorkerId, frame: Frame) -> None:
-            name = self._name(frame.kind)
-            self._at(BEFORE_HANDLE, name, worker, channel)
-            take(worker, frame)
-            self._at(AFTER_HANDLE, name, worker, channel)
-
-        return run
+    def take_answer(
+        self,
+        take: Callable[[WorkerId, Frame], None],
+        worker: WorkerId,
+        channel: Channel,
+        frame: Frame,
+    ) -> None:
+        """Take an answer, with the points before and after it."""
+        name = self._name(frame.kind)
+        self._at("before-handle", name, worker, channel)
+        take(worker, frame)
+        self._at("after-handle", name, worker, channel)
 
     # -- actions
 
@@ -258,7 +249,7 @@ class Failpoints:
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
     """Whether it happens now; counts how often its point was reached."""
     fault = armed.fault
-    if armed.fired or fault.point != point or fault.kind not in (kind, ANY):
+    if armed.fired or fault.point != point or fault.kind not in (kind, "any"):
         return False
     if fault.peer not in (None, peer):
         return False

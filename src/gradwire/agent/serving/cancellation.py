@@ -79,8 +79,7 @@ class Cancellation:
             self._events.emit("uncancelled", str(requests))
 
     def _serve(self, message: Cancel, _: Payload, source: Source) -> None:
-        name = self._directory.name(source.worker)
-        inbound_requests = self._dispatch.inbound_requests.asked_by(
-            source.worker, source.channel, message.requests
-        )
-        self.stop(inbound_requests, f"{name} does not wait for it any more")
+        name, requests = self._directory.name(source.worker), set(message.requests)
+        is_open = self._dispatch.inbound_requests.of_channel(source.channel)
+        cancelled = [inbound for inbound in is_open if inbound.request in requests]
+        self.stop(cancelled, f"{name} does not wait for it any more")

@@ -10,7 +10,7 @@ A request that was short before is not queued: the thread that read it runs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, final
@@ -72,15 +72,8 @@ class InboundRequests:
         self.discard = self._open.discard
         """it was run, or can no longer be cancelled; hot: every call served"""
 
-    def asked_by(
-        self, worker: WorkerId, channel: Channel, requests: Collection[int]
-    ) -> list[Source]:
-        """The open ones among these requests of a worker, which came by this channel."""
-        mine = [inbound for inbound in self.of_channel(channel) if inbound.worker == worker]
-        return [inbound for inbound in mine if inbound.request in requests]
-
     def of_channel(self, channel: Channel) -> list[Source]:
-        """All that came by a channel."""
+        """All that came by a channel and are still open."""
         return [inbound for inbound in list(self._open) if inbound.channel is channel]
 
 
@@ -126,10 +119,14 @@ class Interceptor(Protocol):
     ) -> tuple[Registered, Callable[..., None]]:
         """What to use in place of the handler of a frame, and of `Dispatch._run` around it."""
 
-    def around_answer(
-        self, channel: Channel, take: Callable[[WorkerId, Frame], None]
-    ) -> Callable[[WorkerId, Frame], None]:
-        """What to use in place of the function that takes an answer."""
+    def take_answer(
+        self,
+        take: Callable[[WorkerId, Frame], None],
+        worker: WorkerId,
+        channel: Channel,
+        frame: Frame,
+    ) -> None:
+        """Take an answer, in place of `take(worker, frame)`."""
 
 
 def payload_of(frame: Frame) -> Payload:
