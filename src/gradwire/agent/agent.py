@@ -268,17 +268,6 @@ class Agent:
         if source.channel not in self._connections.channels.get(source.worker, ()):
             raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
 
-    def answer_with(self, source: Source, error: BaseException) -> None:
-        """Answer a request with an exception."""
-        failure = noted(self.describe(error), source.note)
-        if len(encode(failure)) > self.limits.head:
-            failure = clipped(failure, self.limits.head // 8)
-        try:
-            self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
-        except GradwireError:
-            name = self.directory.name(source.worker)
-            _log.exception("%s could not tell %s of an error", self.directory.me.name, name)
-
     def describe(self, error: BaseException) -> Failure:
         """An exception of this worker as data."""
         return describe(error, self.directory.me.name, self._name_of)
@@ -381,12 +370,18 @@ class Agent:
         if not isinstance(error, Exception) and mine.pool is None:
             raise error  # Ctrl-C on a user's thread that reads while it waits
         is_refusal = self.noting.note(source.worker, error)
-        if source.request:
-            self.answer_with(source, error)
-        elif not is_refusal:
-            name = self.directory.name(source.worker)
-            me = self.directory.me.name
-            _log.error("%s: a message from %s failed here", me, name, exc_info=error)
+        me, name = self.directory.me.name, self.directory.name(source.worker)
+        if source.request == 0:
+            if not is_refusal:
+                _log.error("%s: a message from %s failed here", me, name, exc_info=error)
+            return
+        failure = noted(self.describe(error), source.note)
+        if len(encode(failure)) > self.limits.head:
+            failure = clipped(failure, self.limits.head // 8)
+        try:
+            self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
+        except GradwireError:
+            _log.exception("%s could not tell %s of an error", me, name)
 
     def _expire(self, now: float) -> float | None:
         late, following = self._calls.expire(now)
@@ -406,7 +401,7 @@ class Agent:
         for pending in lost:
             call = CallId(self.directory.me.id, pending.n)
             pending.promise.settle(request_errors.lost(name, call, pending, reason, link, now))
-        orphans = self.dispatch.inbound_requests.of_channel(channel)
+        orphans = self.dispatch.inbound_on(channel)
         self._cancellation.stop(orphans, f"{name}, which asked, was lost")
         if last:
             self._lost(worker, reason, link)

@@ -183,7 +183,12 @@ class _ContentsEncoder:
         notes = getattr(error, "__notes__", ())
         kept = [self._maybe(note) for note in notes if isinstance(note, str)]
         texts = [note for note in kept if type(note) is str]
-        links = self._links(members, depth)
+        links: list[Linked] = []
+        for member in members:
+            link = self._maybe_link(member, depth)
+            if link is None:
+                break
+            links.append(link)
         if len(links) < len(members):
             texts.append(f"{len(members) - len(links)} more members were left out")
         return Contents(
@@ -206,15 +211,6 @@ class _ContentsEncoder:
                 node = self._maybe(value)
                 if node is not _ABSENT:
                     yield name, node
-
-    def _links(self, members: tuple[BaseException, ...], depth: int) -> list[Linked]:
-        links = []
-        for member in members:
-            link = self._maybe_link(member, depth)
-            if link is None:
-                break
-            links.append(link)
-        return links
 
     def _maybe_link(self, error: BaseException | None, depth: int) -> Linked | None:
         if error is None or id(error) in self._seen or depth == 0 or self._bytes <= 0:

@@ -25,7 +25,11 @@ _RETRY_SECONDS = 1.0
 
 
 class Clock(Protocol):
-    """A worker's source of time. Tests bring a clock that moves when told."""
+    """The time that a worker's deadlines are in. Tests bring a clock that moves when told.
+
+    What a test cannot wait for in its own time uses `time.monotonic`: how long a handler takes, how
+    long a thread reads or is joined, and the deadlines of channels.
+    """
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""

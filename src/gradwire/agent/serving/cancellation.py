@@ -3,7 +3,8 @@
 A request is cancelled when its deadline has passed, when the waiting thread was interrupted, when
 its future was cancelled, or when the inbound request that it was made for was itself cancelled. So
 cancellation spreads from worker to worker. Inbound requests are cancelled too when their connection
-ends.
+ends. One that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
+and its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -80,6 +81,6 @@ class Cancellation:
 
     def _serve(self, message: Cancel, _: Payload, source: Source) -> None:
         name, requests = self._directory.name(source.worker), set(message.requests)
-        is_open = self._dispatch.inbound_requests.of_channel(source.channel)
+        is_open = self._dispatch.inbound_on(source.channel)
         cancelled = [inbound for inbound in is_open if inbound.request in requests]
         self.stop(cancelled, f"{name} does not wait for it any more")

@@ -58,26 +58,6 @@ OnError = Callable[[Source, BaseException], None]
 
 
 @final
-class InboundRequests:
-    """The requests of peers that are queued or run here, so that they can be cancelled.
-
-    One that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
-    and its next use of gradwire raises. No lock: see Note [One step of the interpreter].
-    """
-
-    def __init__(self) -> None:
-        self._open: set[Source] = set()
-        self.add = self._open.add
-        """it will be run; hot: every call served"""
-        self.discard = self._open.discard
-        """it was run, or can no longer be cancelled; hot: every call served"""
-
-    def of_channel(self, channel: Channel) -> list[Source]:
-        """All that came by a channel and are still open."""
-        return [inbound for inbound in list(self._open) if inbound.channel is channel]
-
-
-@final
 class LatencyEstimate:
     """How long each kind of request took lately. One that was never seen is not short."""
 
@@ -150,7 +130,8 @@ class Dispatch:
         self._unserved = PeerLimit("unserved", most_unserved, one_may_exceed=True)
         self._registered: dict[int, Registered] = {}
         self._latency = LatencyEstimate()
-        self.inbound_requests = InboundRequests()
+        self.inbound_requests: set[Source] = set()
+        """those in the user lane that are queued or run, so that they can be cancelled"""
         self.user = ElasticPool(f"gradwire {name} user", threads)
         self.service = ElasticPool(f"gradwire {name} service")
 
@@ -199,6 +180,10 @@ class Dispatch:
         size = self._count(source.worker, frame)
         pool.submit(partial(run, source, registered, message, payload, what, size))
         return None
+
+    def inbound_on(self, channel: Channel) -> list[Source]:
+        """The requests in the user lane that came by a channel, and are not over."""
+        return [inbound for inbound in list(self.inbound_requests) if inbound.channel is channel]
 
     def _count(self, peer: WorkerId, frame: Frame) -> int:
         """Count a message as unserved until it has run; the size that it counts for."""

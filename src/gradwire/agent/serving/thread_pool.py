@@ -182,13 +182,11 @@ class ElasticPool:
                 duties.duty = self
                 self._start_one_if_needed()
 
-    def _may_begin(self) -> bool:
-        return self.limit is None or self._busy + len(self.guests) < self.limit
-
     def _maybe_next(self) -> Job | None:
         """With the lock held: wait for a job and room to run it; None to end the thread."""
         while True:
-            if self._jobs and self._may_begin():
+            is_full = self.limit is not None and self._busy + len(self.guests) >= self.limit
+            if self._jobs and not is_full:
                 return self._jobs.popleft()
             if self._closed and not self._jobs:
                 return None
