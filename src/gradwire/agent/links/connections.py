@@ -91,7 +91,7 @@ class Connections:
         removed before its end is reported"""
         self._losses: Counter[WorkerId] = Counter()
         self._their_losses: Counter[WorkerId] = Counter()
-        """how often we lost each peer, and how often its present life has lost us, as it says"""
+        """how often we lost each peer, and how often its present incarnation lost us, as it says"""
         self._threads = Threads(f"gradwire {directory.me.name}", directory.lock)
         self._closed = False
         call_after_fork(self)

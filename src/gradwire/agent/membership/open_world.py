@@ -112,7 +112,7 @@ class RosterStore:
             )
 
     def unregister(self, lives: set[int], limit: float) -> None:
-        """Remove these lives from the roster."""
+        """Remove these incarnations from the roster."""
         self._change(lambda roster: roster.without(lives), limit)
 
     def _change(self, decide: Callable[[Roster], Roster], limit: float) -> Roster:

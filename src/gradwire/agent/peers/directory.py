@@ -105,21 +105,21 @@ class Directory:
         return worker in self._gone
 
     def greeted(self, worker: WorkerId, life: int, since: int) -> None:
-        """Keep the `since` of a peer's Hello; the first one of each life counts."""
+        """Keep the `since` of a peer's Hello; the first one of each incarnation counts."""
         with self.lock:
             known = self._since.get(worker)
             if known is None or known[0] < life:
                 self._since[worker] = life, since
 
     def maybe_too_old(self, context: ContextId) -> str | None:
-        """Why this life must not take part in a context of another worker; None if it may.
+        """Why this incarnation must not take part in a peer's context; None if it may.
 
-        Note [Contexts and lives]: edges are numbered by worker and context. Two lives of one worker
-        in one context would use the same number twice, and a gradient could reach the wrong edge.
-        So a life takes part only in contexts that are younger than itself. Only their opener knows
-        which those are: its first Hello says it. A worker that may have had an earlier life takes
-        no part in contexts of openers it has not met. And a context whose opener is in a later life
-        by now is dropped everywhere, however late a message names it.
+        Note [Contexts and lives]: edges are numbered by worker and context. Two incarnations
+        of one worker in one context would use the same number twice, and a gradient could reach the
+        wrong edge. So an incarnation takes part only in contexts that are younger than itself. Only
+        their opener knows which those are: its first Hello says it. A worker that may have had an
+        earlier incarnation takes no part in contexts of openers it has not met. And a context whose
+        opener is in a later one by now is dropped everywhere, however late a message names it.
         """
         opener, me = opener_of(context), self.myself
         if opener == me.id:
@@ -166,7 +166,7 @@ class Directory:
         return before
 
     def left(self, worker: WorkerId, life: int) -> bool:
-        """Remove a worker that leaves; False if it is gone already, or back in a later life."""
+        """Remove a worker that leaves; False if this incarnation is gone already."""
         with self.lock:
             known = self._by_id.get(worker)
             if known is None or known.life != life:

@@ -21,7 +21,7 @@ from gradwire.ids import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker in one life. `note` is text for the layers above; not read here."""
+    """One worker in one incarnation. `note` is text for the layers above; not read here."""
 
     id: WorkerId
     name: str
@@ -61,23 +61,23 @@ class Roster:
         return [member for member in members if member.name == name or member.id == id]
 
     def with_member(self, name: str, id: WorkerId, address: str, note: str = "") -> Roster:
-        """The roster with one more member, in a new life, as the last entry."""
+        """The roster with one more member, in a new incarnation, as the last entry."""
         member = Member(id, name, address, self.lives + 1, note)
         return replace(self, lives=member.life, entries=(*self.entries, RosterEntry(member)))
 
     def with_announced(self, life: int) -> Roster:
-        """The roster in which this life is announced."""
+        """The roster in which this incarnation is announced."""
         entries = tuple(
             replace(e, is_announced=True) if e.member.life == life else e for e in self.entries
         )
         return replace(self, entries=entries)
 
     def without(self, lives: Collection[int]) -> Roster:
-        """The roster without these lives."""
+        """The roster without these incarnations."""
         return replace(self, entries=tuple(e for e in self.entries if e.member.life not in lives))
 
     def has(self, life: int) -> bool:
-        """Whether this life is still in the roster."""
+        """Whether this incarnation is still in the roster."""
         return any(entry.member.life == life for entry in self.entries)
 
     def before(self, life: int) -> list[Member]:
