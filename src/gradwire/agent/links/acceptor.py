@@ -18,13 +18,13 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Options
+from gradwire.threads import Spawn
 from gradwire.transport.base import Channel, Listener
 
 _FAIR_SECONDS = 1.0
 """The least that each handshake gets, however many connections wait behind it."""
 _log = logging.getLogger("gradwire")
 
-Spawn = Callable[[str, Callable[[], None]], None]
 Handshake = Callable[[Channel, float], None]
 
 
@@ -35,12 +35,10 @@ class Acceptor:
     def __init__(
         self, me: str, listener: Listener, options: Options, clock: Clock, refusals: Refusals
     ) -> None:
-        self._me, self._listener, self._clock = me, listener, clock
-        self._refusals = refusals
+        self._me, self._listener, self._clock, self._refusals = me, listener, clock, refusals
         self._seconds = options.timeouts.handshake
-        fair = min(_FAIR_SECONDS, self._seconds)
         self._pending_handshakes: PendingHandshakes[Channel] = PendingHandshakes(
-            options.limits.pending_handshakes, fair
+            options.limits.pending_handshakes, min(_FAIR_SECONDS, self._seconds)
         )
         self._unfinished: set[Channel] = set()
         """channels that are not in use yet, those with a proof but without a Hello included"""

@@ -12,7 +12,7 @@ from typing import final
 
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.links.readers import ChannelReader
-from gradwire.agent.membership.heartbeat_state import FailureDetector, SilenceLimits
+from gradwire.agent.membership.heartbeat_state import FailureDetector
 from gradwire.agent.messages import Ping
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Timer
@@ -44,7 +44,7 @@ class Heartbeat:
         self._directory, self._connections = directory, connections
         self._timer, self._events, self._submit = timer, events, dispatch.service.submit
         self._detector: FailureDetector[ChannelReader] = FailureDetector(
-            SilenceLimits(timeouts.suspect, timeouts.dead)
+            timeouts.suspect, timeouts.dead
         )
         dispatch.handle(Ping, self._serve_ping, Lane.SERVICE)
         timer.watch(self._look)
