@@ -256,7 +256,7 @@ def is_insecure_by_environment() -> bool:
 
 
 def faults_from_environment() -> str:
-    """GRADWIRE_FAULTS: the faults to inject in this process; see agent/failpoints.py."""
+    """GRADWIRE_FAULTS: the faults to inject in this process; see testing/failpoints.py."""
     return os.environ.get("GRADWIRE_FAULTS", "")
 
 

@@ -24,8 +24,7 @@ import torch
 
 import gradwire
 from gradwire.agent import messages as agent_messages
-from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.state import Pending
+from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.autograd import messages as autograd_messages
 from gradwire.autograd.messages import Crossing, Forget, Gradients, PassEnded, RunDone, Start
 from gradwire.errors import BadMessage, GradwireError, NotSerializable, PeerLost
@@ -389,8 +388,8 @@ class _Raw(NamedTuple):
 def agent_promise(agent, channel, deadline: float):
     """A place in the table of requests, as `Agent.request` takes one."""
     promise: Promise = Promise()
-    n = agent._calls.opened(Pending(1, "an attack", agent.clock.now(), deadline, promise))
-    agent._calls.left(n, channel)
+    pending = Pending(1, "an attack", agent.clock.now(), deadline, promise, via=channel)
+    n = promise.request = agent._calls.opened(pending)
     return n, promise
 
 

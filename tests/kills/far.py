@@ -147,7 +147,7 @@ def footprint():
 
 
 def seen():
-    points = current_worker.find().agent.failpoints
+    points = current_worker.find().agent.interceptor
     return {} if points is None else points.seen()
 
 

@@ -305,13 +305,19 @@ def test_a_quota_is_taken_and_given_back_by_peer():
 
 
 def queue_in(dispatch: Dispatch, peer: int, frame: Frame) -> None:
-    dispatch.serve(Source(peer, None, 0), frame, lambda _, job: job(), may_run=False)
+    dispatch.serve(Source(peer, None, 0), frame, may_run=False)
+
+
+def reraise(_, error):
+    raise error
 
 
 @pytest.fixture
 def dispatch():
     """Serves one call at a time, and lets three empty ones wait."""
-    made = Dispatch(Kinds([], 1000), "test", threads=1, most_unserved=3 * EACH + 100)
+    made = Dispatch(
+        Kinds([], 1000), "test", threads=1, most_unserved=3 * EACH + 100, on_error=reraise
+    )
     yield made
     made.close(10)
 

@@ -194,7 +194,7 @@ def test_many_that_join_at_once_all_know_each_other(world):
 def test_a_joiner_that_died_halfway_is_passed_over(world):
     a = world("a", 0)
     roster, text = roster_in(world.signed)
-    half, _ = roster.with_member("dead", 1, "unix:///nowhere/at/all")
+    half = roster.with_member("dead", 1, "unix:///nowhere/at/all")
     assert put_roster(world.signed, half, text)
 
     b = world("b", 2)
@@ -207,7 +207,8 @@ def test_a_joiner_that_died_halfway_is_passed_over(world):
 def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
     a = world("a", 0)
     roster, text = roster_in(world.signed)
-    half, slow = roster.with_member("slow", 1, a.directory.myself.address)  # somebody listens there
+    half = roster.with_member("slow", 1, a.directory.myself.address)  # somebody listens there
+    slow = half.entries[-1].member
     assert put_roster(world.signed, half, text)
 
     world("b", 2, options=Options(listen="unix", timeouts=Timeouts(join=2)))

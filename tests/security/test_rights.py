@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire.agent.messages import Done, Failure
-from gradwire.agent.requests.state import Pending, RequestTable
+from gradwire.agent.requests.promise import Pending, RequestTable
 from gradwire.autograd.messages import (
     Forget,
     Gradients,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.requests.state import RequestTable
+from gradwire.agent.requests.promise import RequestTable
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd import engine
 from gradwire.autograd.backward import coordinator
@@ -123,10 +123,10 @@ def what_a_lost_worker_held_stays_counted(patch):
 def a_request_is_served_twice(patch):
     serve = Dispatch.serve
 
-    def twice(self, source, frame, guard, may_run):
+    def twice(self, source, frame, may_run, interceptor):
         if frame.kind == 0x40 and frame.request % 7 == 3:
-            serve(self, source, frame, guard, False)
-        return serve(self, source, frame, guard, may_run)
+            serve(self, source, frame, False, interceptor)
+        return serve(self, source, frame, may_run, interceptor)
 
     patch.setattr(Dispatch, "serve", twice)
 

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar, final
 
 import msgspec
 
-from gradwire.agent.failpoints import Failpoints, failpoints_by_environment
 from gradwire.agent.links.connections import Connections
+from gradwire.agent.membership.heartbeat import Heartbeat
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests import errors as request_errors
-from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.state import Pending, RequestTable, Taken
+from gradwire.agent.requests.promise import Pending, Promise, RequestTable
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.cancellation import Cancellation
-from gradwire.agent.serving.dispatch import Dispatch, Handler, Lane, M, Payload, Source, payload_of
+from gradwire.agent.serving.dispatch import (
+    Dispatch,
+    Interceptor,
+    Payload,
+    Source,
+    payload_of,
+)
 from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import (
     Cancelled,
@@ -36,7 +42,7 @@ from gradwire.errors import (
 )
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
-from gradwire.options import Limits
+from gradwire.options import Limits, Options
 from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
 from gradwire.transport.base import Channel
 from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode
@@ -55,6 +61,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 Outcome = Answer | Exception
 OnLost = Callable[[WorkerId, PeerLost], None]
+T = TypeVar("T")
 
 
 @final
@@ -67,50 +74,54 @@ class Agent:
         connections: Connections,
         clock: Clock,
         events: Events,
+        options: Options,
         *,
-        threads: int,
-        limits: Limits,
         type_of: TypeOf,
         name_of: NameOf,
         refusals: Refusals,
+        interceptor: Interceptor | None = None,
     ) -> None:
         check_gil()
-        self.noting = RefusalLog(directory, refusals)
-        self.directory, self.clock = directory, clock
-        self.events, self.limits = events, limits
-        self.kinds = Kinds([Failure, Done], limits.elements)
-        self.dispatch = Dispatch(self.kinds, directory.me.name, threads, limits.unserved)
-        self.timer = Timer(f"gradwire {directory.me.name} timer", clock)
-        self._connections = connections
+        self.noting, self._refusals = RefusalLog(directory, refusals), refusals
+        self.directory, self.clock, self.events = directory, clock, events
+        self.limits = options.limits
+        self.kinds = Kinds([Failure, Done], self.limits.elements)
+        me, unserved = directory.me.name, self.limits.unserved
+        self.dispatch = Dispatch(self.kinds, me, options.threads, unserved, self.failed)
+        self.handle = self.dispatch.handle
+        self.timer = Timer(f"gradwire {me} timer", clock)
+        self._connections, self.unreached = connections, connections.unreached
         self._type_of, self._name_of = type_of, name_of
         self._closing = threading.Lock()
         self._calls = RequestTable()
-        pools = self.dispatch.user.lock, self.dispatch.service.lock
-        self.locks = WorkerLocks(directory.me.name, directory.lock, self.timer.lock, *pools)
+        locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
+        self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
+        self._joined_listeners: list[Callable[[WorkerId], None]] = []
         self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
         self._closed: str | None = None
-        self.silence_of: Callable[[WorkerId], float] = lambda _: 0.0
-        """for how long a worker has sent nothing, if that is suspicious; set by the heartbeat"""
-        self.failpoints: Failpoints | None = failpoints_by_environment(directory, self.kinds, clock)
+        self.interceptor = interceptor
         self.timer.watch(self._expire)
-        self._cancellation = Cancellation(directory, self.dispatch, clock, events, self._nested)
+        beside = (directory, connections, self.dispatch, self.timer, events)
+        self._heartbeat = Heartbeat(*beside, options.timeouts)
+        self.silence_of = self._heartbeat.silence_of
+        nested = self._calls.made_for
+        self._cancellation = Cancellation(directory, self.dispatch, clock, events, nested)
         call_after_fork(self)
 
-    def start(self) -> None:
-        """Begin to accept and serve; every handler is registered by now."""
-        self._connections.start(self._frame_came, self._channel_ended, self._lost)
+    def start(self, contexts_opened: Callable[[], int]) -> None:
+        """Begin to accept and serve; every handler is registered by now.
 
-    def handle(
-        self,
-        message_type: type[M],
-        handler: Handler[M],
-        lane: Lane,
-        what: Callable[[M], Hashable] = type,
-        refuse: Callable[[M], None] = lambda _: None,
-    ) -> None:
-        """Register a handler. If it raises, the request is answered with a Failure."""
-        self.dispatch.handle(message_type, handler, lane, what, refuse)
+        `contexts_opened` counts the contexts of this worker; see Note [Contexts and lives].
+        """
+        self._connections.start(
+            on_frame=self._frame_came,
+            on_joined=self._joined,
+            on_opened=self._heartbeat.channel_opened,
+            on_end=self._channel_ended,
+            on_reborn=self._lost,
+            contexts_opened=contexts_opened,
+        )
 
     def on_peer_lost(self, listener: OnLost) -> None:
         """Add a listener for the end of the last connection to a worker, or its new incarnation.
@@ -121,7 +132,7 @@ class Agent:
 
     def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
         """Add a listener for a worker that is connected, or connected again. It must not block."""
-        self._connections.on_peer_joined(listener)
+        self._joined_listeners.append(listener)
 
     def on_late(
         self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
@@ -158,7 +169,7 @@ class Agent:
         now = self.clock.now()
         check_may_wait(description)
         entry = Pending(to, description, now, deadline, promise, phase, inbound, notify_cancel, via)
-        n = self._calls.opened(entry)
+        n = promise.request = self._calls.opened(entry)
         # Checked after it was added: close() sets `_closed` first and then empties the table, so
         # either it finds this request, or this finds `_closed`.
         if self._closed is not None:
@@ -171,11 +182,11 @@ class Agent:
                 raise Cancelled(f"{description} was cancelled: {inbound.cancelled}")
             frame = _make_frame(message, payload, self.limits, n)
             if via is None:
-                via = self._connections.to(to, deadline)
-                self._calls.left(n, via)
-            points = self.failpoints
-            send = via.send if points is None else points.sending(to, via)
-            send(frame, deadline)
+                via = entry.via = self._connections.to(to, deadline)
+            if self.interceptor is None:
+                via.send(frame, deadline)
+            else:
+                self.interceptor.send(to, via, frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
             self._connections.await_end(to, via, error, deadline)
@@ -207,9 +218,10 @@ class Agent:
         channel = None
         try:
             channel = self._connections.to(to, deadline)
-            points = self.failpoints
-            send = channel.send if points is None else points.sending(to, channel)
-            send(frame, deadline)
+            if self.interceptor is None:
+                channel.send(frame, deadline)
+            else:
+                self.interceptor.send(to, channel, frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, type(message).__name__, phase) from error
@@ -221,12 +233,10 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
-        taken = self._calls.withdrawn(promise)
-        self._cancellation.cancel(taken, why)
-        return bool(taken)
-
-    def _nested(self, inbound: Source) -> list[Taken]:
-        return self._calls.made_for(inbound)
+        pending = self._calls.answered(promise.request)
+        if pending is not None:
+            self._cancellation.cancel([pending], why)
+        return pending is not None
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -236,9 +246,10 @@ class Agent:
             return False
         frame = _make_frame(message, payload, self.limits, source.request, IS_ANSWER)
         try:
-            points = self.failpoints
-            send = source.channel.send if points is None else points.replying(source)
-            send(frame, deadline)
+            if self.interceptor is None:
+                source.channel.send(frame, deadline)
+            else:
+                self.interceptor.send(source.worker, source.channel, frame, deadline)
         except PeerLost:
             self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
@@ -246,11 +257,7 @@ class Agent:
 
     def is_connected(self, worker: WorkerId) -> bool:
         """Whether there is a connection to a worker now."""
-        return self._connections.has(worker)
-
-    def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
-        """A worker could not be reached: call `tell`, which marks it as lost, unless connected."""
-        return self._connections.unreached(worker, tell)
+        return bool(self._connections.channels.get(worker))
 
     def check_asker(self, source: Source) -> None:
         """PeerLost if the peer that sent a request is lost: nobody would release its result.
@@ -258,19 +265,8 @@ class Agent:
         Call it, and add the entry, under the lock that the `on_peer_lost` listener takes: then the
         listener finds the entry.
         """
-        if not self._connections.has(source.worker, source.channel):
+        if source.channel not in self._connections.channels.get(source.worker, ()):
             raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
-
-    def answer_with(self, source: Source, error: BaseException) -> None:
-        """Answer a request with an exception."""
-        failure = noted(describe(error, self.directory.me.name, self._name_of), source.note)
-        if len(encode(failure)) > self.limits.head:
-            failure = clipped(failure, self.limits.head // 8)
-        try:
-            self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
-        except GradwireError:
-            name = self.directory.name(source.worker)
-            _log.exception("%s could not tell %s of an error", self.directory.me.name, name)
 
     def describe(self, error: BaseException) -> Failure:
         """An exception of this worker as data."""
@@ -285,11 +281,10 @@ class Agent:
         if not self._closing.acquire(blocking=False):
             return []
         self._closed = reason
-        open_calls = self._calls.closed()
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
         error.about("", phase="shutdown")
-        for taken in open_calls:
-            taken.pending.slot.settle(error)
+        for pending in self._calls.closed():
+            pending.promise.settle(error)
         self._connections.close(reason)
         stuck = self.dispatch.close(timeout)
         self.timer.close()
@@ -303,16 +298,19 @@ class Agent:
     def _frame_came(
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
-        points = self.failpoints
-        if frame.flags & IS_ANSWER:
-            if points is None:
-                self._answer_came(worker, frame)
-            else:
-                points.around_answer(channel, self._answer_came)(worker, frame)
-            return None
-        source = Source(worker, channel, frame.request)
-        guard = self.guarded if points is None else points.around(self.guarded, frame.kind)
-        return self.dispatch.serve(source, frame, guard, may_run)
+        # See Note [What was before a loss] in links/connections.py.
+        if channel not in self._connections.channels.get(worker, ()):
+            self._refusals.count("earlier life", self.directory.name(worker))
+            raise PeerLost("a message of an earlier connection is not read")
+        interceptor = self.interceptor
+        if not frame.flags & IS_ANSWER:
+            source = Source(worker, channel, frame.request)
+            return self.dispatch.serve(source, frame, may_run, interceptor)
+        if interceptor is None:
+            self._answer_came(worker, frame)
+        else:
+            interceptor.take_answer(self._answer_came, worker, channel, frame)
+        return None
 
     def wait(
         self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
@@ -321,8 +319,19 @@ class Agent:
 
         A thread of the pool is not counted while it waits.
         """
-        if done():
-            return
+        if not done():
+            self._wait(peer, done, block)
+
+    def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
+        """The outcome of a promise that a message of this peer settles. hot: every call"""
+        if not promise.settled:
+            is_settled = partial(getattr, promise, "settled")  # asked often: no frame of Python
+            self._wait(peer, is_settled, promise.wait)
+        return promise.wait()
+
+    def _wait(
+        self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
+    ) -> None:
         known = None if peer is None else self._connections.channels.get(peer)
         channel, readers = known[0] if known else None, self._connections.readers
         pool = mine.pool
@@ -336,43 +345,51 @@ class Agent:
         message = self.kinds.decode(frame.kind, frame.head)
         pending = self._calls.answered(frame.request, worker)
         if pending is not None:
-            answer = Answer(message, payload_of(frame) if frame.payload else None)
-            pending.slot.settle(self._revived(message) if isinstance(message, Failure) else answer)
+            payload = payload_of(frame) if frame.payload else None
+            outcome: Outcome = Answer(message, payload)
+            if isinstance(message, Failure):
+                try:
+                    outcome = self.revive(message)
+                except Exception as error:  # the waiting thread must get some outcome
+                    outcome = error
+            pending.promise.settle(outcome)
             return
         self.noting.came_late(worker)
         listener = self._late_listeners.get(type(message))
         if listener is not None:
             self.dispatch.user.submit(lambda: listener(worker, message))
 
-    def _revived(self, failure: Failure) -> Exception:
-        try:
-            return self.revive(failure)
-        except Exception as error:  # the waiting thread must get some outcome
-            return error
-
     def guarded(self, source: Source, job: Job) -> None:
-        """Run the handler of a request; if it raises, the exception is the answer."""
+        """Run what a handler has left to do; if it raises, the exception is the answer."""
         try:
             job()
         except BaseException as error:  # the peer must be told of any failure
-            if not isinstance(error, Exception) and mine.pool is None:
-                raise  # Ctrl-C on a user's thread that reads while it waits
-            is_refusal = self.noting.note(source.worker, error)
-            if source.request == 0:
-                if is_refusal:
-                    return
-                name = self.directory.name(source.worker)
-                _log.exception("%s: a message from %s failed here", self.directory.me.name, name)
-            else:
-                self.answer_with(source, error)
+            self.failed(source, error)
+
+    def failed(self, source: Source, error: BaseException) -> None:
+        """The handler of a message has raised this: answer the request with it."""
+        if not isinstance(error, Exception) and mine.pool is None:
+            raise error  # Ctrl-C on a user's thread that reads while it waits
+        is_refusal = self.noting.note(source.worker, error)
+        me, name = self.directory.me.name, self.directory.name(source.worker)
+        if source.request == 0:
+            if not is_refusal:
+                _log.error("%s: a message from %s failed here", me, name, exc_info=error)
+            return
+        failure = noted(self.describe(error), source.note)
+        if len(encode(failure)) > self.limits.head:
+            failure = clipped(failure, self.limits.head // 8)
+        try:
+            self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
+        except GradwireError:
+            _log.exception("%s could not tell %s of an error", me, name)
 
     def _expire(self, now: float) -> float | None:
-        late = self._calls.passed(now)
-        following = self._calls.next_deadline()
-        for n, pending, _ in late:
-            name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, n)
+        late, following = self._calls.expire(now)
+        for pending in late:
+            name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, pending.n)
             silence = self.silence_of(pending.peer)
-            pending.slot.settle(request_errors.late(name, call, pending, silence))
+            pending.promise.settle(request_errors.late(name, call, pending, silence))
         self._cancellation.notify(late)
         return following
 
@@ -382,13 +399,17 @@ class Agent:
         lost = self._calls.channel_lost(channel)
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
-        for n, pending, _ in lost:
-            call = CallId(self.directory.me.id, n)
-            pending.slot.settle(request_errors.lost(name, call, pending, reason, link, now))
-        orphans = self.dispatch.inbound_requests.of_channel(channel)
+        for pending in lost:
+            call = CallId(self.directory.me.id, pending.n)
+            pending.promise.settle(request_errors.lost(name, call, pending, reason, link, now))
+        orphans = self.dispatch.inbound_on(channel)
         self._cancellation.stop(orphans, f"{name}, which asked, was lost")
         if last:
             self._lost(worker, reason, link)
+
+    def _joined(self, worker: WorkerId) -> None:
+        for listener in self._joined_listeners:
+            listener(worker)
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
         for listener in self._lost_listeners:

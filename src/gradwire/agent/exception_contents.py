@@ -14,9 +14,10 @@ used. Exceptions are created in remote_errors.py, not here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import PurePath
-from types import MappingProxyType, MemberDescriptorType
-from typing import Any, NamedTuple, final
+from types import MemberDescriptorType
+from typing import Any, final
 
 import msgspec
 
@@ -56,33 +57,20 @@ _MADE_OF: Mapping[int, Callable[[list[Any]], object]] = {
 }
 
 
-class _ContentsData(msgspec.Struct, frozen=True, array_like=True):
+class Contents(msgspec.Struct, frozen=True, array_like=True):
+    """The contents of an exception: values, or in a message their encoding as nodes.
+
+    `args` is None if they were left out.
+    """
+
     args: list[Any] | None = None
     attributes: dict[str, Any] = {}
     notes: list[str] = []
-    cause: _LinkData | None = None
-    members: list[_LinkData] = []
-
-
-class _LinkData(msgspec.Struct, frozen=True, array_like=True):
-    type_name: str
-    text: str
-    hint: str | None
-    worker: str
-    held: _ContentsData
-
-
-class Contents(NamedTuple):
-    """The contents of an exception. `args` is None if they were left out."""
-
-    args: tuple[object, ...] | None = None
-    attributes: Mapping[str, object] = MappingProxyType({})
-    notes: tuple[str, ...] = ()
     cause: Linked | None = None
-    members: tuple[Linked, ...] = ()
+    members: list[Linked] = []
 
 
-class Linked(NamedTuple):
+class Linked(msgspec.Struct, frozen=True, array_like=True):
     """A cause or a member. An empty worker means that of the exception that holds it."""
 
     type_name: str
@@ -93,8 +81,8 @@ class Linked(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_ContentsData).decode
-_NOTHING = _encode(_ContentsData())
+_decode = msgspec.msgpack.Decoder(Contents).decode
+_NOTHING = _encode(Contents())
 
 
 def pack_contents(error: BaseException, name_of: NameOf, text_of: TextOf) -> bytes:
@@ -186,7 +174,7 @@ class _ContentsEncoder:
         self._bytes, self._values = MOST_CONTENTS // 2, _MOST_VALUES
         self._seen: set[int] = set()
 
-    def held(self, error: BaseException, depth: int) -> _ContentsData:
+    def held(self, error: BaseException, depth: int) -> Contents:
         """The contents of one exception; what does not fit is left out."""
         self._seen.add(id(error))
         members = members_of(error)
@@ -195,10 +183,15 @@ class _ContentsEncoder:
         notes = getattr(error, "__notes__", ())
         kept = [self._maybe(note) for note in notes if isinstance(note, str)]
         texts = [note for note in kept if type(note) is str]
-        links = self._links(members, depth)
+        links: list[Linked] = []
+        for member in members:
+            link = self._maybe_link(member, depth)
+            if link is None:
+                break
+            links.append(link)
         if len(links) < len(members):
             texts.append(f"{len(members) - len(links)} more members were left out")
-        return _ContentsData(
+        return Contents(
             args[1:] if isinstance(args, list) else None,  # without the tag of the tuple
             dict(self._attributes(error)),
             texts,
@@ -209,25 +202,17 @@ class _ContentsEncoder:
     def _attributes(self, error: BaseException) -> Iterator[tuple[str, object]]:
         found = dict(dict_of(error))
         for name, slot in slots_of(type(error)).items():
-            value = slot.__get__(error, type(error)) if _is_set(slot, error) else None
-            if value is not None and name not in _LEFT_OUT:
-                found[name] = value
+            with suppress(AttributeError):  # it is empty
+                value = slot.__get__(error, type(error))
+                if value is not None and name not in _LEFT_OUT:
+                    found[name] = value
         for name, value in found.items():
             if type(name) is str and name not in OURS and not _is_special(name):
                 node = self._maybe(value)
                 if node is not _ABSENT:
                     yield name, node
 
-    def _links(self, members: tuple[BaseException, ...], depth: int) -> list[_LinkData]:
-        links = []
-        for member in members:
-            link = self._maybe_link(member, depth)
-            if link is None:
-                break
-            links.append(link)
-        return links
-
-    def _maybe_link(self, error: BaseException | None, depth: int) -> _LinkData | None:
+    def _maybe_link(self, error: BaseException | None, depth: int) -> Linked | None:
         if error is None or id(error) in self._seen or depth == 0 or self._bytes <= 0:
             return None
         name, worker = self._name_of(type(error)), ""
@@ -236,7 +221,7 @@ class _ContentsEncoder:
         text = self._text_of(error)[:_MOST_LINK_TEXT]
         hint = error.hint if isinstance(error, GradwireError) else None
         self._bytes -= len(_encode((name, text, hint)))
-        return _LinkData(name, text, hint, worker, self.held(error, depth - 1))
+        return Linked(name, text, hint, worker, self.held(error, depth - 1))
 
     def _maybe(self, value: object) -> object:
         """A value as plain data; `_ABSENT` if it is not plain or does not fit."""
@@ -290,28 +275,21 @@ def _leaf(value: object) -> object:
     raise _NotPlain
 
 
-def _is_set(slot: MemberDescriptorType, error: BaseException) -> bool:
-    try:
-        slot.__get__(error, type(error))
-    except AttributeError:
-        return False
-    return True
-
-
-def _contents(held: _ContentsData, depth: int) -> Contents:
+def _contents(data: Contents, depth: int) -> Contents:
+    """The same with its nodes decoded."""
     if depth < 0:
         raise OverLimit("the causes and members of an exception are nested deeper than the limit")
     return Contents(
-        None if held.args is None else tuple([_value(node, _MOST_DEPTH) for node in held.args]),
-        {name: _value(node, _MOST_DEPTH) for name, node in held.attributes.items()},
-        tuple(held.notes),
-        None if held.cause is None else _linked(held.cause, depth - 1),
-        tuple([_linked(link, depth - 1) for link in held.members]),
+        None if data.args is None else [_value(node, _MOST_DEPTH) for node in data.args],
+        {name: _value(node, _MOST_DEPTH) for name, node in data.attributes.items()},
+        data.notes,
+        None if data.cause is None else _linked(data.cause, depth - 1),
+        [_linked(link, depth - 1) for link in data.members],
     )
 
 
-def _linked(link: _LinkData, depth: int) -> Linked:
-    return Linked(link.type_name, link.text, link.hint, link.worker, _contents(link.held, depth))
+def _linked(link: Linked, depth: int) -> Linked:
+    return msgspec.structs.replace(link, contents=_contents(link.contents, depth))
 
 
 def _value(node: object, depth: int) -> object:

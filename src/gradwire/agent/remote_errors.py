@@ -62,11 +62,12 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     if not isinstance(error, GradwireError):
         name = name_of(type(error))
         return Failure(name, text, None, trace, worker, contents=contents)
-    about = (error.peer, error.link, error.phase)
     if isinstance(error, RemoteError):
-        worker = error.worker
-        return Failure(error.type_name, text, error.hint, trace, worker, *about, contents)
-    return Failure(name_of(type(error)), text, error.hint, trace, worker, *about, contents)
+        name, worker = error.type_name, error.worker
+    else:
+        name = name_of(type(error))
+    about = (error.peer, error.link, error.phase)
+    return Failure(name, text, error.hint, trace, worker, *about, contents)
 
 
 def noted(failure: Failure, note: bytes) -> Failure:
@@ -116,16 +117,22 @@ def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
     error: RemoteError | None = None
     if original is not None:
         try:
-            error = _blank(original, contents.args, members)
+            error = _maybe_blank(original, contents.args, members)
         except Exception:
             _log.debug("%s could not be made again", failure.type_name, exc_info=True)
-    error = _filled(error or RemoteError.__new__(RemoteError), failure)
+    error = error or RemoteError.__new__(RemoteError)
+    if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
+        _set_args(error, (failure.text,))
+        dict_of(error)["message"] = failure.text
+    names = ("hint", "worker", "peer", "link", "phase", "type_name")
+    dict_of(error).update({name: getattr(failure, name) for name in names})
+    dict_of(error)["remote_traceback"] = failure.traceback
     if contents.args is not None and not isinstance(error, BaseExceptionGroup):
-        _set_args(error, contents.args)
+        _set_args(error, tuple(contents.args))
     for name, value in contents.attributes.items():
         set_attribute(error, name, value)
     if contents.notes:
-        dict_of(error)["__notes__"] = list(contents.notes)
+        dict_of(error)["__notes__"] = contents.notes
     if contents.cause is not None:
         _set_cause(error, _made_of_link(contents.cause, failure.worker, type_of))
     return error
@@ -135,22 +142,6 @@ def _made_of_link(link: Linked, worker: str, type_of: TypeOf) -> RemoteError:
     """A cause or a member: its traceback is part of that of the exception that holds it."""
     failure = Failure(link.type_name, link.text, link.hint, "", link.worker or worker)
     return _made(failure, link.contents, type_of)
-
-
-def _filled(error: RemoteError, failure: Failure) -> RemoteError:
-    if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
-        _set_args(error, (failure.text,))
-        dict_of(error)["message"] = failure.text
-    dict_of(error).update(
-        hint=failure.hint,
-        worker=failure.worker,
-        peer=failure.peer,
-        link=failure.link,
-        phase=failure.phase,
-        type_name=failure.type_name,
-        remote_traceback=failure.traceback,
-    )
-    return error
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -214,8 +205,8 @@ def _safe_contents(error: BaseException, name_of: NameOf) -> bytes:
         return b""
 
 
-def _blank(
-    original: type[BaseException], args: tuple[object, ...] | None, members: list[RemoteError]
+def _maybe_blank(
+    original: type[BaseException], args: list[object] | None, members: list[RemoteError]
 ) -> RemoteError | None:
     """An instance made without the original's constructor; None if that is impossible."""
     if not issubclass(original, Exception):

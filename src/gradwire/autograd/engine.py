@@ -72,7 +72,6 @@ class Engine:
             maybe_too_old=agent.directory.maybe_too_old,
             lock=agent.directory.lock,
         )
-        agent.directory.contexts_opened = lambda: self.contexts.opened
         self.saving: Saving | None = None
         seconds, locks = timeouts.backward, LeafLocks()
         self.passes = PassTable(agent, due, seconds)

@@ -136,8 +136,7 @@ class TwoPhaseCommit:
         if isinstance(answer, Exception):
             return answer
         worker = self._worker
-        worker.agent.wait(owner, lambda: answer.settled, answer.wait)
-        outcome = answer.wait()
+        outcome = worker.agent.wait_for(owner, answer)
         if isinstance(outcome, Exception):
             return worker.behavior.of_call(outcome, worker.directory)
         if not isinstance(outcome.message, Agreed):

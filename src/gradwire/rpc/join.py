@@ -10,21 +10,29 @@ import atexit
 import logging
 import socket
 from contextlib import suppress
+from importlib import import_module
+from typing import cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.membership.open_world import RosterStore
-from gradwire.agent.membership.rendezvous import meet, meet_again, open_store
+from gradwire.agent.membership.rendezvous import meet, open_store
 from gradwire.agent.peers.directory import Directory, check_name
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret, find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
+from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import Options, rendezvous_host, tls_from_environment
+from gradwire.options import (
+    Options,
+    faults_from_environment,
+    rendezvous_host,
+    tls_from_environment,
+)
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
@@ -134,32 +142,17 @@ class _Joining:
         self._clock = MonotonicClock()
 
     def closed(self, world_size: int) -> Worker:
-        address, options = self._listener.address, self._options
-        if options.incarnation:
-            return self._back(world_size)
-        met = meet(
-            self._signed,
-            self._name,
-            address,
-            self._rank,
-            world_size,
-            options,
-            self._clock,
-            self._note,
-        )
-        return self._worker(met.directory, met.job)
+        """Join a closed world, or rejoin it as a later incarnation.
 
-    def _back(self, world_size: int) -> Worker:
-        """Rejoin as a later incarnation: connect to the workers that are there.
-
-        A worker that is not there will find this one when it is back. The first worker, which is
-        often the one that makes the calls, is told last: when it knows of us, so do the others.
+        Which then connects to the workers that are there. A worker that is not will find this one
+        when it is back. The first worker, which is often the one that makes the calls, is told
+        last: when it knows of us, so do the others.
         """
         options, address = self._options, self._listener.address
         me = Member(self._rank, self._name, address, options.incarnation, self._note)
-        met = meet_again(self._signed, me, world_size, options, self._clock)
+        met = meet(self._signed, me, world_size, options, self._clock)
         worker = self._worker(met.directory, met.job)
-        for other in reversed(met.directory.others()):
+        for other in reversed(met.directory.others() if options.incarnation else []):
             limit = self._clock.now() + options.timeouts.connect
             with suppress(PeerLost, DeadlinePassed):
                 worker.agent.reach(other.id, limit)
@@ -198,7 +191,14 @@ class _Joining:
             store=self._store,
             behavior=self._behavior,
             refusals=self._refusals,
+            interceptor=self._maybe_interceptor(directory),
         )
+
+    def _maybe_interceptor(self, directory: Directory) -> Interceptor | None:
+        if not faults_from_environment():
+            return None
+        failpoints = import_module("gradwire.testing.failpoints")  # a layer above, for tests only
+        return cast(Interceptor, failpoints.failpoints_by_environment(directory, self._clock))
 
 
 def set_default_worker(worker: Worker) -> None:

@@ -21,7 +21,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
-from gradwire.agent.membership.heartbeat import Heartbeat
 from gradwire.agent.membership.open_world import Membership, RosterStore
 from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
 from gradwire.agent.peers.directory import Directory
@@ -29,7 +28,7 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.requests.timer import Clock, MonotonicClock, nested
-from gradwire.agent.serving.dispatch import Source
+from gradwire.agent.serving.dispatch import Interceptor, Source
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
 from gradwire.current import current_worker, get_current, pop_deadline, push_deadline
@@ -87,6 +86,7 @@ class Worker:
         behavior: Behavior = NATIVE,
         refusals: Refusals | None = None,
         own: OwnGenerator | None = None,
+        interceptor: Interceptor | None = None,
     ) -> None:
         current_worker.clear_forked()
         self._process = os.getpid()
@@ -109,13 +109,12 @@ class Worker:
         """what was refused here, by kind"""
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
-        self.agent = self._agent(connections, clock, registry)
-        Heartbeat(self.agent, connections, options.timeouts)
+        self.agent = self._agent(connections, clock, registry, interceptor)
         self.all_gather = AllGather(self.name, clock, self._reach, self._present)
         self.agent.on_peer_lost(lambda lost, _: self.all_gather.peer_lost(directory.name(lost)))
         self._graceful_shutdown = self._make_shutdown(transports, secret)
         self._serve(registry)
-        self.agent.start()
+        self.agent.start(lambda: self.engine.contexts.opened)
 
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent. Each registers the messages that it serves."""
@@ -265,17 +264,23 @@ class Worker:
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
 
-    def _agent(self, connections: Connections, clock: Clock, registry: Registry) -> Agent:
+    def _agent(
+        self,
+        connections: Connections,
+        clock: Clock,
+        registry: Registry,
+        interceptor: Interceptor | None,
+    ) -> Agent:
         return Agent(
             self.directory,
             connections,
             clock,
             self.events,
-            threads=self._options.threads,
-            limits=self._options.limits,
+            self._options,
             type_of=sent_exception if self.behavior.pickle else registry.exception_type,
             name_of=exception_name,
             refusals=self.refusals,
+            interceptor=interceptor,
         )
 
     def _make_shutdown(

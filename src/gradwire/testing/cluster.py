@@ -16,13 +16,14 @@ import torch
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.state import Member
-from gradwire.agent.requests.timer import Clock
+from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.expose.registry import listed
 from gradwire.rpc.worker import Exposed, OwnGenerator, Worker
+from gradwire.testing.failpoints import failpoints_by_environment
 from gradwire.testing.generators import drawing_from
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
@@ -113,8 +114,9 @@ class Cluster(Sequence[ClusterWorker]):
 
     def _start(self, id: int, listener: Listener) -> Worker:
         mine = None if self._generators is None else self._generators[id]
+        directory = Directory(id, self._places)
         worker = Worker(
-            Directory(id, self._places),
+            directory,
             "cluster",
             self._secret,
             self._transports,
@@ -124,6 +126,7 @@ class Cluster(Sequence[ClusterWorker]):
             self._clock,
             behavior=self._behavior,
             own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
+            interceptor=failpoints_by_environment(directory, self._clock or MonotonicClock()),
         )
         self._started.append(worker)
         return worker

@@ -1,6 +1,6 @@
 """Make things go wrong on purpose, in tests of gradwire and of programs that use it.
 
-    arm, armed       at a point in the life of a message: see agent/failpoints.py for the words
+    arm, armed       at a point in the life of a message: see testing/failpoints.py for the words
     kill, frozen …   processes
     FaultProxy, proxied   the bytes between two workers
     testing/network.py    the network between them, for root
@@ -19,11 +19,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol, cast
 
-from gradwire.agent.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.rpc.api import rpc_sync
 from gradwire.rpc.worker import Worker
+from gradwire.testing.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
 from gradwire.testing.proxy import HARMS, FaultProxy, Way
 
 __all__ = [
@@ -60,20 +60,21 @@ def arm(text: str = "", act: Callable[[], None] | None = None) -> None:
     >>> gradwire.rpc_sync("w1", faults.arm, args=("kill before-reply Call",))
     """
     agent = _here().agent
-    if agent.failpoints is None:
-        agent.failpoints = Failpoints(agent.directory, agent.kinds, agent.clock)
+    if agent.interceptor is None:
+        agent.interceptor = Failpoints(agent.directory, agent.clock)
+    points = _points()
     if agent.dispatch.user.runs_this_thread:
-        agent.failpoints.keep_quiet()
+        points.keep_quiet()
     for words in filter(str.strip, text.split(";")):
-        agent.failpoints.arm(Fault.parse(words), act)
+        points.arm(Fault.parse(words), act)
 
 
 def disarm() -> None:
     """Nothing more goes wrong on the worker whose code this is."""
     agent = _here().agent
-    if agent.failpoints is not None:
-        agent.failpoints.disarm()
-        agent.failpoints = None
+    if agent.interceptor is not None:
+        _points().disarm()
+        agent.interceptor = None
 
 
 def release() -> None:
@@ -116,8 +117,8 @@ def armed(text: str, *, on: str | None = None) -> Iterator[None]:
 
 
 def _points() -> Failpoints:
-    points = _here().agent.failpoints
-    assert points is not None, "nothing is armed here"
+    points = _here().agent.interceptor
+    assert isinstance(points, Failpoints), "nothing is armed here"
     return points
 
 

@@ -180,7 +180,6 @@ class Kinds:
     def __init__(self, types: Iterable[type[Message]] = (), elements: int = 1 << 20) -> None:
         self._elements = elements
         self._decoders: dict[int, msgspec.msgpack.Decoder[Message]] = {}
-        self.types: list[type[Message]] = []
         for message_type in types:
             self.add(message_type)
 
@@ -189,7 +188,6 @@ class Kinds:
         kind = kind_of(message_type)
         assert kind not in self._decoders, f"kind {kind:#04x} is taken"
         self._decoders[kind] = msgspec.msgpack.Decoder(message_type)
-        self.types.append(message_type)
 
     def decode(self, kind: int, head: Buffer) -> Message:
         """Decode a message; BadMessage if a correct peer would not have sent it."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gradwire.agent.links.handshake import check_hello, hello
+from gradwire.agent.links.handshake import check_hello
+from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.agent.peers.state import Member
 from gradwire.errors import BadMessage
 from gradwire.ids import context_id, first_of
 
-MEMBERS = [(WorkerInfo("a", 0), "memory://a"), (WorkerInfo("b", 1), "memory://b")]
+MEMBERS = [Member(0, "a", "memory://a"), Member(1, "b", "memory://b")]
 A, B = Directory(0, MEMBERS), Directory(1, MEMBERS)
+
+
+def hello(directory):
+    me = directory.myself
+    return Hello(me.id, me.life, me.address, me.note)
 
 
 def test_two_workers_of_one_job_know_each_other():
@@ -58,16 +64,15 @@ def test_another_life_at_the_same_address_is_noticed():
         check_hello(hello(later), "b", Directory(0, knows, is_open=True), dialled=1)
 
 
-def test_a_later_life_of_a_known_worker_is_let_in_and_told_where_contexts_begin():
+def test_a_later_life_of_a_known_worker_is_let_in():
     ours = Directory(0, [Member(0, "a", "memory://a"), Member(1, "b", "memory://b")])
     theirs = Directory(1, [Member(0, "a", "memory://a"), Member(1, "b", "memory://c", 2)])
-    ours.contexts_opened = lambda: 7
-    first = hello(ours, 1)
+    assert not ours.had_earlier(1)
 
-    assert ours.admit(check_hello(hello(theirs, 0), "b", ours, dialled=None)) == [1]
+    assert ours.admit(check_hello(hello(theirs), "b", ours, dialled=None)) == [1]
 
     assert (ours.address(1), ours.life(1)) == ("memory://c", 2)
-    assert (first.since, hello(ours, 1).since) == (0, 7)
+    assert ours.had_earlier(1)
 
 
 BEGAN = "was opened before this life of b began"

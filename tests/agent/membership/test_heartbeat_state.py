@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import Timeouts, UsageError
-from gradwire.agent.membership.heartbeat_state import FailureDetector, SilenceLimits
+from gradwire.agent.membership.heartbeat_state import FailureDetector
 
-LIMITS = SilenceLimits(suspect=5.0, dead=15.0)
+LIMITS = (5.0, 15.0)  # suspect, dead
 
 
 class Watch:
     """A failure detector and the links it looks at, each with its sign."""
 
     def __init__(self, *links: str) -> None:
-        self.detector: FailureDetector[str] = FailureDetector(LIMITS)
+        self.detector: FailureDetector[str] = FailureDetector(*LIMITS)
         self.signs: dict[str, int | None] = dict.fromkeys(links, 0)
         self.now = 100.0
         self.asked: list[tuple[float, str]] = []
@@ -147,7 +147,7 @@ def test_silence_is_told_as_it_is():
     st.lists(st.booleans(), max_size=60),
 )
 def test_nobody_is_given_up_that_was_heard_within_the_time(pauses, heard):
-    detector: FailureDetector[str] = FailureDetector(LIMITS)
+    detector: FailureDetector[str] = FailureDetector(*LIMITS)
     now, sign, last = 0.0, 0, 0.0
     asked_at: float | None = None
     detector.look(now, {"a": sign})
@@ -157,7 +157,7 @@ def test_nobody_is_given_up_that_was_heard_within_the_time(pauses, heard):
             sign, last, asked_at = sign + 1, now, None
         found = detector.look(now, {"a": sign})
         if found.dead:
-            assert now - last >= LIMITS.dead
+            assert now - last >= LIMITS[1]
             assert asked_at is not None
             assert asked_at < now
             return

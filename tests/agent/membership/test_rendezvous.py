@@ -13,6 +13,7 @@ from gradwire.agent.peers.directory import check_name
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, Timeouts
@@ -28,7 +29,7 @@ def options(tmp_path):
 
 def join(options, rank, address, world_size=2):
     store = SignedStore(open_store(options, rank, world_size), SECRET, Refusals())
-    return meet(store, f"w{rank}", address, rank, world_size, options, MonotonicClock())
+    return meet(store, Member(rank, f"w{rank}", address), world_size, options, MonotonicClock())
 
 
 def addresses(meeting):
@@ -96,7 +97,7 @@ def told(options, *workers):
         name, rank, world_size = worker
         store = SignedStore(open_store(options, rank, world_size), SECRET, Refusals())
         try:
-            meet(store, name, "there", rank, world_size, options, MonotonicClock())
+            meet(store, Member(rank, name, "there"), world_size, options, MonotonicClock())
         except GradwireError as error:
             return error
         return None
@@ -156,7 +157,7 @@ def test_the_loss_of_the_meeting_place_is_an_error_of_ours(options):
     with pytest.raises(
         PeerLost, match="the rendezvous store was lost before every worker had joined"
     ) as lost:
-        meet(store, "w1", "there", 1, 2, options, MonotonicClock())
+        meet(store, Member(1, "w1", "there"), 2, options, MonotonicClock())
     assert "what it printed says why" in lost.value.hint
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gradwire.agent.peers.directory import Directory, WorkerInfo
+from gradwire.agent.peers.state import Member
 from gradwire.errors import PeerLost, UnknownWorker, UsageError
 
-MEMBERS = [(WorkerInfo("ps", 0), "x"), (WorkerInfo("trainer", 1), "y")]
+MEMBERS = [Member(0, "ps", "x"), Member(1, "trainer", "y")]
 
 
 @pytest.mark.parametrize("to", ["trainer", 1, WorkerInfo("trainer", 1)])
@@ -26,7 +27,7 @@ def test_an_unknown_one_is_named_with_those_that_are_known(to, text):
 
 def test_two_workers_may_not_share_a_name():
     with pytest.raises(UsageError, match=r"ps is not unique\. Workers 0 and 1 share"):
-        Directory(0, [(WorkerInfo("ps", 0), "x"), (WorkerInfo("ps", 1), "y")])
+        Directory(0, [Member(0, "ps", "x"), Member(1, "ps", "y")])
 
 
 def test_an_info_prints_as_in_torch():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.peers.state import Member, Members
-from gradwire.errors import BadMessage
+from gradwire.agent.peers.directory import Directory, WorkerInfo
+from gradwire.agent.peers.state import Member
+from gradwire.errors import BadMessage, UnknownWorker
 
 A, B, C = (
     Member(id, name, name, life) for id, name, life in [(0, "a", 1), (1, "b", 2), (2, "c", 3)]
@@ -17,7 +18,7 @@ def names(members):
 
 
 def test_a_closed_world_admits_nobody_new():
-    members = Members(0, [A, B])
+    members = Directory(0, [A, B])
 
     assert members.admit(B) == []
     with pytest.raises(BadMessage, match="c claims the number of worker 2"):
@@ -25,13 +26,13 @@ def test_a_closed_world_admits_nobody_new():
 
 
 def test_a_closed_world_admits_a_later_life_of_a_member():
-    members = Members(0, [A, B])
+    members = Directory(0, [A, B])
     later = Member(1, "b", "elsewhere", 3)
 
     assert not members.had_earlier(1)
-    assert members.admit(later) == [B]
+    assert members.admit(later) == [1]
     assert members.admit(later) == []
-    assert members.numbered(1) == members.named("b") == later
+    assert (members.number("b"), members.address(1), members.life(1)) == (1, "elsewhere", 3)
     assert members.had_earlier(1)
     with pytest.raises(BadMessage, match="b speaks for an earlier life of b"):
         members.admit(B)
@@ -43,48 +44,50 @@ def test_a_closed_world_admits_a_later_life_of_a_member():
 )
 def test_nobody_else_takes_a_place_in_a_closed_world(claim):
     with pytest.raises(BadMessage, match="claims the number of"):
-        Members(0, [A, B]).admit(claim)
+        Directory(0, [A, B]).admit(claim)
 
 
 def test_an_open_world_admits_newcomers_once():
-    members = Members(0, [A], is_open=True)
+    members = Directory(0, [A], is_open=True)
 
     assert members.admit(B) == members.admit(B) == []
     assert names(members) == ["a", "b"]
-    assert members.named("b") == members.numbered(1) == B
+    assert members.find("b") == members.find(1) == WorkerInfo("b", 1)
 
 
 def test_one_that_left_is_remembered_by_number_only():
-    members = Members(0, [A, B], is_open=True)
+    members = Directory(0, [A, B], is_open=True)
 
-    assert members.left(1, 2) == B
-    assert members.left(1, 2) is None
-    assert members.named("b") is members.numbered(1) is None
-    assert members.remembered(1) == B
+    assert members.left(1, 2)
+    assert not members.left(1, 2)
+    for gone in ("b", 1):
+        with pytest.raises(UnknownWorker):
+            members.find(gone)
+    assert (members.name(1), members.life(1)) == ("b", 2)
 
 
 @pytest.mark.parametrize(
     "later", [Member(1, "b", "", 9), Member(1, "other", "", 9), Member(7, "b", "", 9)]
 )
 def test_a_later_life_takes_the_place_of_one_that_left_or_died(later):
-    left, died = Members(0, [A, B], is_open=True), Members(0, [A, B], is_open=True)
+    left, died = Directory(0, [A, B], is_open=True), Directory(0, [A, B], is_open=True)
     left.left(1, 2)
 
     assert left.admit(later) == []
-    assert died.admit(later) == [B]
-    assert left.all() == died.all() == [A, later]
+    assert died.admit(later) == [1]
+    assert left.all() == died.all() == [WorkerInfo("a", 0), WorkerInfo(later.name, later.id)]
 
 
 def test_it_may_take_the_places_of_two():
-    members = Members(0, [A, B, C], is_open=True)
+    members = Directory(0, [A, B, C], is_open=True)
 
-    assert members.admit(Member(1, "c", "", 9)) == [B, C]
+    assert members.admit(Member(1, "c", "", 9)) == [1, 2]
     assert names(members) == ["a", "c"]
 
 
 @pytest.mark.parametrize("has_left", [True, False])
 def test_an_earlier_life_does_not_come_back(has_left):
-    members = Members(0, [A, Member(1, "b", "", 9)], is_open=True)
+    members = Directory(0, [A, Member(1, "b", "", 9)], is_open=True)
     if has_left:
         members.left(1, 9)
 
@@ -93,13 +96,13 @@ def test_an_earlier_life_does_not_come_back(has_left):
 
 
 def test_a_late_goodbye_of_an_earlier_life_is_old_news():
-    members = Members(0, [A, Member(1, "b", "", 9)], is_open=True)
+    members = Directory(0, [A, Member(1, "b", "", 9)], is_open=True)
 
-    assert members.left(1, 2) is None
+    assert not members.left(1, 2)
     assert names(members) == ["a", "b"]
 
 
 @pytest.mark.parametrize("claim", [Member(0, "x", "", 9), Member(5, "a", "", 9)])
 def test_nobody_takes_the_place_of_the_one_who_asks(claim):
     with pytest.raises(BadMessage, match="claims the number of"):
-        Members(0, [A, B], is_open=True).admit(claim)
+        Directory(0, [A, B], is_open=True).admit(claim)

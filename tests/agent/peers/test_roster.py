@@ -11,14 +11,16 @@ from gradwire.agent.peers.state import Roster
 def seated(*names):
     roster, members = Roster("job"), []
     for id, name in enumerate(names):
-        roster, member = roster.with_member(name, id, f"at {name}")
+        roster = roster.with_member(name, id, f"at {name}")
+        member = roster.entries[-1].member
         members.append(member)
     return roster, members
 
 
 def test_a_later_seat_has_a_higher_life_also_when_earlier_ones_are_empty():
     roster, (a, b) = seated("a", "b")
-    roster, again = roster.without({a.life, b.life}).with_member("a", 0, "elsewhere")
+    roster = roster.without({a.life, b.life}).with_member("a", 0, "elsewhere")
+    again = roster.entries[-1].member
 
     assert a.life < b.life < again.life
     assert roster.before(again.life) == []

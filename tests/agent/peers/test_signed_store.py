@@ -11,7 +11,7 @@ from gradwire.agent.membership.rendezvous import meet, put_roster, roster_in
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.signed_store import SignedStore, signed, verified
-from gradwire.agent.peers.state import Roster
+from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import NotTrusted
 from gradwire.options import Options, Timeouts
@@ -31,7 +31,7 @@ def stranger_at(place, secret=OTHER):
 
 
 def join(place, rank=0, size=1):
-    return meet(place, f"w{rank}", "here", rank, size, SOON, MonotonicClock())
+    return meet(place, Member(rank, f"w{rank}", "here"), size, SOON, MonotonicClock())
 
 
 def test_what_was_written_can_be_read(place):
@@ -145,9 +145,9 @@ def test_a_roster_is_replaced_only_if_it_is_still_the_one_that_was_read(place):
     first, nothing = Roster("job"), None
     assert put_roster(place, first, nothing)
     _, text = roster_in(place)
-    second, _ = first.with_member("a", 0, "here")
+    second = first.with_member("a", 0, "here")
     assert put_roster(place, second, text)
 
-    assert not put_roster(place, first.with_member("b", 1, "there")[0], text)
+    assert not put_roster(place, first.with_member("b", 1, "there"), text)
     assert not put_roster(place, first, nothing)
     assert roster_in(place)[0] == second

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from gradwire.agent.requests.timer import Timer
+from gradwire.agent.requests.timer import Resender, Timer
 from gradwire.testing.clock import ManualClock
+from tests.leftovers import eventually
 
 
 class Alarms:
@@ -66,4 +67,18 @@ def test_a_watcher_that_fails_does_not_end_the_watch():
 
     assert alarms.rang.acquire(timeout=10)
     assert failed
+    timer.close()
+
+
+def test_a_message_is_sent_again_when_its_time_has_come_and_not_before():
+    clock, sent = ManualClock(), []
+    timer = Timer("test", clock)
+    resender = Resender(timer, sent.append)
+    resender.keep("later", 10.0)
+    resender.keep("sooner", 5.0)
+
+    clock.advance(6.0)
+    assert eventually(lambda: sent == [["sooner"]])
+    clock.advance(5.0)
+    assert eventually(lambda: sent == [["sooner"], ["later"]])
     timer.close()

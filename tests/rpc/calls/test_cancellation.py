@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.agent.messages import Cancel
 from gradwire.agent.serving.dispatch import Source
 from gradwire.errors import CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.options import Options
@@ -92,7 +93,7 @@ def test_a_function_that_has_not_begun_is_dropped_when_its_caller_has_given_up(g
         with pytest.raises(CallTimeout):
             two[0].run(gw.rpc_sync, "w1", mark, args=(gate, "ran"), timeout=0.02)
         inbound_requests = two[1].worker.agent.dispatch.inbound_requests
-        assert eventually(lambda: any(e.cancelled for e in inbound_requests._open))
+        assert eventually(lambda: any(e.cancelled for e in list(inbound_requests)))
         GATES[gate].set()
 
         assert first.wait() == "w1"
@@ -111,7 +112,7 @@ def test_the_references_of_a_function_that_never_began_are_let_go(gate):
         with pytest.raises(CallTimeout):
             two[0].run(gw.rpc_sync, "w1", mark, args=(gate, [mine, theirs]), timeout=0.02)
         inbound_requests = two[1].worker.agent.dispatch.inbound_requests
-        assert eventually(lambda: any(e.cancelled for e in inbound_requests._open))
+        assert eventually(lambda: any(e.cancelled for e in list(inbound_requests)))
         GATES[gate].set()
         first.wait()
         del mine, theirs
@@ -306,13 +307,14 @@ def test_what_is_not_a_call_of_the_peers_is_left_alone(workers, gate):
     """A Cancel for numbers that mean nothing, or those of another worker, does nothing."""
     call = workers[0].run(gw.rpc_async, "w1", hold_here, args=(gate,))
     begun(gate)
-    inbound_requests = workers[1].worker.agent.dispatch.inbound_requests
-    (inbound,) = inbound_requests._open
+    agent = workers[1].worker.agent
+    (inbound,) = agent.dispatch.inbound_requests
+    channels = agent._connections.channels
+    assert channels[0] == [inbound.channel]  # so a Cancel on another channel is of another worker
 
-    assert inbound_requests.asked_by(0, inbound.channel, [inbound.request]) == [inbound]
-    assert inbound_requests.asked_by(0, inbound.channel, [inbound.request + 1]) == []
-    assert inbound_requests.asked_by(2, inbound.channel, [inbound.request]) == []
-    assert inbound_requests.asked_by(0, object(), [inbound.request]) == []
+    agent._cancellation._serve(Cancel([inbound.request + 1]), None, Source(0, inbound.channel, 0))
+    agent._cancellation._serve(Cancel([inbound.request]), None, Source(2, object(), 0))
+    assert not inbound.cancelled
     GATES[gate].set()
     assert call.wait() == "w1"
 

@@ -35,12 +35,10 @@ class Acceptor:
     def __init__(
         self, me: str, listener: Listener, options: Options, clock: Clock, refusals: Refusals
     ) -> None:
-        self._me, self._listener, self._clock = me, listener, clock
-        self._refusals = refusals
+        self._me, self._listener, self._clock, self._refusals = me, listener, clock, refusals
         self._seconds = options.timeouts.handshake
-        fair = min(_FAIR_SECONDS, self._seconds)
         self._pending_handshakes: PendingHandshakes[Channel] = PendingHandshakes(
-            options.limits.pending_handshakes, fair
+            options.limits.pending_handshakes, min(_FAIR_SECONDS, self._seconds)
         )
         self._unfinished: set[Channel] = set()
         """channels that are not in use yet, those with a proof but without a Hello included"""

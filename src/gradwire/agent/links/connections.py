@@ -16,8 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, NoReturn, final
+from typing import NoReturn, final
 
 from gradwire.agent.links import handshake
 from gradwire.agent.links.acceptor import Acceptor
@@ -28,7 +27,6 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import (
     DeadlinePassed,
     GradwireError,
@@ -45,12 +43,6 @@ from gradwire.transport.base import Channel, Listener
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.message import Frame, Kinds, encode, kind_of
 
-OnEnd = Callable[[WorkerId, Channel, GradwireError, bool], None]
-"""Called when a channel to a worker has ended: why, and whether it was the last to that worker."""
-
-OnReborn = Callable[[WorkerId, PeerLost], None]
-"""Called when a worker's earlier life is over, as a later one has connected."""
-
 _JOIN_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0
 """How long a reader may take to find the end of its channel."""
@@ -62,53 +54,9 @@ class _LostMeanwhile(PeerLost):
     """A worker was lost while a channel to it was made; dialling again may succeed at once."""
 
 
-class _LossCounts(NamedTuple):
-    """How often each of two workers had lost the other, as their Hellos on one channel said."""
-
-    here: int
-    there: int
-
-
 def _refuse_to_wait(*_: object) -> NoReturn:
     """The answer would be read by a thread that a forked process does not have."""
     raise UsageError(FORKED, hint=IN_A_FORK)
-
-
-@final
-class _ChannelEnds:
-    """Lets a sender whose channel has failed wait until its end is reported.
-
-    A reader finds the end a moment after the sender, behind what the peer sent before. Until then
-    the worker counts as connected by this channel, and a sender that tried again would fail again.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._noted = threading.Condition()  # not the worker's lock, which wait() would release
-        self._clock = clock
-
-    def noted(self) -> None:
-        """A channel was removed from the table."""
-        with self._noted:
-            self._noted.notify_all()
-
-    def wait(
-        self,
-        readers: ChannelReaders,
-        channel: Channel,
-        has_ended: Callable[[], bool],
-        reporting: threading.RLock,
-        deadline: float,
-    ) -> None:
-        """Wait until the channel has ended and the thread that reports it released `reporting`."""
-        until = min(deadline, self._clock.now() + _NOTICE_SECONDS)
-        readers.wait(channel, has_ended, partial(self._sleep, has_ended, until))
-        if reporting.acquire(timeout=max(0.0, until - self._clock.now())):
-            reporting.release()
-
-    def _sleep(self, has_ended: Callable[[], bool], until: float) -> None:
-        with self._noted:
-            while not has_ended() and (left := until - self._clock.now()) > 0:
-                self._noted.wait(left)
 
 
 @final
@@ -127,43 +75,47 @@ class Connections:
         refusals: Refusals,
         wrap: Callable[[Channel], Channel] = lambda channel: channel,
     ) -> None:
-        self._most_per_peer = options.limits.connections
-        self._directory = directory
-        self._wrap = wrap
+        self._most_per_peer, self._seconds = options.limits.connections, options.timeouts.connect
+        self._directory, self._transports, self._wrap = directory, transports, wrap
         self._job, self._secret = job, secret
-        self._transports = transports
-        self._timeouts = options.timeouts
-        self._clock = clock
-        self._refusals = refusals
+        self._clock, self._refusals = clock, refusals
         self._acceptor = Acceptor(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
-        self._ends = _ChannelEnds(clock)
+        self._removed = threading.Condition()  # not the worker's lock, which wait() would release
         self._dial_locks: dict[WorkerId, threading.RLock] = {}
         self._peer_locks: dict[WorkerId, threading.RLock] = {}
         """each is held while its worker's first channel, or its loss, is reported: in this order"""
         self.channels: dict[WorkerId, list[Channel]] = {}
-        """by worker; a list is replaced, never changed, so reading needs no lock"""
+        """by worker; a list is replaced, never changed, so reading needs no lock; a channel is
+        removed before its end is reported"""
         self._losses: Counter[WorkerId] = Counter()
         self._their_losses: Counter[WorkerId] = Counter()
-        """how often we lost each peer, and how often its present life has lost us, as it says"""
+        """how often we lost each peer, and how often its present incarnation lost us, as it says"""
         self._threads = Threads(f"gradwire {directory.me.name}", directory.lock)
         self._closed = False
-        self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._opened_listeners: list[Callable[[], None]] = []
         call_after_fork(self)
 
-    def on_peer_joined(self, listener: Callable[[WorkerId], None]) -> None:
-        """Call it with each worker that gets its first channel. It must not block."""
-        self._joined_listeners.append(listener)
+    def start(
+        self,
+        *,
+        on_frame: OnFrame,
+        on_joined: Callable[[WorkerId], None],
+        on_opened: Callable[[], None],
+        on_end: Callable[[WorkerId, Channel, GradwireError, bool], None],
+        on_reborn: Callable[[WorkerId, PeerLost], None],
+        contexts_opened: Callable[[], int],
+    ) -> None:
+        """Begin to accept. The listeners must not block.
 
-    def on_channel_opened(self, listener: Callable[[], None]) -> None:
-        """Call it after each new channel. It must not block."""
-        self._opened_listeners.append(listener)
-
-    def start(self, on_frame: OnFrame, on_end: OnEnd, on_reborn: OnReborn) -> None:
-        """Begin to accept."""
-        self._on_frame, self._on_end, self._on_reborn = on_frame, on_end, on_reborn
-        self.readers = ChannelReaders(self._threads.spawn, self._frame_came, self._ended)
+        `on_joined` is called with each worker that gets its first channel, and `on_opened` after
+        each new channel. `on_end` is called when a channel to a worker has ended: why, and whether
+        it was the last to that worker. `on_reborn` is called when a worker's earlier incarnation is
+        over, as a later one has connected. `contexts_opened` is for Hello.since.
+        """
+        self._on_joined, self._on_opened = on_joined, on_opened
+        self._on_end, self._on_reborn = on_end, on_reborn
+        self._contexts_opened = contexts_opened
+        self.readers = ChannelReaders(self._threads.spawn, on_frame, self.give_up)
         self._acceptor.open(self._threads.spawn, self._welcome)
 
     def to(self, worker: WorkerId, deadline: float) -> Channel:
@@ -190,18 +142,30 @@ class Connections:
         finally:
             dial_lock.release()
 
-    def has(self, worker: WorkerId, channel: Channel | None = None) -> bool:
-        """Whether the channel, or any, has not ended. False before the end is reported."""
-        known = self.channels.get(worker, ())
-        return bool(known) if channel is None else channel in known
-
     def await_end(
         self, worker: WorkerId, channel: Channel | None, error: BaseException, deadline: float
     ) -> None:
-        """Sending on a channel failed: if the error says that it has ended, wait for the report."""
-        if channel is not None and type(error) is PeerLost:  # a subclass is about one message
-            lock, ended = self._peer_lock(worker), lambda: not self.has(worker, channel)
-            self._ends.wait(self.readers, channel, ended, lock, deadline)
+        """Sending on a channel failed: if the error says that it has ended, wait for the report.
+
+        A reader finds the end a moment after the sender, behind what the peer sent before. Until
+        then the worker counts as connected by this channel, and another try would fail again.
+        """
+        if channel is None or type(error) is not PeerLost:  # a subclass is about one message
+            return
+        until = min(deadline, self._clock.now() + _NOTICE_SECONDS)
+
+        def has_ended() -> bool:
+            return channel not in self.channels.get(worker, ())
+
+        def sleep() -> None:
+            with self._removed:
+                while not has_ended() and (left := until - self._clock.now()) > 0:
+                    self._removed.wait(left)
+
+        self.readers.wait(channel, has_ended, sleep)
+        reporting = self._peer_lock(worker)  # held by the thread that reports the end
+        if reporting.acquire(timeout=max(0.0, until - self._clock.now())):
+            reporting.release()
 
     def close(self, reason: str) -> None:
         """End every channel and join their threads; idempotent."""
@@ -227,7 +191,7 @@ class Connections:
             near, far = MemoryNetwork().pair()
             self._use(worker, far)
             return self._use(worker, near)
-        limit = min(deadline, self._clock.now() + self._timeouts.connect)
+        limit = min(deadline, self._clock.now() + self._seconds)
         me, name = self._directory.me.name, self._directory.name(worker)
         address = self._directory.address(worker)
         try:
@@ -239,62 +203,69 @@ class Connections:
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)
             here = self._send_hello(channel, worker, until)
-            theirs = self._receive_hello(channel, until)
-            self._admit(handshake.check_hello(theirs, name, self._directory, dialled=worker))
-            self._note_hello(worker, theirs)
+            theirs = self._receive_hello(channel, name, until, dialled=worker)
         except BaseException as error:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
                 raise
             raise self._no_handshake(name, channel, error, deadline) from error
-        return self._use(worker, channel, _LossCounts(here, theirs.losses))
+        return self._use(worker, channel, (here, theirs.losses))
 
     def _no_handshake(
         self, name: str, channel: Channel, error: GradwireError, deadline: float
     ) -> GradwireError:
-        message = f"no handshake with {name} at {channel.remote}: {error.message}"
+        kind: type[GradwireError] = PeerLost
         if isinstance(error, NotTrusted):
             self._refusals.count("listener not trusted", channel.remote)
-            kind: type[GradwireError] = NotTrusted
-        else:
-            kind = DeadlinePassed if self._clock.now() >= deadline else PeerLost
-        found = kind(message, hint=error.hint)
-        return found.about(name, link=channel.remote, phase="connect")
+            kind = NotTrusted
+        elif self._clock.now() >= deadline:
+            kind = DeadlinePassed
+        message = f"no handshake with {name} at {channel.remote}: {error.message}"
+        return kind(message, hint=error.hint).about(name, link=channel.remote, phase="connect")
 
     def _welcome(self, channel: Channel, until: float) -> None:
         """Use a channel that a peer dialled, if the handshake succeeds; else raise why."""
-        directory = self._directory
-        name = handshake.examine(channel, self._secret, self._job, directory.me.name, until)
+        me = self._directory.me.name
+        name = handshake.examine(channel, self._secret, self._job, me, until)
         self._acceptor.proven(channel)
-        theirs = self._receive_hello(channel, until)
-        member = handshake.check_hello(theirs, name, directory, dialled=None)
-        self._admit(member)
-        self._note_hello(member.id, theirs)
-        here = self._send_hello(channel, member.id, until)
-        self._use(member.id, channel, _LossCounts(here, theirs.losses))
+        theirs = self._receive_hello(channel, name, until)
+        here = self._send_hello(channel, theirs.worker, until)
+        self._use(theirs.worker, channel, (here, theirs.losses))
 
     def _send_hello(self, channel: Channel, peer: WorkerId, deadline: float) -> int:
         """Send our Hello; returns how often we have lost the peer, as the Hello says."""
         with self._peer_lock(peer):
             losses = self._losses[peer]
-        said = encode(handshake.hello(self._directory, peer, losses))
-        channel.send(Frame(kind_of(Hello), 0, 0, said, ()), deadline)
+        me = self._directory.myself
+        since = self._contexts_opened() if self._directory.had_earlier(peer) else 0
+        said = Hello(me.id, me.life, me.address, me.note, since, losses)
+        channel.send(Frame(kind_of(Hello), 0, 0, encode(said), ()), deadline)
         return losses
 
-    def _receive_hello(self, channel: Channel, deadline: float) -> Hello:
+    def _receive_hello(
+        self, channel: Channel, name: str, deadline: float, dialled: WorkerId | None = None
+    ) -> Hello:
+        """The Hello of the worker of this name, which is in the directory from then on."""
         frame = channel.maybe_recv(deadline)
         if frame is None:
             raise DeadlinePassed(f"{channel.remote} did not introduce itself before the deadline")
-        said = _HELLO.decode(frame.kind, frame.head)
-        assert isinstance(said, Hello)
-        return said
+        theirs = _HELLO.decode(frame.kind, frame.head)
+        assert isinstance(theirs, Hello)
+        self._admit(handshake.check_hello(theirs, name, self._directory, dialled=dialled))
+        worker = theirs.worker
+        self._directory.greeted(worker, theirs.life, theirs.since)
+        with self._peer_lock(worker):  # see Note [What was before a loss]
+            if theirs.losses > self._their_losses[worker]:
+                self._their_losses[worker] = theirs.losses
+                self.hang_up(worker, PeerLost(f"{name} has ended its connections with us"))
+        return theirs
 
     def _peer_lock(self, worker: WorkerId) -> threading.RLock:
         with self._lock:
             return self._peer_locks.setdefault(worker, threading.RLock())
 
     def _admit(self, member: Member) -> None:
-        """Enter a peer into the directory; an earlier life that it replaces is lost."""
+        """Enter a peer into the directory; an earlier incarnation that it replaces is lost."""
         for worker in self._directory.admit(member):
             error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
             with self._peer_lock(worker):
@@ -303,34 +274,27 @@ class Connections:
                 self._their_losses[worker] = 0
                 self._on_reborn(worker, error)
 
-    def _note_hello(self, worker: WorkerId, theirs: Hello) -> None:
-        """Count the losses that a peer's Hello reports; see Note [What was before a loss]."""
-        self._directory.greeted(worker, theirs.life, theirs.since)
-        with self._peer_lock(worker):
-            if theirs.losses > self._their_losses[worker]:
-                self._their_losses[worker] = theirs.losses
-                name = self._directory.name(worker)
-                self.hang_up(worker, PeerLost(f"{name} has ended its connections with us"))
-
-    def hang_up(self, worker: WorkerId, error: PeerLost) -> None:
+    def hang_up(self, worker: WorkerId, error: GradwireError) -> None:
         """End every channel to this worker; the next message dials again."""
         with self._peer_lock(worker):
             channels = self._drop(worker, error)
             for channel in channels:
-                self._on_end(worker, channel, error, channel is channels[-1])
+                is_lost = channel is channels[-1] and not self._closed
+                self._on_end(worker, channel, error, is_lost)
 
-    def _drop(self, worker: WorkerId, error: PeerLost) -> list[Channel]:
+    def _drop(self, worker: WorkerId, error: GradwireError) -> list[Channel]:
         """Remove and close the channels to this worker; returns them."""
         with self._lock:
             channels = self.channels.pop(worker, [])
             self._losses[worker] += bool(channels)
-            self._ends.noted()
+            with self._removed:
+                self._removed.notify_all()
         for channel in channels:
             channel.close(str(error))
         return channels
 
     def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
-        """Count a worker as lost that could not be reached, by `tell`. False if it is connected."""
+        """A worker could not be reached: call `tell`, which marks it as lost, unless connected."""
         with self._peer_lock(worker):
             with self._lock:
                 if self.channels.get(worker):
@@ -340,8 +304,9 @@ class Connections:
         return True
 
     def _use(
-        self, worker: WorkerId, channel: Channel, losses: _LossCounts | None = None
+        self, worker: WorkerId, channel: Channel, losses: tuple[int, int] | None = None
     ) -> Channel:
+        """Put a channel to use; `losses` is what our Hello and the peer's on it have said."""
         channel = self._wrap(channel)
         # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
         # could overtake the join that came before it, or a frame of the new channel the report of
@@ -353,18 +318,17 @@ class Connections:
                 if refusal is None:
                     self.channels[worker] = [*known, channel]
             if refusal is None:
-                for listener in self._joined_listeners if not known else ():
-                    listener(worker)
+                if not known:
+                    self._on_joined(worker)
                 self.readers.open(worker, channel, self._directory.name(worker))
         if refusal is not None:
             channel.close(refusal.message)
             raise refusal
-        for opened in self._opened_listeners:
-            opened()
+        self._on_opened()
         return channel
 
     def _maybe_refused(
-        self, worker: WorkerId, known: int, losses: _LossCounts | None
+        self, worker: WorkerId, known: int, losses: tuple[int, int] | None
     ) -> GradwireError | None:
         """Why a new channel must not be used, if there is a reason."""
         name = self._directory.name(worker)
@@ -380,37 +344,16 @@ class Connections:
         return None
 
     def give_up(self, reader: ChannelReader, error: GradwireError) -> None:
-        """End a channel whose peer is considered dead, whatever is still in flight."""
-        self._ended(reader, error)
-
-    def _frame_came(
-        self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
-    ) -> Job | None:
-        if channel not in self.channels.get(worker, ()):
-            self._refusals.count("earlier life", self._directory.name(worker))
-            raise PeerLost("a message of an earlier connection is not read")
-        return self._on_frame(worker, channel, frame, may_run)
-
-    def _ended(self, reader: ChannelReader, error: GradwireError) -> None:
-        """End all channels to a worker when one has ended, and report the worker as lost.
+        """A channel has ended, or its peer is considered dead: end all channels to the worker.
 
         Frames in flight are lost with a channel. The layers above learn of that only by the loss of
         the worker, so it must not stay connected by another channel.
         """
         worker, channel = reader.worker, reader.channel
         with self._peer_lock(worker):
-            with self._lock:
-                known = self.channels.get(worker, [])
-                was_removed = channel not in known
-                if not was_removed:
-                    self.channels[worker] = []
-                    self._losses[worker] += 1
-                    self._ends.noted()
             channel.close(str(error))
-            if was_removed:
-                return
-            for other in known:
-                if other is not channel:
-                    other.close(f"another connection to the same worker ended: {error}")
-                    self._on_end(worker, other, error, False)
-            self._on_end(worker, channel, error, not self._closed)
+            known = self.channels.get(worker, [])
+            if channel in known:  # as the last one, which is reported as the link that was lost
+                others = [other for other in known if other is not channel]
+                self.channels[worker] = [*others, channel]
+                self.hang_up(worker, error)

@@ -70,13 +70,6 @@ def _heard(channel: Channel, deadline: float) -> bytes:
     return head + channel.recv_raw(body_length(head), deadline)
 
 
-def hello(directory: Directory, peer: WorkerId | None = None, losses: int = 0) -> Hello:
-    """This worker's Hello to a peer, which it has lost so often before."""
-    me = directory.myself
-    since = 0 if peer is None else directory.since_for(peer)
-    return Hello(me.id, me.life, me.address, me.note, since, losses)
-
-
 def check_hello(
     theirs: Hello, name: str, directory: Directory, *, dialled: WorkerId | None
 ) -> Member:

@@ -93,8 +93,8 @@ class ChannelReader:
         self.idle_ticks = 0
         self.threads: list[None] = []
         """one entry for each reader thread"""
-        self.running: list[Job] = []
-        """the jobs that reader threads run now"""
+        self.running: list[None] = []
+        """one entry for each reader thread that runs a job, or was interrupted between frames"""
         self.idle: list[SimpleQueue[None]] = []
         """the wake queue of each sleeping reader thread; code that removes one must put into it"""
         self.has_ended = False
@@ -130,7 +130,7 @@ class ChannelReader:
         if wake is not None:
             with suppress(ValueError):
                 self.idle.remove(wake)
-        self.running.append(_interrupted)
+        self.running.append(None)
         self.owner.ensure_reader(self)
         return partial(self._resume, wake)
 
@@ -186,7 +186,7 @@ class ChannelReaders:
         with threads.no_collection():
             reader = self._by_channel[channel] = ChannelReader(worker, channel, self)
             reader.threads.append(None)
-            self._spawn(f"read {name}", lambda: self._read(reader, name), reader)
+            self._spawn(f"read {name}", lambda: self._read(reader), reader)
 
     def all(self) -> list[ChannelReader]:
         """Every reader whose channel has not ended."""
@@ -350,13 +350,13 @@ class ChannelReaders:
 
     # -- reader threads
 
-    def _read(self, reader: ChannelReader, name: str) -> None:
+    def _read(self, reader: ChannelReader) -> None:
         try:
-            self._read_on(reader, name)
+            self._read_on(reader)
         finally:
             reader.threads.pop()
 
-    def _read_on(self, reader: ChannelReader, name: str) -> None:
+    def _read_on(self, reader: ChannelReader) -> None:
         this_thread = _this_thread
         # The first store into a thread-local allocates, and may be interrupted; later ones may not.
         this_thread.reads = None
@@ -379,7 +379,7 @@ class ChannelReaders:
                 self._end(reader, error)
                 return  # the read lock stays taken: nobody is to read a channel that has ended
             except Exception as error:  # a bug; still no channel may be left without a reader
-                _log.exception("reading from %s failed", name)
+                _log.exception("reading from %s failed", reader.channel.remote)
                 self._end(reader, PeerLost(f"reading failed: {error!r}"))
                 return
             # First the flag, for the watchdog (see `_check`); then the note before the lock, as in
@@ -400,12 +400,14 @@ class ChannelReaders:
     def _run(self, reader: ChannelReader, job: Job) -> None:
         # An interrupt between these two lines finds neither `reads` nor `runs`. Then `hand_over`
         # counts this thread as busy twice, and starts one reader thread more than needed.
-        reader.running.append(job)
+        reader.running.append(None)
         _this_thread.runs = True
         if reader not in self._watched or not self._is_watching:
             self._watch(reader)
         try:
             job()
+        except BaseException:  # a bug, as the job answers what its handler raises; read on
+            _log.exception("a job for %s failed", reader.channel.remote)
         finally:
             _this_thread.runs = False
             reader.running.pop()
@@ -449,7 +451,7 @@ class ChannelReaders:
             return  # one of them runs no job: it will read, or has told the watchdog and sleeps
         reader.threads.append(None)  # two at once may both add one: the second sleeps, or ends
         try:
-            self._spawn("read on", lambda: self._read(reader, "a peer"), reader)
+            self._spawn("read on", lambda: self._read(reader), reader)
         except BaseException:
             reader.threads.pop()
             raise
@@ -479,19 +481,16 @@ class ChannelReaders:
         while token is self._watchdog and not self._closed:
             self._wake_watchdog.get()
             self._is_watching = True
-            self._watch_until_idle(token)
+            tick = _TICK_SECONDS
+            while self._watched and token is self._watchdog and not self._closed:
+                time.sleep(tick)
+                is_quiet = self._check_all()
+                tick = _TICK_SECONDS if is_quiet else min(2 * tick, _LONGEST_TICK_SECONDS)
             # A reader that is added while the flag is up does not wake the watchdog. So the flag
             # goes down first, and then the watchdog looks once more.
             self._is_watching = False
             if self._watched:
                 self._wake_watchdog.put(None)
-
-    def _watch_until_idle(self, token: object) -> None:
-        tick = _TICK_SECONDS
-        while self._watched and token is self._watchdog and not self._closed:
-            time.sleep(tick)
-            is_quiet = self._check_all()
-            tick = _TICK_SECONDS if is_quiet else min(2 * tick, _LONGEST_TICK_SECONDS)
 
     def _check_all(self) -> bool:
         """Whether there is a channel on which nobody has read since the last look."""
@@ -558,7 +557,3 @@ def _log_unexpected(reader: ChannelReader, error: Exception) -> None:
     """Keep the traceback of a bug. The reader thread that finds the closed channel has none."""
     if not isinstance(error, GradwireError):
         _log.error("handling a message from %s failed", reader.channel.remote, exc_info=error)
-
-
-def _interrupted() -> None:
-    """Stands in `running` for a reader thread that was interrupted between two frames."""

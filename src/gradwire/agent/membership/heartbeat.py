@@ -7,17 +7,19 @@ pongs are sent by service threads, which no function of a user keeps busy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from gradwire.agent.agent import Agent
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.links.readers import ChannelReader
-from gradwire.agent.membership.heartbeat_state import FailureDetector, SilenceLimits
+from gradwire.agent.membership.heartbeat_state import FailureDetector
 from gradwire.agent.messages import Ping
-from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.requests.timer import Timer
+from gradwire.agent.serving.dispatch import Dispatch, Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
+from gradwire.events import Events
+from gradwire.ids import WorkerId
 from gradwire.options import Timeouts
 from gradwire.transport.base import Channel
 from gradwire.wire.message import Frame, encode, kind_of
@@ -29,26 +31,32 @@ _log = logging.getLogger("gradwire")
 class Heartbeat:
     """Finds the peers of one worker that are frozen, or cannot be reached any more."""
 
-    def __init__(self, agent: Agent, connections: Connections, timeouts: Timeouts) -> None:
-        self._agent, self._connections = agent, connections
-        self._me = agent.directory.me
+    def __init__(
+        self,
+        directory: Directory,
+        connections: Connections,
+        dispatch: Dispatch,
+        timer: Timer,
+        events: Events,
+        timeouts: Timeouts,
+    ) -> None:
+        self._directory, self._connections = directory, connections
+        self._timer, self._events, self._submit = timer, events, dispatch.service.submit
         self._detector: FailureDetector[ChannelReader] = FailureDetector(
-            SilenceLimits(timeouts.suspect, timeouts.dead)
+            timeouts.suspect, timeouts.dead
         )
-        agent.handle(Ping, self._serve_ping, Lane.SERVICE)
-        agent.timer.watch(self._look)
-        agent.silence_of = self._silence_of
-        connections.on_channel_opened(self._start_timer)
+        dispatch.handle(Ping, self._serve_ping, Lane.SERVICE)
+        timer.watch(self._look)
 
-    def _start_timer(self) -> None:
+    def channel_opened(self) -> None:
         """There is a channel to watch: let the timer run from now on."""
-        self._agent.timer.need(self._agent.clock.now() + self._detector.pause)
+        self._timer.need(self._timer.clock.now() + self._detector.pause)
 
     def _look(self, now: float) -> float | None:
         next_look = self._detector.next_look()
         if next_look is not None and now < next_look:
             return next_look  # the timer was woken for something else
-        readers = [r for r in self._connections.readers.all() if r.worker != self._me.id]
+        readers = [r for r in self._connections.readers.all() if r.worker != self._directory.me.id]
         found = self._detector.look(now, {reader: _sign(reader) for reader in readers})
         for reader in found.ping:
             self._submit(partial(_ping, reader.channel, asks=True))
@@ -61,19 +69,16 @@ class Heartbeat:
             self._submit(partial(self._connections.give_up, reader, error))
         return self._detector.next_look()
 
-    def _silence_of(self, worker: int) -> float:
+    def silence_of(self, worker: WorkerId) -> float:
         """How long a worker has been silent, if that is suspect; else 0."""
-        now = self._agent.clock.now()
+        now = self._timer.clock.now()
         readers = [r for r in self._connections.readers.all() if r.worker == worker]
         return min((self._detector.silence(reader, now) for reader in readers), default=0.0)
 
     def _report(self, reader: ChannelReader, what: str) -> None:
-        name = self._agent.directory.name(reader.worker)
-        self._agent.events.emit("heartbeat", name, what)
-        _log.warning("%s: %s %s (%s)", self._me.name, name, what, reader.channel.remote)
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        self._agent.dispatch.service.submit(job)
+        name, me = self._directory.name(reader.worker), self._directory.me.name
+        self._events.emit("heartbeat", name, what)
+        _log.warning("%s: %s %s (%s)", me, name, what, reader.channel.remote)
 
     def _serve_ping(self, ping: Ping, _: Payload, source: Source) -> None:
         if ping.asks:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar, final
+from typing import Generic, TypeVar, final
 
 _LOOKS = 5
 """Looks until a silent link is suspect: the resolution at which silence is measured."""
@@ -45,20 +45,16 @@ class Findings(Generic[K]):
     """those that are considered dead; they are not watched any longer"""
 
 
-class SilenceLimits(NamedTuple):
-    """Seconds of silence until a link is suspect, and until it is considered dead."""
-
-    suspect: float
-    dead: float
-
-
 @final
 class FailureDetector(Generic[K]):
-    """When each link of one worker last gave a sign of life."""
+    """When each link of one worker last gave a sign of life.
 
-    def __init__(self, limits: SilenceLimits) -> None:
-        self._limits = limits
-        self.pause = min(limits) / _LOOKS
+    After so many seconds of silence a link is `suspect`, and `dead`.
+    """
+
+    def __init__(self, suspect: float, dead: float) -> None:
+        self._suspect, self._dead = suspect, dead
+        self.pause = min(suspect, dead) / _LOOKS
         """seconds from one look to the next"""
         self._links: dict[K, _Heard] = {}
         self._looked: float | None = None
@@ -103,12 +99,12 @@ class FailureDetector(Generic[K]):
         return gap - self.pause if gap > 2 * self.pause else 0.0
 
     def _judge(self, link: K, known: _Heard, silence: float, found: Findings[K]) -> None:
-        if silence >= self._limits.dead and known.is_pinged:
+        if silence >= self._dead and known.is_pinged:
             found.dead[link] = silence
             return
-        if silence >= self._limits.suspect and not known.is_suspect:
+        if silence >= self._suspect and not known.is_suspect:
             known.is_suspect = True
             found.suspect[link] = silence
-        if 2 * silence >= min(self._limits):
+        if 2 * silence >= min(self._suspect, self._dead):
             known.is_pinged = True
             found.ping.append(link)

@@ -11,8 +11,9 @@ that dies while it joins is found dead by the next one, or removed when its time
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import final
 
 from gradwire.agent.agent import Agent
@@ -67,20 +68,19 @@ class RosterStore:
         self, name: str, id: WorkerId, address: str, limit: float, note: str = ""
     ) -> Member:
         """Add this worker to the roster; the others do not know it yet."""
-        while True:
-            roster, text = roster_in(self._store)
+
+        def with_me(roster: Roster) -> Roster:
             alive = [m for m in roster.holders(name, id) if self.is_alive(m.address)]
             if alive:
                 raise _refusal(name, id, alive[0])
             dead = {member.life for member in roster.holders(name, id)}
-            changed, member = roster.without(dead).with_member(name, id, address, note)
-            if put_roster(self._store, changed, text):
-                break
-            self._pause(limit, f"{name} could not register in the roster")
+            return roster.without(dead).with_member(name, id, address, note)
+
+        me = self._change(with_me, limit).entries[-1].member
         if has_closed_world(self._store):
-            self.unregister({member.life}, limit)
+            self.unregister({me.life}, limit)
             raise UsageError(MIXED, hint="meet at another init_method")
-        return member
+        return me
 
     def before(self, member: Member, limit: float) -> tuple[str, list[Member]]:
         """The job and the members with earlier entries, once all of these are announced.
@@ -98,7 +98,7 @@ class RosterStore:
             if dead:
                 self.unregister(dead, limit + _GRACE_SECONDS)
             else:
-                threading.Event().wait(pause)
+                time.sleep(pause)
                 pause = min(2 * pause, _LOOK_AT_LEAST_EVERY)
 
     def mark_announced(self, member: Member, dead: set[int], limit: float) -> None:
@@ -112,7 +112,7 @@ class RosterStore:
             )
 
     def unregister(self, lives: set[int], limit: float) -> None:
-        """Remove these lives from the roster."""
+        """Remove these incarnations from the roster."""
         self._change(lambda roster: roster.without(lives), limit)
 
     def _change(self, decide: Callable[[Roster], Roster], limit: float) -> Roster:
@@ -121,12 +121,9 @@ class RosterStore:
             changed = decide(roster)
             if put_roster(self._store, changed, text):
                 return changed
-            self._pause(limit, "the roster could not be changed")
-
-    def _pause(self, limit: float, what: str) -> None:
-        if self._clock.now() >= limit:
-            raise JoinTimeout(f"{what}: other workers changed it each time")
-        threading.Event().wait(_LOOK_AGAIN_SECONDS)
+            if self._clock.now() >= limit:
+                raise JoinTimeout("the roster could not be changed: others changed it each time")
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def is_alive(self, address: str) -> bool:
         """Whether a process listens there. One that does not answer in time counts as alive."""
@@ -190,20 +187,20 @@ class Membership:
             if self._agent.clock.now() >= deadline:
                 _log.warning("%s joined, but %s did not answer", self._me.name, info.name)
                 return True
-            threading.Event().wait(_TRY_AGAIN_SECONDS)
+            time.sleep(_TRY_AGAIN_SECONDS)
 
     def leave(
         self,
         seconds: float,
         let_go: Callable[[], None],
         busy: Callable[[], bool],
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[], None],
     ) -> ShutdownResult:
         """Wait for what is in flight, call `let_go` and `look`, and tell the others.
 
         Always ends in time. It is no error if a member has not acknowledged it by then.
         """
-        deadline = self._agent.clock.now() + seconds
+        deadline, directory = self._agent.clock.now() + seconds, self._agent.directory
         self._wait_while(busy, deadline)
         let_go()
         self._wait_while(busy, deadline)
@@ -211,9 +208,13 @@ class Membership:
         self.unregister(deadline)
         late: list[str] = []
         told: set[int] = set()
-        while untold := {self._agent.directory.life(i.id): i.id for i in self._untold(told)}:
+        while True:
+            lives = {directory.life(info.id): info.id for info in directory.others()}
+            untold = {life: id for life, id in lives.items() if life not in told}
+            if not untold:
+                break
             told |= untold.keys()
-            late += self._tell(list(untold.values()), deadline)
+            late += self._tell(untold.values(), deadline)
         self._wait_while(busy, deadline)
         return ShutdownResult([], late, [])
 
@@ -228,33 +229,22 @@ class Membership:
         except RuntimeError as error:
             _log.info("%s left, but stays in the roster: %s", self._me.name, error)
 
-    def _untold(self, told: set[int]) -> list[WorkerInfo]:
-        directory = self._agent.directory
-        return [info for info in directory.others() if directory.life(info.id) not in told]
-
-    def _tell(self, workers: list[WorkerId], deadline: float) -> list[str]:
+    def _tell(self, workers: Iterable[WorkerId], deadline: float) -> list[str]:
         """Send Left to these members at once; returns the names of those that answered late."""
-        sent = []
+        left, what, sent = Left(self._me.life), f"the departure of {self._me.name}", []
         for worker in workers:
-            try:
-                what = f"the departure of {self._me.name}"
+            with suppress(GradwireError):
                 _, promise = self._agent.request(
-                    worker,
-                    Left(self._me.life),
-                    deadline=deadline,
-                    description=what,
-                    phase="shutdown",
+                    worker, left, deadline=deadline, description=what, phase="shutdown"
                 )
                 sent.append((worker, promise))
-            except GradwireError:
-                continue
         outcomes = [(worker, promise.wait()) for worker, promise in sent]
         late = [worker for worker, outcome in outcomes if isinstance(outcome, DeadlinePassed)]
         return [self._agent.directory.name(worker) for worker in late]
 
     def _wait_while(self, busy: Callable[[], bool], deadline: float) -> None:
         while busy() and self._agent.clock.now() < deadline:
-            threading.Event().wait(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _serve_left(self, message: Left, _: Payload, source: Source) -> None:
         self._agent.directory.left(source.worker, message.life)

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ParamSpec, TypeVar
 from urllib.parse import urlparse, urlunparse
 
 import msgspec
@@ -32,9 +31,6 @@ from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not supported. "
@@ -160,89 +156,50 @@ def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
     return store.replace(_ROSTER, old, msgspec.json.encode(roster).decode())
 
 
-def _names_lost_store(joining: Callable[P, T]) -> Callable[P, T]:
-    """Raise PeerLost when the store, which rank 0 mostly hosts, is lost."""
-
-    @functools.wraps(joining)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return joining(*args, **kwargs)
-        except DistNetworkError as error:
-            raise PeerLost(
-                "the rendezvous store was lost before every worker had joined: the process that "
-                "hosts it, mostly rank 0, has ended",
-                hint=f"what it printed says why; {_OWN_RANK}",
-            ) from error
-
-    return wrapped
-
-
-@_names_lost_store
 def meet(
-    store: SignedStore,
-    name: str,
-    address: str,
-    rank: int,
-    world_size: int,
-    options: Options,
-    clock: Clock,
-    note: str = "",
+    store: SignedStore, me: Member, world_size: int, options: Options, clock: Clock
 ) -> Meeting:
-    """Write this worker's entry, and wait for the entries of all others."""
-    limit = clock.now() + options.timeouts.join
-    rounds = _Rounds(store, name, limit, clock)
-    _refuse_open_world(store)
-    round = rounds.open_round() if rank == 0 else rounds.find_round(rank)
-    _refuse_open_world(store)  # of two that begin at once, each has written before it reads
-    job = store.get(round)
-    entry = RendezvousEntry(name, address, note, world_size=world_size)
-    store.set(f"{round}/{rank}", msgspec.json.encode(entry).decode(), job)
-    keys = [f"{round}/{other}" for other in range(world_size)]
-    try:
-        if rank != 0:  # rank 0 writes its entry first, with the world size
-            rounds.wait(keys[:1])
-            rounds.check_sizes(keys[:1], job, world_size)
-        check = functools.partial(rounds.check_sizes, keys, job, world_size)
-        rounds.wait(keys, look=check if rank == 0 else None)
-    except JoinTimeout:
-        if rank == 0:
-            rounds.give_up(round)
-        rounds.check_rounds(round, rank)
-        raise
-    rounds.check_sizes(keys, job, world_size)
-    entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
-    members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
-    directory = Directory(rank, members)
-    store.set(f"{round}/read/{rank}", "", job)
-    if rank == 0:  # the host of the store must not go while others read
-        rounds.wait([f"{round}/read/{other}" for other in range(world_size)])
-    return Meeting(directory, job, store.inner)
+    """Write this worker's entry, and wait for the entries of all others.
 
-
-@_names_lost_store
-def meet_again(
-    store: SignedStore,
-    me: Member,
-    world_size: int,
-    options: Options,
-    clock: Clock,
-) -> Meeting:
-    """Rejoin the round of an earlier life, without the help of the other workers.
-
-    The entry is written before the others are read: of two workers that come back at once, one
-    finds the other. The earlier life may have died at any step of its own rendezvous.
+    A later incarnation rejoins the round of the earlier one, without the help of the other workers.
     """
-    rounds = _Rounds(store, me.name, clock.now() + options.timeouts.join, clock)
-    round = rounds.last_round(me.id)
+    rounds = _Rounds(store, me, clock.now() + options.timeouts.join, clock)
+    try:
+        return _meet(rounds, store, me, world_size)
+    except DistNetworkError as error:
+        raise PeerLost(
+            "the rendezvous store was lost before every worker had joined: the process that "
+            "hosts it, mostly rank 0, has ended",
+            hint=f"what it printed says why; {_OWN_RANK}",
+        ) from error
+
+
+def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> Meeting:
+    is_again = me.life > 0
+    if is_again:
+        round = rounds.last_round()
+    else:
+        _refuse_open_world(store)
+        round = rounds.open_round() if me.id == 0 else rounds.find_round()
+        _refuse_open_world(store)  # of two that begin at once, each has written before it reads
     job = store.get(round)
-    entry = RendezvousEntry(me.name, me.address, me.note, me.life)
+    # Written before the others are read: of two workers that come back at once, one finds the
+    # other. An earlier incarnation may have died at any step of its own rendezvous.
+    size = 0 if is_again else world_size
+    entry = RendezvousEntry(me.name, me.address, me.note, me.life, size)
     store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
     keys = [f"{round}/{other}" for other in range(world_size)]
-    rounds.wait(keys)
+    if is_again:
+        rounds.wait(keys)
+    else:
+        rounds.wait_for_entries(round, keys, job, world_size)
     entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
     members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
+    directory = Directory(me.id, members)
     store.set(f"{round}/read/{me.id}", "", job)
-    return Meeting(Directory(me.id, members), job, store.inner)
+    if me.id == 0 and not is_again:  # the host of the store must not go while others read
+        rounds.wait([f"{round}/read/{other}" for other in range(world_size)])
+    return Meeting(directory, job, store.inner)
 
 
 def _refuse_open_world(store: SignedStore) -> None:
@@ -257,8 +214,9 @@ class _Rounds:
     has given it up: then they wait for the next.
     """
 
-    def __init__(self, store: SignedStore, name: str, limit: float, clock: Clock) -> None:
-        self._store, self._name, self._limit, self._clock = store, name, limit, clock
+    def __init__(self, store: SignedStore, me: Member, limit: float, clock: Clock) -> None:
+        self._store, self._name, self._rank = store, me.name, me.id
+        self._limit, self._clock = limit, clock
         self._checked: set[str] = set()
         """entries whose world size was compared and is the same"""
 
@@ -268,7 +226,27 @@ class _Rounds:
         self._store.set(round, uuid.uuid4().hex)
         return round
 
-    def check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
+    def wait_for_entries(self, round: str, keys: list[str], job: str, world_size: int) -> None:
+        """Wait until all ranks have written their entries, with the same world size."""
+        check = functools.partial(self._check_sizes, keys, job, world_size)
+        try:
+            if self._rank != 0:  # rank 0 writes its entry first, with the world size
+                self.wait(keys[:1])
+                self._check_sizes(keys[:1], job, world_size)
+            self.wait(keys, look=check if self._rank == 0 else None)
+        except JoinTimeout:
+            if self._rank == 0:
+                self._store.set(f"{round}/given up", "")  # so that no worker joins it later
+                if self._store.add(_ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
+                    raise JoinTimeout(
+                        f"{self._name} timed out: another process has opened a round here as "
+                        "rank 0",
+                        hint=_OWN_RANK,
+                    ) from None
+            raise
+        check()
+
+    def _check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
         """UsageError if an entry that is there has another world size."""
         for key in keys:
             text = None if key in self._checked else self._store.maybe_get(key, job)
@@ -282,16 +260,7 @@ class _Rounds:
             if other is not None:
                 self._checked.add(key)
 
-    def check_rounds(self, round: str, rank: int) -> None:
-        """JoinTimeout with the reason, if another rank 0 has opened a round of its own here."""
-        ours, latest = int(round.rsplit(" ", 1)[1]), self._store.add(_ROUNDS, 0)
-        if rank == 0 and latest > ours:
-            raise JoinTimeout(
-                f"{self._name} timed out: another process has opened a round here as rank 0",
-                hint=_OWN_RANK,
-            )
-
-    def find_round(self, rank: int) -> str:
+    def find_round(self) -> str:
         """The latest round in which this rank has not been."""
         n = max(1, self._store.add(_ROUNDS, 0))
         while True:
@@ -299,39 +268,35 @@ class _Rounds:
             try:
                 self.wait([round], missing="0")
             except JoinTimeout:
-                self._check_rank(f"gradwire/round {n - 1}", rank)
+                self._check_rank(f"gradwire/round {n - 1}")
                 raise
-            claimed = self._store.add(f"{round}/claimed/{rank}", 1) == 1
+            claimed = self._store.add(f"{round}/claimed/{self._rank}", 1) == 1
             if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
 
-    def _check_rank(self, round: str, rank: int) -> None:
+    def _check_rank(self, round: str) -> None:
         """JoinTimeout with the reason, if another process has this rank in the round."""
         job = self._store.maybe_get(round)
-        text = None if job is None else self._store.maybe_get(f"{round}/{rank}", job)
+        text = None if job is None else self._store.maybe_get(f"{round}/{self._rank}", job)
         if text is not None:
             other = msgspec.json.decode(text, type=RendezvousEntry).name
             raise JoinTimeout(
-                f"{self._name} timed out: {other} has joined as rank {rank} before it, and rank 0 "
-                "opens no other round",
+                f"{self._name} timed out: {other} has joined as rank {self._rank} before it, and "
+                "rank 0 opens no other round",
                 hint=_OWN_RANK,
             ) from None
 
-    def last_round(self, rank: int) -> str:
-        """The round that an earlier life of this rank had joined, or was about to join."""
+    def last_round(self) -> str:
+        """The round that an earlier incarnation had joined, or was about to join."""
         n = self._store.add(_ROUNDS, 0)
-        if rank == 0 and n == 0:
+        if self._rank == 0 and n == 0:
             return self.open_round()
         round = f"gradwire/round {max(1, n)}"
-        if rank == 0 and not self._store.has([round]):
+        if self._rank == 0 and not self._store.has([round]):
             self._store.set(round, uuid.uuid4().hex)
         self.wait([round], missing="0")
         return round
-
-    def give_up(self, round: str) -> None:
-        """Let no worker join a round that rank 0 has left."""
-        self._store.set(f"{round}/given up", "")
 
     def wait(
         self,

@@ -1,5 +1,5 @@
 """The peers of a worker: names, addresses, the secret of the job, and refused requests.
 
-state.py decides who is a member; directory.py is what the other modules use.
+directory.py says who is a member; state.py has the roster that an open world shares.
 Read directory.py first.
 """

@@ -1,16 +1,17 @@
-"""The workers of a job, with names and addresses: the driver of state.py."""
+"""The workers of a job, with names and addresses: who is admitted, replaced and removed."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import final
 
 import msgspec
 
-from gradwire.agent.peers.state import Member, Members
-from gradwire.errors import PeerLost, UnknownWorker, UsageError
+from gradwire.agent.peers.state import Member, not_unique
+from gradwire.errors import BadMessage, PeerLost, UnknownWorker, UsageError
 from gradwire.ids import ContextId, WorkerId, count_of, first_of, opener_of
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
@@ -40,30 +41,34 @@ class WorkerInfo(msgspec.Struct, frozen=True, order=True):
 
 @final
 class Directory:
-    """The workers of one job, as one of them knows them."""
+    """The workers of one job, as one of them knows them.
 
-    def __init__(
-        self,
-        me: WorkerId,
-        members: Iterable[tuple[WorkerInfo, str] | Member],
-        *,
-        is_open: bool = False,
-    ) -> None:
+    Its dicts of members are replaced, never changed: no lock to read.
+    """
+
+    def __init__(self, me: WorkerId, members: Iterable[Member], *, is_open: bool = False) -> None:
         self.lock = threading.RLock()
         """the lock of the worker: most of its tables are changed with this lock held"""
-        self._members = Members(me, map(_member, members), is_open=is_open)
-        self._infos: dict[Member, WorkerInfo] = {}
-        self._since: dict[WorkerId, tuple[int, int]] = {}
-        self.contexts_opened: Callable[[], int] = lambda: 0
-        """how many contexts this worker has opened; see Note [Contexts and lives]"""
         self.is_open = is_open
         """whether workers join and leave at any time"""
-        self.myself = self._members.me
-        self.me = _info(self.myself)
+        self._by_id: dict[WorkerId, Member] = {}
+        self._by_name: dict[str, Member] = {}
+        self._gone: dict[WorkerId, Member] = {}
+        """the last member that had each number before the present one"""
+        self._latest: dict[WorkerId, Member] = {}
+        """the member that has each number, or had it last"""
+        self._since: dict[WorkerId, tuple[int, int]] = {}
+        for member in members:
+            other = self._by_name.get(member.name)
+            if other is not None:
+                raise not_unique(member.name, other.id, member.id)
+            self._add(member)
+        self.myself = self._by_id[me]
+        self.me = WorkerInfo(self.myself.name, me)
 
     def all(self) -> list[WorkerInfo]:
         """All workers, this one included, by number."""
-        return [_info(member) for member in self._members.all()]
+        return [WorkerInfo(member.name, id) for id, member in sorted(self._by_id.items())]
 
     def others(self) -> list[WorkerInfo]:
         """All other workers."""
@@ -71,50 +76,50 @@ class Directory:
 
     def has(self, worker: WorkerId) -> bool:
         """Whether a worker with this number is present now."""
-        return self._members.numbered(worker) is not None
+        return worker in self._by_id
 
     def address(self, worker: WorkerId) -> str:
         """The address of its listener; PeerLost if it has left."""
-        member = self._members.numbered(worker)
+        member = self._by_id.get(worker)
         if member is None:
             raise PeerLost(f"{self.name(worker)} has left, or never joined")
         return member.address
 
     def name(self, worker: WorkerId) -> str:
         """Its name, even after it has left."""
-        member = self._members.remembered(worker)
+        member = self._latest.get(worker)
         return f"worker {worker}" if member is None else member.name
 
     def life(self, worker: WorkerId) -> int:
-        """Its present life (incarnation), or the last one if it has left."""
-        member = self._members.remembered(worker)
+        """Its present incarnation, or the last one if it has left."""
+        member = self._latest.get(worker)
         return 0 if member is None else member.life
 
     def note(self, worker: WorkerId) -> str:
         """The text that it published beside its name and address."""
-        member = self._members.remembered(worker)
+        member = self._latest.get(worker)
         return "" if member is None else member.note
 
-    def since_for(self, worker: WorkerId) -> int:
-        """The value of Hello.since for a peer. See Note [Contexts and lives]."""
-        return self.contexts_opened() if self._members.had_earlier(worker) else 0
+    def had_earlier(self, worker: WorkerId) -> bool:
+        """Whether an earlier incarnation used this number. See Note [Contexts and lives]."""
+        return worker in self._gone
 
     def greeted(self, worker: WorkerId, life: int, since: int) -> None:
-        """Keep the `since` of a peer's Hello; the first one of each life counts."""
+        """Keep the `since` of a peer's Hello; the first one of each incarnation counts."""
         with self.lock:
             known = self._since.get(worker)
             if known is None or known[0] < life:
                 self._since[worker] = life, since
 
     def maybe_too_old(self, context: ContextId) -> str | None:
-        """Why this life must not take part in a context of another worker; None if it may.
+        """Why this incarnation must not take part in a peer's context; None if it may.
 
-        Note [Contexts and lives]: edges are numbered by worker and context. Two lives of one worker
-        in one context would use the same number twice, and a gradient could reach the wrong edge.
-        So a life takes part only in contexts that are younger than itself. Only their opener knows
-        which those are: its first Hello says it. A worker that may have had an earlier life takes
-        no part in contexts of openers it has not met. And a context whose opener is in a later life
-        by now is dropped everywhere, however late a message names it.
+        Note [Contexts and lives]: edges are numbered by worker and context. Two incarnations
+        of one worker in one context would use the same number twice, and a gradient could reach the
+        wrong edge. So an incarnation takes part only in contexts that are younger than itself. Only
+        their opener knows which those are: its first Hello says it. A worker that may have had an
+        earlier incarnation takes no part in contexts of openers it has not met. And a context whose
+        opener is in a later one by now is dropped everywhere, however late a message names it.
         """
         opener, me = opener_of(context), self.myself
         if opener == me.id:
@@ -128,55 +133,71 @@ class Directory:
         return None
 
     def admit(self, said: Member) -> list[WorkerId]:
-        """Add a peer that says who it is; returns the numbers whose earlier life it ends."""
+        """Add a peer that says who it is; returns the numbers whose earlier incarnation it ends.
+
+        BadMessage if it may not: a closed world has the members it began with, each in its first
+        incarnation or a later one. An open one admits every worker that knows the job's secret. An
+        incarnation that has ended does not come back.
+        """
         with self.lock:
-            return [member.id for member in self._members.admit(said)]
+            known = self._by_id.get(said.id)
+            if known is not None and (known.name, known.life) == (said.name, said.life):
+                return []
+            replaced = [] if known is None else [known]
+            namesake = self._by_name.get(said.name)
+            if namesake is not None and namesake is not known:
+                replaced.append(namesake)
+            is_back = known is not None and replaced == [known] and known.name == said.name
+            if self.myself in replaced or not (self.is_open or is_back):
+                raise BadMessage(f"{said.name} claims the number of {self.name(said.id)}")
+            earlier = [*replaced, *filter(None, [self._gone.get(said.id)])]
+            if any(said.life <= member.life for member in earlier):
+                raise BadMessage(f"{said.name} speaks for an earlier life of {self.name(said.id)}")
+            for member in replaced:
+                self._remove(member)
+            self._add(said)
+        return [member.id for member in replaced]
 
     def move(self, worker: WorkerId, address: str) -> str:
         """Dial a worker at this address from now on; returns the address until now."""
         before = self.address(worker)
         with self.lock:
-            self._members.moved(worker, address)
+            self._add(replace(self._by_id[worker], address=address))
         return before
 
     def left(self, worker: WorkerId, life: int) -> bool:
-        """Remove a worker that has left; False if this life was removed before."""
+        """Remove a worker that leaves; False if this incarnation is gone already."""
         with self.lock:
-            return self._members.left(worker, life) is not None
+            known = self._by_id.get(worker)
+            if known is None or known.life != life:
+                return False
+            self._remove(known)
+        return True
+
+    def _add(self, member: Member) -> None:
+        self._by_id = {**self._by_id, member.id: member}
+        self._by_name = {**self._by_name, member.name: member}
+        self._latest = {**self._latest, member.id: member}
+
+    def _remove(self, member: Member) -> None:
+        self._by_id = {id: other for id, other in self._by_id.items() if other is not member}
+        self._by_name = {name: other for name, other in self._by_name.items() if other != member}
+        self._gone[member.id] = member
 
     def number(self, to: str | int | WorkerInfo) -> WorkerId:
-        """The number of the worker meant by a name, a number or an info.
-
-        hot: every call
-        """
-        found = self._members.named(to) if type(to) is str else None
+        """The number of the worker meant by a name, a number or an info. hot: every call"""
+        found = self._by_name.get(to) if type(to) is str else None
         return self.find(to).id if found is None else found.id
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
         """The worker meant by a name, a number or an info."""
         if isinstance(to, WorkerInfo):
             to = to.name
-        members = self._members
-        found = members.named(to) if isinstance(to, str) else members.numbered(to)
+        found = self._by_name.get(to) if isinstance(to, str) else self._by_id.get(to)
         if found is None:
             kind = "name" if isinstance(to, str) else "id"
-            known = ", ".join(info.name for info in self.all())
             raise UnknownWorker(
                 f"{self.me.name} could not find destination {kind} {to}",
-                hint=f"the workers are: {known}",
+                hint=f"the workers are: {', '.join(info.name for info in self.all())}",
             )
-        info = self._infos.get(found)
-        if info is None:
-            info = self._infos[found] = _info(found)
-        return info
-
-
-def _member(member: tuple[WorkerInfo, str] | Member) -> Member:
-    if isinstance(member, Member):
-        return member
-    info, address = member
-    return Member(info.id, info.name, address)
-
-
-def _info(member: Member) -> WorkerInfo:
-    return WorkerInfo(member.name, member.id)
+        return WorkerInfo(found.name, found.id)

@@ -16,13 +16,6 @@ _MOST_REMEMBERED = 1024
 _KINDS = ((NotExposed, "not exposed"), (OverLimit, "over limit"), (BadMessage, "bad message"))
 
 
-def maybe_kind(error: BaseException) -> str | None:
-    """The kind of refusal that an error is; None if this worker did not refuse anything."""
-    if isinstance(error, RemoteError):
-        return None
-    return next((kind for type_, kind in _KINDS if isinstance(error, type_)), None)
-
-
 @final
 class Refusals:
     """Counts by kind. The first refusals of a limited number of peers are to be logged."""
@@ -59,8 +52,8 @@ class RefusalLog:
 
     def note(self, peer: WorkerId, error: BaseException) -> bool:
         """Count the error that a peer's request ended with, if it is a refusal; whether it is."""
-        kind = maybe_kind(error)
-        if kind is None:
+        kind = next((kind for type_, kind in _KINDS if isinstance(error, type_)), None)
+        if kind is None or isinstance(error, RemoteError):  # another worker has refused it
             return False
         name = self._directory.name(peer)
         if self._refusals.count(kind, name):

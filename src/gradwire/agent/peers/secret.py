@@ -138,7 +138,12 @@ def _read_all(number: int, origin: str) -> bytes:
     """Read to the end: for a pipe, until the writing end is closed."""
     data = b""
     try:
-        while len(data) <= _MOST_BYTES and _is_ready(number, origin):
+        while len(data) <= _MOST_BYTES:
+            if not select.select([number], [], [], _READ_SECONDS)[0]:
+                raise UsageError(
+                    f"the secret in {origin} did not end within {_READ_SECONDS:g} s",
+                    hint="close the writing end of the pipe when the secret is written",
+                )
             more = os.read(number, _MOST_BYTES)
             if not more:
                 break
@@ -149,16 +154,6 @@ def _read_all(number: int, origin: str) -> bytes:
             hint="pass the descriptor on when the process is started (pass_fds)",
         ) from error
     return data
-
-
-def _is_ready(number: int, origin: str) -> bool:
-    ready, _, _ = select.select([number], [], [], _READ_SECONDS)
-    if not ready:
-        raise UsageError(
-            f"the secret in {origin} did not end within {_READ_SECONDS:g} s",
-            hint="close the writing end of the pipe when the secret is written",
-        )
-    return True
 
 
 def _stripped(data: bytes, origin: str) -> Secret:

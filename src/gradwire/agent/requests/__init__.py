@@ -1,5 +1,5 @@
 """Requests of this worker that wait for an answer: their state, promises and deadlines.
 
-state.py is the table and is pure; timer.py is the clock, and the thread that watches deadlines.
-Read state.py first.
+promise.py has the table; timer.py is the clock, and the thread that watches deadlines.
+Read promise.py first.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.agent.requests.state import Pending
+from gradwire.agent.requests.promise import Pending
 from gradwire.agent.requests.timer import explain_cut
 from gradwire.errors import CallTimeout, DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import CallId

@@ -1,11 +1,24 @@
-"""An outcome that will be there later: settled once, waited for by any number of threads."""
+"""Requests without an answer yet: the promise of an outcome, and the table of all of them.
+
+A request leaves the table exactly once: answered, late, lost or withdrawn. The caller that took it
+out settles its promise. A second answer finds nothing, which is not an error: the deadline passed
+while it was on its way.
+
+Neither has a lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread here,
+and settle, wait or send on the same thread.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Generic, TypeVar, final
+
+from gradwire.errors import BadMessage
+from gradwire.ids import WorkerId
 
 T = TypeVar("T")
 
@@ -19,14 +32,15 @@ class Promise(Generic[T]):
     Waiting has no deadline of its own: the maker of a promise settles it in time (the agent by its
     timer), so that the error can say what was waited for.
 
-    There is no lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread
-    here, and settle or wait on the same thread. The thread that pops the token settles. A waiter
-    adds itself, then checks `settled`; the settling thread sets `settled`, then looks at the list.
-    So at least one of the two sees the other. If both see a callback, the one that removes it from
-    the list calls it.
+    The thread that pops the token settles. A waiter adds itself, then checks `settled`; the
+    settling thread sets `settled`, then looks at the list. So at least one of the two sees the
+    other. If both see a callback, the one that removes it from the list calls it.
     """
 
-    __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "settled")
+    __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "request", "settled")
+
+    request: int
+    """the number of the request that it is for; set only for those of `Agent.request`"""
 
     def __init__(self) -> None:
         self._token = [None]
@@ -81,3 +95,83 @@ class Promise(Generic[T]):
             except ValueError:  # settle() has removed it, and calls it
                 return
         callback(self._outcome)  # type: ignore[arg-type]  # settled, so it is a T
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One request without an answer."""
+
+    peer: WorkerId
+    description: str
+    opened: float
+    deadline: float
+    promise: Promise[Any]
+    phase: str = "call"
+    inbound: object = None
+    """the request of a peer that it is made for, which is being served here"""
+    notify_cancel: bool = False
+    """whether to send the peer a Cancel if nobody waits for the answer any more"""
+    via: object = None
+    """the channel it is sent on, once known: if the channel ends, the request fails"""
+    n: int = 0
+    """its number, set by `RequestTable.opened`"""
+
+
+@final
+class RequestTable:
+    """The requests of one worker that have no answer yet. Pure: time is an argument.
+
+    `dict.pop` gives a request to one of two threads, and a scan works on a copy. A scan is made
+    when the timer wakes, a channel ends or a served request is cancelled. A heap of deadlines would
+    make the first cheaper, and every call dearer: it would hold what was answered long ago.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._pending: dict[int, Pending] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def opened(self, pending: Pending) -> int:
+        """Add a request that is about to be sent; its number."""
+        n = pending.n = next(self._numbers)
+        self._pending[n] = pending
+        return n
+
+    def answered(self, n: int, by: WorkerId | None = None) -> Pending | None:
+        """Take out the request that this answers; None if nobody waits for it any more.
+
+        `by` is the worker that answers: BadMessage unless it is the one that was asked.
+        """
+        pending = self._pending.get(n)
+        if pending is None:
+            return None
+        if by is not None and by != pending.peer:
+            raise BadMessage(f"w{by} answers request {n}, which it was not asked")
+        return self._pending.pop(n, None)  # of two callers, one gets it
+
+    def expire(self, now: float) -> tuple[list[Pending], float | None]:
+        """Take out the requests whose deadline is over; the next deadline of the others."""
+        late, following = [], None
+        for pending in self._pending.copy().values():
+            if pending.deadline <= now:
+                late.append(pending)
+            elif following is None or pending.deadline < following:
+                following = pending.deadline
+        return self._taken(late), following
+
+    def channel_lost(self, channel: object) -> list[Pending]:
+        """Take out the requests that were sent on this channel."""
+        return self._taken([p for p in self._pending.copy().values() if p.via is channel])
+
+    def made_for(self, inbound: set[Any]) -> list[Pending]:
+        """Take out the requests that were made while serving these requests of peers."""
+        return self._taken([p for p in self._pending.copy().values() if p.inbound in inbound])
+
+    def closed(self) -> list[Pending]:
+        """Take out all of them, because this worker stops."""
+        return self._taken(list(self._pending.copy().values()))
+
+    def _taken(self, found: list[Pending]) -> list[Pending]:
+        return [pending for pending in found if self._pending.pop(pending.n, None) is not None]

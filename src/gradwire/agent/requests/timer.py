@@ -12,10 +12,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, Self, final
+from typing import Generic, Protocol, Self, TypeVar, final
 
 from gradwire import threads
 from gradwire.options import FOREVER
+
+T = TypeVar("T")
 
 _log = logging.getLogger("gradwire")
 _JOIN_SECONDS = 5.0
@@ -23,7 +25,11 @@ _RETRY_SECONDS = 1.0
 
 
 class Clock(Protocol):
-    """A worker's source of time. Tests bring a clock that moves when told."""
+    """The time that a worker's deadlines are in. Tests bring a clock that moves when told.
+
+    What a test cannot wait for in its own time uses `time.monotonic`: how long a handler takes, how
+    long a thread reads or is joined, and the deadlines of channels.
+    """
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
@@ -123,7 +129,7 @@ class Timer:
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
-        self._clock = clock
+        self.clock = clock
         self.lock = threading.RLock()
         self._wake = threading.Condition(self.lock)
         self._watchers: list[Watcher] = []
@@ -163,17 +169,46 @@ class Timer:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not self._closed and self._clock.now() < self.armed:
-                    self._clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
+                while not self._closed and self.clock.now() < self.armed:
+                    self.clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
                 if self._closed:
                     return
                 # Before the watchers run: a deadline that is added meanwhile arms the timer again.
                 self.armed = math.inf
             for watcher in self._watchers:
                 try:
-                    deadline = watcher(self._clock.now())
+                    deadline = watcher(self.clock.now())
                 except Exception:  # every other wait depends on this thread
                     _log.exception("%s: a watcher failed", self._name)
-                    deadline = self._clock.now() + _RETRY_SECONDS
+                    deadline = self.clock.now() + _RETRY_SECONDS
                 if deadline is not None:
                     self.need(deadline)
+
+
+@final
+class Resender(Generic[T]):
+    """Keeps messages that could not be sent, or were not answered, until it is time to send again.
+
+    `send_again` gets those that are due. It is called on the timer's thread, so it must not block.
+    """
+
+    def __init__(self, timer: Timer, send_again: Callable[[list[T]], None]) -> None:
+        self._timer, self._send_again = timer, send_again
+        self._later: list[tuple[float, T]] = []
+        timer.watch(self._expire)
+
+    def keep(self, message: T, seconds: float) -> None:
+        """Send it again after so many seconds."""
+        when = self._timer.clock.now() + seconds
+        with self._timer.lock:
+            self._later.append((when, message))
+        self._timer.need(when)
+
+    def _expire(self, now: float) -> float | None:
+        with self._timer.lock:
+            due = [message for when, message in self._later if when <= now]
+            self._later = [entry for entry in self._later if entry[0] > now]
+            following = min((when for when, _ in self._later), default=None)
+        if due:
+            self._send_again(due)
+        return following

@@ -3,7 +3,8 @@
 A request is cancelled when its deadline has passed, when the waiting thread was interrupted, when
 its future was cancelled, or when the inbound request that it was made for was itself cancelled. So
 cancellation spreads from worker to worker. Inbound requests are cancelled too when their connection
-ends.
+ends. One that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
+and its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import cast, final
 
 from gradwire.agent.messages import Cancel
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.requests.state import Taken
+from gradwire.agent.requests.promise import Pending
 from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.dispatch import Dispatch, Lane, Payload, Source
 from gradwire.errors import Cancelled, GradwireError
@@ -30,7 +31,7 @@ _SECONDS = 10.0
 class Cancellation:
     """Cancels outbound and inbound requests of one worker.
 
-    `nested` takes the requests made for an inbound request out of the agent's table.
+    `nested` takes the requests made for inbound requests out of the agent's table.
     """
 
     def __init__(
@@ -39,26 +40,27 @@ class Cancellation:
         dispatch: Dispatch,
         clock: Clock,
         events: Events,
-        nested: Callable[[Source], list[Taken]],
+        nested: Callable[[set[Source]], list[Pending]],
     ) -> None:
         self._directory, self._dispatch = directory, dispatch
         self._clock, self._events, self._nested = clock, events, nested
         dispatch.handle(Cancel, self._serve, Lane.CONTROL)
 
-    def cancel(self, requests: list[Taken], why: str) -> None:
+    def cancel(self, requests: list[Pending], why: str) -> None:
         """Fail these requests with Cancelled, and notify the peers that serve them."""
-        for n, pending, _ in requests:
-            name, call = self._directory.name(pending.peer), CallId(self._directory.me.id, n)
+        me = self._directory.me.id
+        for pending in requests:
+            name, call = self._directory.name(pending.peer), CallId(me, pending.n)
             error = Cancelled(f"{call} ({pending.description}) on {name} was cancelled: {why}")
-            pending.slot.settle(error.about(name, phase=pending.phase))
+            pending.promise.settle(error.about(name, phase=pending.phase))
         self.notify(requests)
 
-    def notify(self, requests: list[Taken]) -> None:
+    def notify(self, requests: list[Pending]) -> None:
         """Send a Cancel to the workers that serve these requests, which have ended here."""
         ended: dict[Channel, list[int]] = {}
-        for n, pending, via in requests:
-            if pending.notify_cancel and via is not None:
-                ended.setdefault(cast(Channel, via), []).append(n)
+        for pending in requests:
+            if pending.notify_cancel and pending.via is not None:
+                ended.setdefault(cast(Channel, pending.via), []).append(pending.n)
         for channel, numbers in ended.items():
             self._dispatch.service.submit(partial(self._send, channel, numbers))
 
@@ -67,7 +69,7 @@ class Cancellation:
         for inbound in inbound_requests:
             inbound.cancelled = why
             self._events.emit("cancel", CallId(inbound.worker, inbound.request))
-            self.cancel(self._nested(inbound), why)
+        self.cancel(self._nested(set(inbound_requests)), why)
 
     def _send(self, channel: Channel, requests: list[int]) -> None:
         frame = Frame(kind_of(Cancel), 0, 0, encode(Cancel(requests)), ())
@@ -77,8 +79,7 @@ class Cancellation:
             self._events.emit("uncancelled", str(requests))
 
     def _serve(self, message: Cancel, _: Payload, source: Source) -> None:
-        name = self._directory.name(source.worker)
-        inbound_requests = self._dispatch.inbound_requests.asked_by(
-            source.worker, source.channel, message.requests
-        )
-        self.stop(inbound_requests, f"{name} does not wait for it any more")
+        name, requests = self._directory.name(source.worker), set(message.requests)
+        is_open = self._dispatch.inbound_on(source.channel)
+        cancelled = [inbound for inbound in is_open if inbound.request in requests]
+        self.stop(cancelled, f"{name} does not wait for it any more")

@@ -10,15 +10,15 @@ A request that was short before is not queued: the thread that read it runs it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, TypeVar, final
+from typing import NamedTuple, Protocol, TypeVar, final
 
 import msgspec
 
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
-from gradwire.agent.serving.thread_pool import ElasticPool, Job
+from gradwire.agent.serving.thread_pool import ElasticPool, Job, mine
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.ids import WorkerId
 from gradwire.transport.base import Channel
@@ -53,34 +53,7 @@ class Source(msgspec.Struct, eq=False):
 
 Payload = memoryview | None
 Handler = Callable[[M, Payload, Source], None]
-Guard = Callable[[Source, Job], None]
-
-
-@final
-class InboundRequests:
-    """The requests of peers that are queued or run here, so that they can be cancelled.
-
-    One that has not begun is dropped. One that runs cannot be stopped from outside: it is marked,
-    and its next use of gradwire raises. No lock: see Note [One step of the interpreter].
-    """
-
-    def __init__(self) -> None:
-        self._open: set[Source] = set()
-        self.add = self._open.add
-        """it will be run; hot: every call served"""
-        self.discard = self._open.discard
-        """it was run, or can no longer be cancelled; hot: every call served"""
-
-    def asked_by(
-        self, worker: WorkerId, channel: Channel, requests: Collection[int]
-    ) -> list[Source]:
-        """The open ones among these requests of a worker, which came by this channel."""
-        mine = [inbound for inbound in self.of_channel(channel) if inbound.worker == worker]
-        return [inbound for inbound in mine if inbound.request in requests]
-
-    def of_channel(self, channel: Channel) -> list[Source]:
-        """All that came by a channel."""
-        return [inbound for inbound in list(self._open) if inbound.channel is channel]
+OnError = Callable[[Source, BaseException], None]
 
 
 @final
@@ -105,15 +78,34 @@ class LatencyEstimate:
             self._seconds[what] = before + _WEIGHT * (seconds - before)
 
 
-class _Registered(NamedTuple):
+class Registered(NamedTuple):
+    """The handler of a message type; see `Dispatch.handle`."""
+
     handler: Callable[[Message, Payload, Source], None]
     lane: Lane
     what: Callable[[Message], Hashable]
     refuse: Callable[[Message], None]
 
 
-def _nothing(_: Message) -> None:
-    pass
+class Interceptor(Protocol):
+    """Stands in the way of each message of a worker; see testing/failpoints.py."""
+
+    def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        """Send a frame, in place of `channel.send`."""
+
+    def around(
+        self, frame: Frame, registered: Registered, run: Callable[..., None]
+    ) -> tuple[Registered, Callable[..., None]]:
+        """What to use in place of the handler of a frame, and of `Dispatch._run` around it."""
+
+    def take_answer(
+        self,
+        take: Callable[[WorkerId, Frame], None],
+        worker: WorkerId,
+        channel: Channel,
+        frame: Frame,
+    ) -> None:
+        """Take an answer, in place of `take(worker, frame)`."""
 
 
 def payload_of(frame: Frame) -> Payload:
@@ -129,13 +121,16 @@ def payload_of(frame: Frame) -> Payload:
 class Dispatch:
     """The handlers of one worker, and the two pools that run them."""
 
-    def __init__(self, kinds: Kinds, name: str, threads: int, most_unserved: int) -> None:
-        self._kinds = kinds
+    def __init__(
+        self, kinds: Kinds, name: str, threads: int, most_unserved: int, on_error: OnError
+    ) -> None:
+        self._kinds, self._on_error = kinds, on_error
         self._most_unserved = most_unserved
         self._unserved = PeerLimit("unserved", most_unserved, one_may_exceed=True)
-        self._registered: dict[int, _Registered] = {}
+        self._registered: dict[int, Registered] = {}
         self._latency = LatencyEstimate()
-        self.inbound_requests = InboundRequests()
+        self.inbound_requests: set[Source] = set()
+        """those in the user lane that are queued or run, so that they can be cancelled"""
         self.user = ElasticPool(f"gradwire {name} user", threads)
         self.service = ElasticPool(f"gradwire {name} service")
 
@@ -145,42 +140,49 @@ class Dispatch:
         handler: Handler[M],
         lane: Lane,
         what: Callable[[M], Hashable] = type,
-        refuse: Callable[[M], None] = _nothing,
+        refuse: Callable[[M], None] = lambda _: None,
     ) -> None:
-        """Register the handler of a message type.
+        """Register the handler of a message type. If it raises, that is the answer to a request.
 
         Messages with the same `what` are expected to take equally long. A message whose request is
         cancelled before it runs is given to `refuse`, to release what it holds.
         """
         self._kinds.add(message_type)
-        registered = _Registered(handler, lane, what, refuse)  # type: ignore[arg-type]
+        registered = Registered(handler, lane, what, refuse)  # type: ignore[arg-type]
         self._registered[kind_of(message_type)] = registered
 
-    def serve(self, source: Source, frame: Frame, guard: Guard, may_run: bool) -> Job | None:
-        """Run the frame's handler in its lane, inside `guard`, which handles its exceptions.
+    def serve(
+        self, source: Source, frame: Frame, may_run: bool, interceptor: Interceptor | None = None
+    ) -> Job | None:
+        """Run the frame's handler in its lane.
 
         If `may_run` and it is short, it is returned for the calling thread to run.
         """
-        registered = self._registered.get(frame.kind)
+        registered, run = self._registered.get(frame.kind), self._run
         if registered is None:
             raise BadMessage(f"no handler for messages of kind {frame.kind:#06x}")
         message = self._kinds.decode(frame.kind, frame.head)
         payload = payload_of(frame) if frame.payload else None
-        job = partial(registered.handler, message, payload, source)
+        if interceptor is not None:
+            registered, run = interceptor.around(frame, registered, run)
         if registered.lane is Lane.CONTROL:
-            guard(source, job)
+            run(source, registered, message, payload)
             return None
         what = registered.what(message)
         if registered.lane is Lane.USER:
             self.inbound_requests.add(source)
-            pool, refuse = self.user, registered.refuse
+            pool = self.user
         else:
-            pool, refuse = self.service, None
+            pool = self.service
         if may_run and self._latency.is_short(what) and pool.has_room():
-            return partial(pool.run_here, self._run, source, what, job, guard, refuse, message)
+            return partial(run, source, registered, message, payload, what, 0, pool)
         size = self._count(source.worker, frame)
-        pool.submit(partial(self._run, source, what, job, guard, refuse, message, size))
+        pool.submit(partial(run, source, registered, message, payload, what, size))
         return None
+
+    def inbound_on(self, channel: Channel) -> list[Source]:
+        """The requests in the user lane that came by a channel, and are not over."""
+        return [inbound for inbound in list(self.inbound_requests) if inbound.channel is channel]
 
     def _count(self, peer: WorkerId, frame: Frame) -> int:
         """Count a message as unserved until it has run; the size that it counts for."""
@@ -196,26 +198,42 @@ class Dispatch:
     def _run(
         self,
         source: Source,
-        what: Hashable,
-        job: Job,
-        guard: Guard,
-        refuse: Callable[[Message], None] | None,
+        registered: Registered,
         message: Message,
+        payload: Payload,
+        what: Hashable = None,
         size: int = 0,
+        guest_of: ElasticPool | None = None,
     ) -> None:
-        """Run the handler, or `refuse` the message if nobody waits for the answer any more."""
+        """Run a handler, or `refuse` the message if nobody waits for the answer any more.
+
+        `size` is what it counts for as unserved. With `guest_of`, it runs on a thread that counts
+        as one of this pool meanwhile.
+
+        hot: every message
+        """
+        if guest_of is not None:
+            guest_of.guests.append(None)
+            mine.pool = guest_of
+        lane, began = registered.lane, 0.0
         try:
-            if refuse is not None and source.cancelled:
-                guard(source, partial(refuse, message))
-                return
-            began = time.monotonic()
-            guard(source, job)
-            self._latency.took(what, time.monotonic() - began)
+            if lane is Lane.USER and source.cancelled:
+                registered.refuse(message)
+            else:
+                began = time.monotonic()
+                registered.handler(message, payload, source)
+        except BaseException as error:  # the peer must be told of any failure
+            self._on_error(source, error)
         finally:
-            if refuse is not None:
+            if began and lane is not Lane.CONTROL:
+                self._latency.took(what, time.monotonic() - began)
+            if lane is Lane.USER:
                 self.inbound_requests.discard(source)
             if size:
                 self._unserved.give_back(source.worker, size)
+            if guest_of is not None:
+                mine.pool = None
+                guest_of.guest_left()
 
     @property
     def active(self) -> int:

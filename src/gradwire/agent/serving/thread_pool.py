@@ -51,8 +51,9 @@ class ElasticPool:
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._busy = 0
-        self._guests: list[Callable[..., object]] = []
-        """jobs that run on threads outside the pool; changed in one step, so it needs no lock"""
+        self.guests: list[None] = []
+        """one for each job that runs on a thread outside the pool, for which `mine.pool` is set;
+        changed in one step, so it needs no lock"""
         self._closed = False
         call_after_fork(self)
 
@@ -60,7 +61,7 @@ class ElasticPool:
     def active(self) -> int:
         """How many jobs run, wait or are queued."""
         with self._changed:
-            return len(self._threads) - self._idle + len(self._jobs) + len(self._guests)
+            return len(self._threads) - self._idle + len(self._jobs) + len(self.guests)
 
     def submit(self, job: Job) -> bool:
         """Queue a job; False, and it never runs, if the pool is closed."""
@@ -79,27 +80,15 @@ class ElasticPool:
     def has_room(self) -> bool:
         """Whether one more job could begin at once."""
         limit = self.limit
-        is_full = limit is not None and self._busy + len(self._guests) >= limit
+        is_full = limit is not None and self._busy + len(self.guests) >= limit
         return not (is_full or self._closed or self._jobs)
 
-    def run_here(self, job: Callable[..., object], *args: object) -> None:
-        """Run it on the calling thread, which counts as a thread of the pool meanwhile.
-
-        hot: every short request
-        """
-        guests = self._guests
-        guests.append(job)
-        mine.pool = self
-        try:
-            job(*args)
-        except BaseException:  # as in _loop
-            _log.exception("%s: a job failed", self._name)
-        finally:
-            mine.pool = None
-            guests.pop()
-            if self._jobs:  # queued while this one was counted: no thread was started for it
-                with self.lock:
-                    self._start_one_if_needed()
+    def guest_left(self) -> None:
+        """A job that ran on a thread outside the pool is over. hot: every short request"""
+        self.guests.pop()
+        if self._jobs:  # queued while this one was counted: no thread was started for it
+            with self.lock:
+                self._start_one_if_needed()
 
     @property
     def runs_this_thread(self) -> bool:
@@ -146,7 +135,7 @@ class ElasticPool:
         """With the lock held: wake or start a thread for a queued job, if the limit allows it."""
         room = len(self._jobs)
         if self.limit is not None:
-            room = min(room, self.limit - self._busy - len(self._guests))
+            room = min(room, self.limit - self._busy - len(self.guests))
         if room <= 0:
             return
         if self._idle >= room:
@@ -193,13 +182,11 @@ class ElasticPool:
                 duties.duty = self
                 self._start_one_if_needed()
 
-    def _may_begin(self) -> bool:
-        return self.limit is None or self._busy + len(self._guests) < self.limit
-
     def _maybe_next(self) -> Job | None:
         """With the lock held: wait for a job and room to run it; None to end the thread."""
         while True:
-            if self._jobs and self._may_begin():
+            is_full = self.limit is not None and self._busy + len(self.guests) >= self.limit
+            if self._jobs and not is_full:
                 return self._jobs.popleft()
             if self._closed and not self._jobs:
                 return None

@@ -20,6 +20,7 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.requests.timer import Resender
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.messages import Attended, Forget, QueryContext
@@ -45,9 +46,7 @@ class Forgetting:
         close: Callable[[ContextId, str | None, WorkerId | None], None],
     ) -> None:
         self._agent, self._contexts, self._close = agent, contexts, close
-        self._lock = agent.directory.lock
-        self._later: list[tuple[float, Callable[[], None]]] = []
-        agent.timer.watch(self._expire)
+        self._resender: Resender[Callable[[], None]] = Resender(agent.timer, self._send_again)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.handle(QueryContext, self._serve_attend, Lane.SERVICE)
         agent.kinds.add(Attended)
@@ -62,7 +61,8 @@ class Forgetting:
         except GradwireError:
             self._agent.events.emit("unforgotten", spoken_context(said.context))
             if tried < _TIMES:
-                self._again(tried + 1, partial(self.tell, worker, said, tried + 1))
+                again = partial(self.tell, worker, said, tried + 1)
+                self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
 
     def ask(self, context: ContextId, tried: int = 0) -> None:
         """Ask its opener whether a context is still open; close it here if not."""
@@ -86,7 +86,8 @@ class Forgetting:
     def _heard(self, context: ContextId, tried: int, outcome: Outcome) -> None:
         """Who does not answer in time is asked again; without an opener there is no context."""
         if isinstance(outcome, DeadlinePassed) and tried < _TIMES:
-            self._again(tried + 1, partial(self.ask, context, tried + 1))
+            again = partial(self.ask, context, tried + 1)
+            self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
             return
         if not _is_open(outcome):
             opener = self._agent.directory.name(opener_of(context))
@@ -133,20 +134,9 @@ class Forgetting:
         said = Attended(is_open)
         self._agent.answer(source, said, deadline=self._agent.clock.now() + _SECONDS)
 
-    def _again(self, tried: int, act: Callable[[], None]) -> None:
-        when = self._agent.clock.now() + _FIRST_AGAIN_SECONDS * 2 ** (tried - 1)
-        with self._lock:
-            self._later.append((when, act))
-        self._agent.timer.need(when)
-
-    def _expire(self, now: float) -> float | None:
-        with self._lock:
-            due = [act for when, act in self._later if when <= now]
-            self._later = [entry for entry in self._later if entry[0] > now]
-            following = min((when for when, _ in self._later), default=None)
+    def _send_again(self, due: list[Callable[[], None]]) -> None:
         for act in due:
             self._agent.dispatch.service.submit(act)
-        return following
 
 
 def _is_open(outcome: Outcome) -> bool:

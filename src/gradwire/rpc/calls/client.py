@@ -151,8 +151,7 @@ class Calls:
     ) -> Outcome:
         """Wait for an answer."""
         try:
-            self._agent.wait(peer, lambda: promise.settled, promise.wait)
-            return promise.wait()
+            return self._agent.wait_for(peer, promise)
         except BaseException:  # interrupted; an answer may still come, with references in it
             self._agent.cancel(promise, INTERRUPTED)
             pending = self._pending(promise, peer, context, str, self._behavior.of_call)
@@ -256,8 +255,7 @@ class Calls:
         what = f"backward from {handle.ref}"
         promise = self._request(handle.owner, message, deadline, what, "backward")
         try:
-            self._agent.wait(handle.owner, lambda: promise.settled, promise.wait)
-            outcome = promise.wait()
+            outcome = self._agent.wait_for(handle.owner, promise)
         except BaseException:
             self._agent.cancel(promise, INTERRUPTED)
             raise

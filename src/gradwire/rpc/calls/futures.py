@@ -208,7 +208,7 @@ class Future(torch.futures.Future[T]):
         if not promise.settled:
             self._is_waited_for = True
             try:
-                self._environment.agent.wait(self._source, lambda: promise.settled, promise.wait)
+                self._environment.agent.wait_for(self._source, promise)
             except BaseException:  # interrupted
                 self._is_waited_for = False
                 promise.on_settled(self._on_settled)

@@ -156,7 +156,7 @@ class CheckpointedCall(NamedTuple):
 
             def poll(wait: bool) -> None:
                 if wait:
-                    agent.wait(recorded.key[0], lambda: promise.settled, promise.wait)
+                    agent.wait_for(recorded.key[0], promise)
                 if promise.settled:
                     _record_answer(recorded, promise.wait())
 

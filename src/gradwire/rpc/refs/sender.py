@@ -13,6 +13,7 @@ from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
+from gradwire.agent.requests.timer import Resender
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork
@@ -54,13 +55,12 @@ class RefSender:
         self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
         self._acked_below = acked_below
         self._lock = agent.directory.lock
-        self._later: list[tuple[float, Sending]] = []
         self._soon: dict[WorkerId, deque[Sending]] = {}
         self._unreached: dict[WorkerId, float] = {}
         """when sending to a worker first failed"""
         self._awaited: dict[Sending, float] = {}
         """when an owner first answered NOT_YET"""
-        agent.timer.watch(self._expire)
+        self._resender: Resender[Sending] = Resender(agent.timer, self._send_again)
 
     def send_soon(self, sending: Sending) -> None:
         """Send on a service thread: the caller may hold locks, or be in a garbage collection.
@@ -138,25 +138,16 @@ class RefSender:
             return now - self._awaited.setdefault(sending, now)
 
     def _send_later(self, sending: Sending, seconds: float) -> None:
-        if isinstance(sending, AskMaker):  # it is sent again with the next Fork
-            return
-        when = self._agent.clock.now() + seconds
-        with self._lock:
-            self._later.append((when, sending))
-        self._agent.timer.need(when)
+        if not isinstance(sending, AskMaker):  # which is sent again with the next Fork
+            self._resender.keep(sending, seconds)
 
-    def _expire(self, now: float) -> float | None:
-        with self._lock:
-            due = [sending for when, sending in self._later if when <= now]
-            self._later = [entry for entry in self._later if entry[0] > now]
-            following = min((when for when, _ in self._later), default=None)
-        owed = set(self._owed()) if due else set()  # a lost peer is owed nothing any more
+    def _send_again(self, due: list[Sending]) -> None:
+        owed = set(self._owed())  # a lost peer is owed nothing any more
         for sending in due:
             if sending in owed:
                 self.send_soon(sending)
             else:
                 self._await_no_more(sending)
-        return following
 
     def _await_no_more(self, sending: Sending) -> None:
         with self._lock:

@@ -14,8 +14,7 @@ GRADWIRE_FAULTS, where `;` separates several:
     raise before-handle Call                  InjectedFault
     call before-send Commit                   the function that was given with it
 
-The kind is that of the message, or `any`. Each fault happens once. An agent without failpoints
-checks one attribute for them.
+The kind is that of the message, or `any`. Each fault happens once.
 """
 
 from __future__ import annotations
@@ -26,28 +25,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.dispatch import Source
-from gradwire.agent.serving.thread_pool import Job
+from gradwire.agent.serving.dispatch import Payload, Registered, Source
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
 from gradwire.transport.base import Channel
-from gradwire.wire.message import IS_ANSWER, Frame, Kinds, kind_of
+from gradwire.wire.message import IS_ANSWER, Frame, Message, kind_of
 
-BEFORE_SEND, AFTER_SEND = "before-send", "after-send"
-BEFORE_HANDLE, AFTER_HANDLE = "before-handle", "after-handle"
-BEFORE_REPLY = "before-reply"
-POINTS = (BEFORE_SEND, AFTER_SEND, BEFORE_HANDLE, AFTER_HANDLE, BEFORE_REPLY)
+POINTS = ("before-send", "after-send", "before-handle", "after-handle", "before-reply")
 ACTIONS = ("kill", "stop", "raise", "close", "delay", "call")
-ANY = "any"
 INJECTED = "a fault was injected"
-
-TakeAnswer = Callable[[WorkerId, Frame], None]
 
 _LONGEST_DELAY = 60.0
 _GRAMMAR = "write `ACTION POINT KIND`, then any of `on WORKER`, `with PEER`, `nth N`, `for SECONDS`"
@@ -76,18 +67,16 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """The fault that these words describe, or UsageError."""
-        words = text.split()
-        if len(words) % 2 == 0 or len(words) < 3:
-            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR)
-        action, point, kind = words[:3]
-        said = dict(zip(words[3::2], words[4::2], strict=True))
-        if action not in ACTIONS or point not in POINTS or said.keys() - _DETAILS:
-            raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR)
         try:
-            nth, seconds = int(said.get("nth", 1)), float(said.get("for", _LONGEST_DELAY))
+            action, point, kind, *details = text.split()
+            said = dict(zip(details[::2], details[1::2], strict=True))
+            nth, seconds = int(said.pop("nth", 1)), float(said.pop("for", _LONGEST_DELAY))
+            on, peer = said.pop("on", None), said.pop("with", None)
+            if action not in ACTIONS or point not in POINTS or said:
+                raise ValueError
         except ValueError:
             raise UsageError(f"not a fault: {text!r}", hint=_GRAMMAR) from None
-        return cls(action, point, kind, said.get("on"), said.get("with"), nth, seconds)
+        return cls(action, point, kind, on, peer, nth, seconds)
 
     def __str__(self) -> str:
         details = {"on": self.on, "with": self.peer}
@@ -95,9 +84,6 @@ class Fault:
         words += [f"nth {self.nth}"] if self.nth != 1 else []
         words += [f"for {self.seconds:g}"] if self.seconds != _LONGEST_DELAY else []
         return " ".join([self.action, self.point, self.kind, *words])
-
-
-_DETAILS = {"on", "with", "nth", "for"}
 
 
 @dataclass(slots=True)
@@ -110,10 +96,10 @@ class _Armed:
 
 @final
 class Failpoints:
-    """The failpoints of one worker."""
+    """The failpoints of one worker: the interceptor of its agent."""
 
-    def __init__(self, directory: Directory, kinds: Kinds, clock: Clock) -> None:
-        self._directory, self._kinds, self._clock = directory, kinds, clock
+    def __init__(self, directory: Directory, clock: Clock) -> None:
+        self._directory, self._clock = directory, clock
         self._lock = threading.RLock()
         self._names: dict[int, str] = {}
         self._armed: list[_Armed] = []
@@ -160,60 +146,58 @@ class Failpoints:
 
     # -- called by the agent
 
-    def sending(self, to: WorkerId, channel: Channel) -> Callable[[Frame, float], None]:
-        """The function that sends a frame on this channel."""
-        return partial(self._send, to, channel)
-
-    def replying(self, source: Source) -> Callable[[Frame, float], None]:
-        """The function that sends the answer to a request, which is about to be sent."""
-        asked = self._asked.pop((source.channel, source.request), None)
-        if asked is not None:
-            self._at(BEFORE_REPLY, asked, source.worker, source.channel)
-        return self.sending(source.worker, source.channel)
-
-    def _send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+    def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        """Send a frame, with the points before and after it."""
+        if frame.flags & IS_ANSWER:
+            asked = self._asked.pop((channel, frame.request), None)
+            if asked is not None:
+                self._at("before-reply", asked, to, channel)
         kind = self._name(frame.kind)
-        self._at(BEFORE_SEND, kind, to, channel)
+        self._at("before-send", kind, to, channel)
         channel.send(frame, deadline)
-        self._at(AFTER_SEND, kind, to, channel)
+        self._at("after-send", kind, to, channel)
         if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
             self._mine.quiet = False
 
-    def _handle(self, source: Source, kind: int, job: Job) -> None:
-        """Handle a request."""
-        name = self._name(kind)
-        if source.request:
-            self._asked[source.channel, source.request] = name
-        self._at(BEFORE_HANDLE, name, source.worker, source.channel)
-        job()
-
     def around(
-        self, guarded: Callable[[Source, Job], None], kind: int
-    ) -> Callable[[Source, Job], None]:
-        """The guard of a handler, with the points before and after it."""
+        self, frame: Frame, registered: Registered, run: Callable[..., None]
+    ) -> tuple[Registered, Callable[..., None]]:
+        """The handler with the point before it, and what runs it with the point after it.
 
-        def run(source: Source, job: Job) -> None:
+        What the first raises is answered to the peer; the second comes when that was sent.
+        """
+        name = self._name(frame.kind)
+
+        def handle(message: Message, payload: Payload, source: Source) -> None:
+            if source.request:
+                self._asked[source.channel, source.request] = name
+            self._at("before-handle", name, source.worker, source.channel)
+            registered.handler(message, payload, source)
+
+        def run_around(source: Source, *args: object) -> None:
             mine = self._mine
             mine.depth = getattr(mine, "depth", 0) + 1
             try:
-                guarded(source, lambda: self._handle(source, kind, job))
-                self._at(AFTER_HANDLE, self._name(kind), source.worker, source.channel)
+                run(source, *args)
+                self._at("after-handle", name, source.worker, source.channel)
             finally:
                 mine.depth -= 1
                 mine.quiet = False
 
-        return run
+        return registered._replace(handler=handle), run_around
 
-    def around_answer(self, channel: Channel, take: TakeAnswer) -> TakeAnswer:
-        """The function that takes an answer, with the points before and after it."""
-
-        def run(worker: WorkerId, frame: Frame) -> None:
-            name = self._name(frame.kind)
-            self._at(BEFORE_HANDLE, name, worker, channel)
-            take(worker, frame)
-            self._at(AFTER_HANDLE, name, worker, channel)
-
-        return run
+    def take_answer(
+        self,
+        take: Callable[[WorkerId, Frame], None],
+        worker: WorkerId,
+        channel: Channel,
+        frame: Frame,
+    ) -> None:
+        """Take an answer, with the points before and after it."""
+        name = self._name(frame.kind)
+        self._at("before-handle", name, worker, channel)
+        take(worker, frame)
+        self._at("after-handle", name, worker, channel)
 
     # -- actions
 
@@ -255,7 +239,8 @@ class Failpoints:
     def _name(self, kind: int) -> str:
         name = self._names.get(kind)
         if name is None:
-            self._names = {kind_of(known): known.__name__ for known in self._kinds.types}
+            ours = [t for t in Message.__subclasses__() if t.__module__.startswith("gradwire.")]
+            self._names = {kind_of(known): known.__name__ for known in ours}
             name = self._names.get(kind, f"{kind:#06x}")
         return name
 
@@ -263,7 +248,7 @@ class Failpoints:
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
     """Whether it happens now; counts how often its point was reached."""
     fault = armed.fault
-    if armed.fired or fault.point != point or fault.kind not in (kind, ANY):
+    if armed.fired or fault.point != point or fault.kind not in (kind, "any"):
         return False
     if fault.peer not in (None, peer):
         return False
@@ -272,14 +257,12 @@ def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
     return armed.fired
 
 
-def failpoints_by_environment(
-    directory: Directory, kinds: Kinds, clock: Clock
-) -> Failpoints | None:
+def failpoints_by_environment(directory: Directory, clock: Clock) -> Failpoints | None:
     """The failpoints that GRADWIRE_FAULTS asks for; None if it is not set."""
     faults = [Fault.parse(text) for text in faults_from_environment().split(";") if text.strip()]
     if not faults:
         return None
-    failpoints = Failpoints(directory, kinds, clock)
+    failpoints = Failpoints(directory, clock)
     for fault in faults:
         failpoints.arm(fault)
     return failpoints
