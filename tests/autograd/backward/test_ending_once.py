@@ -11,7 +11,7 @@ from gradwire.autograd.backward.engine_run import execute
 from gradwire.autograd.graph.walk import Landmarks
 from gradwire.autograd.undo import leaf as leaves
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.autograd.undo.nested_pass import Nested
+from gradwire.autograd.undo.nested_pass import EndOfRun, Nested
 from gradwire.autograd.undo.undo_log import UndoLog
 
 
@@ -198,3 +198,20 @@ def test_what_cannot_be_taken_out_in_time_is_part_of_the_sum(leaf, monkeypatch):
     adds(leaf, 4.0, other)
     assert other.undo()
     assert (leaf.grad, other.what_stays("w1")) == (5, "")
+
+
+def test_what_cannot_be_given_up_after_a_failed_run_is_logged(leaf, caplog):
+    def give_up():
+        raise RuntimeError("nobody listens")
+
+    def hook(_):
+        EndOfRun(lambda: None, give_up)
+        raise ValueError("in the hook")
+
+    doubled = leaf * 2
+    doubled.register_hook(hook)
+    with pytest.raises(ValueError, match="in the hook"):
+        doubled.backward()
+
+    assert "could not be given up" in caplog.text
+    assert "nobody listens" in caplog.text

@@ -105,7 +105,7 @@ class Participant:
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         coordinator = source.worker
-        _check_root(start.pass_id, coordinator)
+        _check_coordinator(start.pass_id, coordinator)
         limit = self.deadline(start.seconds)
         failed = partial(self._tell_failed, start, coordinator, limit)
         try:
@@ -331,7 +331,7 @@ class Participant:
     def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
         # A good end is handled on the reading thread: before the coordinator's next message, or
         # its loss, can be handled. A failure waits for the run here, so it needs another thread.
-        _check_root(message.pass_id, source.worker)
+        _check_coordinator(message.pass_id, source.worker)
         if message.failure is None:
             self._keep(message)
             return
@@ -380,14 +380,14 @@ class Participant:
         return True
 
 
-def _check_root(pass_id: PassId, source: WorkerId) -> None:
-    """BadMessage if a pass is begun or ended by another worker than its root."""
+def _check_coordinator(pass_id: PassId, source: WorkerId) -> None:
+    """BadMessage if a pass is begun or ended by another worker than its coordinator."""
     if pass_id.worker != source:
         raise BadMessage(f"w{source} speaks for {pass_id}, which is another worker's")
 
 
 def _participated(active: AnyPass) -> ParticipantPass:
-    """The pass, which began elsewhere: `_check_root` has compared its id with the sender."""
+    """The pass, which began elsewhere: `_check_coordinator` has compared its id with the sender."""
     if not isinstance(active, ParticipantPass):
         raise BadMessage(f"{active.id} began here")
     return active

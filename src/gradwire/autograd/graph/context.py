@@ -146,9 +146,8 @@ class Contexts:
     def heard_of(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
-        A new one counts as one of `source`, whoever opened it: that a peer says it is not enough.
-        StaleIncarnation if an earlier life of ours may have worked in it, or one of its opener made
-        it.
+        A new one counts as one of `source`, whichever worker opened it. StaleIncarnation if an
+        earlier incarnation of this worker may have worked in it, or one of its opener made it.
 
         Note [Contexts that are lost]: a worker drops the contexts of an opener that it has lost. If
         only the connection was lost, the opener still works in them. What is then done here in

@@ -265,7 +265,7 @@ def numbers(edges: int) -> Iterator[int]:
 
 
 def to_wire(lineage: Lineage) -> dict[WorkerId, bytes]:
-    """As it travels: msgpack has no integers over 64 bits."""
+    """As it is sent: msgpack has no integers over 64 bits."""
     return {
         worker: edges.to_bytes((edges.bit_length() + 7) // 8, "little")
         for worker, edges in lineage.items()
@@ -278,7 +278,7 @@ def from_wire(data: dict[WorkerId, bytes]) -> Lineage:
 
 
 def bits_to_wire(edges: int) -> bytes:
-    """One worker's edges as they travel."""
+    """One worker's edges as they are sent."""
     return edges.to_bytes((edges.bit_length() + 7) // 8, "little")
 
 

@@ -271,7 +271,7 @@ class LeafEntry:
         added = () if self._added is None else (Addition(self._undo_log.run, self._added),)
         for other in tuple(self._record.unfinished):
             if other is not self and other._undo_log.into is self._undo_log.into:
-                other._hear(self._begun, added, new)
+                other._other_added(self._begun, added, new)
 
     def _other_begins(self, gradient: Gradient) -> None:
         """A run without an undo log is about to add to the leaf."""
@@ -293,11 +293,11 @@ class LeafEntry:
         assert leaf is not None, "its node holds it"
         self._record.wait()
         try:
-            self._hear(*coming, leaf.grad)
+            self._other_added(*coming, leaf.grad)
         finally:
             self._record.lock.release()
 
-    def _hear(self, begun: Begun, added: tuple[Addition, ...], now: Gradient) -> None:
+    def _other_added(self, begun: Begun, added: tuple[Addition, ...], now: Gradient) -> None:
         """Another run has added this to what it found."""
         found, version, value = begun
         if found is None and now is None:  # a hook has used it up at once
