@@ -140,17 +140,11 @@ def _is_left_over(entry: os.DirEntry[str], before: float) -> bool:
     try:
         os.kill(int(named[1]), 0)
     except ProcessLookupError:
-        return not _is_listened_to(os.path.join(entry.path, _SOCKET))
+        try:  # a process in another pid namespace may listen there
+            _connected(os.path.join(entry.path, _SOCKET), 0.1).close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
     return False
-
-
-def _is_listened_to(path: str) -> bool:
-    """Whether a process listens there: it may be in another pid namespace."""
-    try:
-        _connected(path, 0.1).close()
-    except (ConnectionRefusedError, FileNotFoundError):
-        return False
-    return True
 
 
 def _check_length(path: str) -> None:

@@ -237,7 +237,7 @@ class FrameWriter:
         sent = -1
         while self._unsent is mine and self._sent != sent:
             sent = self._sent
-            owned = [bytes(part) for part in _after(_listed(mine), sent)]
+            owned = [bytes(part) for part in _after(mine, sent)]
         if self._unsent is mine:
             self._unsent = owned
             self._sent = 0
@@ -316,7 +316,7 @@ class FrameWriter:
         unsent, sent = self._unsent, self._sent
         if unsent is None:
             return
-        rest = _after(_listed(unsent), sent)
+        rest = _after(unsent, sent)
         length, sends = sum(map(len, rest)), self._sends(rest, (), flags)
         try:
             stock = (rest, rest), (rest, rest, rest)
@@ -349,12 +349,9 @@ class FrameWriter:
         return PeerLost(self._closer.close_reason or close_reason_of(error))
 
 
-def _listed(unsent: Unsent) -> list[Buffer]:
-    return unsent if isinstance(unsent, list) else [unsent]
-
-
-def _after(parts: list[Buffer], sent: int) -> list[Buffer]:
-    """The rest of `parts` after `sent` bytes, without a copy."""
+def _after(unsent: Unsent, sent: int) -> list[Buffer]:
+    """The rest of a frame after `sent` bytes, without a copy."""
+    parts = unsent if isinstance(unsent, list) else [unsent]
     for position, part in enumerate(parts):
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]

@@ -135,9 +135,7 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
     """Complete the handshake, and wait until the server accepts this worker."""
     with connecting_to(address, hint="it refused this worker, or does not use TLS: see its log"):
         try:
-            while not session.do_handshake():
-                _exchange(sock, session, deadline)
-            while not _is_accepted(session):
+            while not (session.do_handshake() and _is_accepted(session)):
                 _exchange(sock, session, deadline)
         except ssl.SSLError as error:
             with suppress(OSError):  # an alert for the peer, if it can be sent without blocking
