@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, final
 
 import msgspec
 import torch
@@ -16,18 +16,17 @@ import torch
 from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.current import current_worker
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.host import OptimizerHost
 from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, maybe_plain
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.shard import GroupSpec, Options, Shard
-from gradwire.options import Timeout
+from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.refs.permissions import check_life
 from gradwire.rpc.rref import RRef
-from gradwire.rpc.worker import Worker
+from gradwire.rpc.worker import Worker, part_of_each_worker
 
 Answers = dict[WorkerId, Any]
 StepMessage = Prepare | Commit | Abort
@@ -56,7 +55,6 @@ class TwoPhaseCommit:
 
     def __init__(self, here: OptimizerHost, shards: dict[WorkerId, RRef[Shard]]) -> None:
         self._here, self._shards = here, shards
-        here.worker.part(StepServer)
 
     def ask(
         self,
@@ -260,6 +258,7 @@ def _outcome(answer: Any) -> Any:  # noqa: ANN401
         return error
 
 
+@part_of_each_worker
 @final
 class StepServer:
     """Handles the messages of steps for all shards of one worker."""
@@ -296,7 +295,7 @@ class StepServer:
 
     def _deadline(self, seconds: float) -> float:
         """At most the step timeout of this worker, because others wait for the same parameters."""
-        return min(self._worker.agent.clock.now() + seconds, self._worker.step_deadline())
+        return min(self._worker.agent.clock.now() + seconds, self._worker.step_deadline(DEFAULT))
 
     def _shard(self, message: Prepare | Commit | Abort, source: Source, deadline: float) -> Shard:
         """The shard of a step; the peer must hold a reference to it, and have made the step."""
@@ -313,6 +312,5 @@ class StepServer:
 def make_shard(
     cls: type, groups: list[GroupSpec], args: tuple[object, ...], kwargs: Options
 ) -> Shard:
-    """A shard here, and whoever serves the steps that it is asked for."""
-    cast(Worker, current_worker.find()).part(StepServer)
+    """A shard of this worker."""
     return Shard(cls, groups, args, kwargs)

@@ -33,6 +33,7 @@ from gradwire.compat.rpc.agent import (
     late_api,
     patience,
 )
+from gradwire.compat.rpc.all_gather import all_gather
 from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.options import RpcBackendOptions
 from gradwire.errors import UsageError
@@ -253,7 +254,7 @@ def _all_gather(
         for name in followers:  # each hears it, or is lost itself
             api.rpc_async(name, _failed_here, args=(round, story), timeout=seconds)
 
-    return agent.worker.all_gather.gather(
+    return agent.worker.part(all_gather).gather(
         obj,
         names,
         constants.A_LONG_TIME_SECONDS if is_unset else seconds,
@@ -288,17 +289,17 @@ def _to_follower_here(round: str, values: Mapping[str, object]) -> None:
 
 
 def _failed_here(round: str, story: str) -> None:
-    _ours().worker.all_gather.failed(round, story)
+    _ours().worker.part(all_gather).failed(round, story)
 
 
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: object, worker_names: Collection[str]
 ) -> None:
-    _ours().worker.all_gather.heard(sequence_id, worker_name, obj, worker_names)
+    _ours().worker.part(all_gather).heard(sequence_id, worker_name, obj, worker_names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, object]) -> None:
-    _ours().worker.all_gather.ended(sequence_id, objects_map)
+    _ours().worker.part(all_gather).ended(sequence_id, objects_map)
 
 
 @_require_initialized

@@ -5,6 +5,7 @@ docs/concepts/calls.md lists the functions that a call passes on both workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
@@ -18,7 +19,7 @@ from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import OUTERMOST, Cut, extent_of
+from gradwire.agent.requests.timer import OUTERMOST, Clock, Cut, extent_of, nested
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
@@ -26,8 +27,9 @@ from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.profiling import NOTHING, call_span, fetch_span
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
+from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.futures import (
     INTERRUPTED,
@@ -96,13 +98,11 @@ class Calls:
         refs: Refs,
         bodies: BodyCodec,
         behavior: Behavior,
-        *,
-        in_flight: int,
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior = bodies, behavior
         self._carries_modes = behavior.carries_modes
-        self._window = PeerLimit("in_flight", in_flight, one_may_exceed=True)
+        self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
         self._environment = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
@@ -291,7 +291,7 @@ class Calls:
 
         hot: each call
         """
-        _, _, inbound, run = get_current()
+        _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
         draws = None if checkpointed is None else checkpointed.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
@@ -411,3 +411,32 @@ class Calls:
         assert isinstance(message, Result)
         self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)
+
+
+Deadline = Callable[[Timeout], float]
+"""`deadline_from` with the clock and the default of one worker"""
+
+
+def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
+    """The deadline of a wait that begins now, before that of the call which this code serves.
+
+    Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
+
+    hot: each call
+    """
+    if timeout is DEFAULT:
+        seconds = default
+    else:
+        seconds = FOREVER if timeout is None else min(timeout, FOREVER)
+        if not seconds > 0:
+            raise UsageError(
+                f"timeout={timeout!r} is not a positive number of seconds",
+                hint="timeout=None waits as long as the other worker lives",
+            )
+    now = clock.now()
+    _, due, inbound, _, _ = get_current()
+    if inbound is not None and inbound.cancelled:
+        raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
+    if due <= now:
+        raise CallTimeout("the deadline of the enclosing call has passed")
+    return now + seconds if due == math.inf else nested(due, now, seconds)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
 from torch import nn
 
 from gradwire.errors import NotExposed
 from gradwire.rpc.expose import torch_allowlist
+from gradwire.rpc.expose.torch_allowlist import names as torch_names
 
 Function = Callable[..., object]
 
@@ -28,9 +29,10 @@ def name_of(target: Function) -> str:
 
     hot: every call
     """
+    # The calls of a program are mostly of these two types, which need no further look.
     is_plain = type(target) is FunctionType
-    names = torch_allowlist.names()
-    listed = names.get(target) if is_plain else torch_allowlist.maybe_name(target)
+    is_common = is_plain or type(target) is BuiltinFunctionType
+    listed = torch_names().get(target) if is_common else torch_allowlist.maybe_name(target)
     if listed is not None:
         return listed
     if is_plain:

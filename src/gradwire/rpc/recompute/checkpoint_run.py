@@ -29,16 +29,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Self, cast, final
 
 import msgspec
 
-from gradwire import current
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
 from gradwire.agent.requests.promise import Promise
+from gradwire.current import get_current, swap_checkpoint_run
 from gradwire.errors import BadMessage, GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
 from gradwire.rpc.recompute.generators import Generators
@@ -211,13 +211,15 @@ class CheckpointRun:
         except BaseException:
             self._end_turn()
             raise
-        self._token = current.push_checkpoint_run(self)
+        self._around = swap_checkpoint_run(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over = True
         try:
-            current.pop_deadline(self._token)
+            # Not a reset to the slot as it was: torch drops the generator of a checkpoint whose
+            # function raised, and this runs when it is collected, maybe in another context.
+            swap_checkpoint_run(self._around)
             now = self.generators.get_state()
             self._find_overlaps()
             if self.recorded is not None:
@@ -320,8 +322,9 @@ class CheckpointRun:
         return found
 
 
-current_checkpoint_run = cast(Callable[[], CheckpointRun | None], current.current_checkpoint_run)
-"""the run that the current code is part of, if any"""
+def current_checkpoint_run() -> CheckpointRun | None:
+    """The run that the current code is part of, if any."""
+    return cast(CheckpointRun | None, get_current()[3])
 
 
 def waiting() -> AbstractContextManager[None]:
