@@ -96,7 +96,7 @@ class CallScope:
     hot: each call served, so it is not made of nested `with` blocks
     """
 
-    __slots__ = ("_context", "_outer")
+    __slots__ = ("_context", "_drawing", "_outer")
 
     def __init__(
         self,
@@ -105,6 +105,10 @@ class CallScope:
         deadline: float = math.inf,
         inbound: object = None,
     ) -> None:
+        self._drawing: AbstractContextManager[object] | None = None
+        if worker.own is not None:  # it draws from its own random generator
+            self._drawing = worker.own.drawing()
+            self._drawing.__enter__()
         _, outer_deadline, outer_inbound, run, _ = get_current()
         if outer_deadline < deadline:
             deadline = outer_deadline
@@ -121,6 +125,8 @@ class CallScope:
         if self._context is not None:
             leave(self._context)
         reset_current(self._outer)
+        if self._drawing is not None:
+            self._drawing.__exit__(None, None, None)
 
     def __enter__(self) -> None:
         pass

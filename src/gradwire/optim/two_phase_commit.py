@@ -16,6 +16,7 @@ import torch
 from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.host import OptimizerHost
@@ -274,7 +275,7 @@ class StepServer:
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
         deadline = self._deadline(message.seconds)
         step, context, options = message.step, message.context, message.options
-        with self._worker.serving_scope(None, deadline):
+        with CallScope(self._worker, None, deadline):
             shard = self._shard(message, source, deadline)
             if message.alone:
                 shard.step(step, context, options, deadline)

@@ -40,7 +40,7 @@ class RRefHome(Protocol):
 class RRef(Generic[T]):
     """A reference to a value on its owner; `RRef(value)` makes one to a value of this worker.
 
-    The value lives as long as any worker holds a reference to it. References travel in calls.
+    The value lives as long as any worker holds a reference to it. Calls may pass and return it.
     """
 
     __slots__ = ("__weakref__", "_home", "handle")

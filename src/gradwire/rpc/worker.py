@@ -29,13 +29,12 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.requests.timer import Clock, MonotonicClock
-from gradwire.agent.serving.dispatch import Source
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.scope import CallScope
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
-from gradwire.ids import ContextId, WorkerId
+from gradwire.ids import WorkerId
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls, Deadline, deadline_from
@@ -44,7 +43,7 @@ from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
-from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
+from gradwire.rpc.recompute.checkpoint_hooks import wrap_checkpoints
 from gradwire.rpc.recompute.generators import PROCESS, Generators
 from gradwire.rpc.refs.borrow import LentRef
 from gradwire.rpc.refs.refs import Refs
@@ -52,6 +51,8 @@ from gradwire.rpc.rref import RRef
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
+_RREF_TAG = 64
+_LENT_TAG = 65
 _CLOSE_SECONDS = 1.0
 """How long shutdown waits for functions that still run, before it abandons their threads."""
 _log = logging.getLogger("gradwire")
@@ -108,10 +109,6 @@ class Worker:
         self._parts: dict[object, object] = {}
         self._parts_lock = threading.RLock()  # making a part may ask for another
         clock = clock or MonotonicClock()
-        timeouts = options.timeouts
-        self.deadline: Deadline = partial(deadline_from, clock, timeouts.call)
-        self.backward_deadline: Deadline = partial(deadline_from, clock, timeouts.backward)
-        self.step_deadline: Deadline = partial(deadline_from, clock, timeouts.step)
         registry = Registry(expose)
         self.events = Events(self.name)
         self.leaks: list[str] = []
@@ -133,10 +130,13 @@ class Worker:
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent. Each registers the messages that it serves."""
         agent, options, behavior = self.agent, self.options, self.behavior
-        scope_for = partial(CallScope, self) if self.own is None else self.serving_scope
+        timeouts, clock, scope_for = options.timeouts, agent.clock, partial(CallScope, self)
+        self.deadline: Deadline = partial(deadline_from, clock, timeouts.call)
+        self.backward_deadline: Deadline = partial(deadline_from, clock, timeouts.backward)
+        self.step_deadline: Deadline = partial(deadline_from, clock, timeouts.step)
         self.engine = Engine(
             agent,
-            options.timeouts,
+            timeouts,
             scope_for,
             self.backward_deadline,
             edge_per_message=behavior.edge_per_message,
@@ -144,9 +144,7 @@ class Worker:
         reference = behavior.reference or RRef
         self.refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
-        leaves = behavior.leaves_outside_contexts
-        modes = behavior.carries_modes
-        bodies = BodyCodec(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
+        bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior)
         CallServer(
             agent, self.engine, self.refs, bodies, registry, scope_for, behavior, self.generators
@@ -293,50 +291,5 @@ class Worker:
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
-    def serving_scope(
-        self,
-        context: ContextId | None,
-        deadline: float = math.inf,
-        inbound: Source | None = None,
-    ) -> CallScope | _DrawingScope:
-        """Enter the scope of a function that a peer has called."""
-        if self.own is None:
-            return CallScope(self, context, deadline, inbound)
-        return _DrawingScope(
-            self.own.drawing(), partial(CallScope, self, context, deadline, inbound)
-        )
 
-
-@final
-class _DrawingScope:
-    """The scope of a served function on a worker that has its own random generator."""
-
-    def __init__(
-        self, drawing: AbstractContextManager[object], scope: Callable[[], CallScope]
-    ) -> None:
-        self._drawing = drawing
-        drawing.__enter__()
-        self._scope = scope()
-
-    def leave(self) -> None:
-        """Restore what was current before."""
-        self._scope.leave()
-        self._drawing.__exit__(None, None, None)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-
-_RREF_TAG = 64
-_LENT_TAG = 65
-
-
-def _generators_here() -> Generators | None:
-    home = current_worker.maybe_find()
-    return None if home is None else cast(Worker, home).generators
-
-
-watch_checkpoints(_generators_here)
+wrap_checkpoints()

@@ -133,7 +133,7 @@ def test_it_is_lent_to_calls_only(workers):
 def test_what_is_borrowed_cannot_be_passed_on(workers):
     def program():
         borrowed = BorrowedRef(RefHandle(RefId(1, 1), 1, None))
-        with pytest.raises(NotSerializable, match="BorrowedRef does not travel"):
+        with pytest.raises(NotSerializable, match="BorrowedRef cannot be serialized"):
             gw.rpc_sync("w1", look_at, args=(borrowed,))
 
     workers[0].run(program)

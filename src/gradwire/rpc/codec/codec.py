@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, fast_path, named_types, numpy_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types, numpy_types, user_codecs
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
@@ -57,14 +57,14 @@ MODULE_HINT = (
     "(gradwire.remote), or send its state_dict()"
 )
 _TWO_WAYS = (
-    "give its class a codec with gradwire.register_codec on both workers, or let what is not data "
-    "travel as pickles with Options(pickle=True) on both"
+    "give its class a codec with gradwire.register_codec on both workers, or allow pickles with "
+    "Options(pickle=True) on both"
 )
 _PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may run any code here"
 
 
 class Encoded(NamedTuple):
-    """A value as bytes, and the tensors it refers to by index; their bytes travel separately.
+    """A value as bytes, and the tensors it refers to by index; their bytes are sent separately.
 
     `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
     comes back to them. Only a pickle has such.
@@ -73,12 +73,6 @@ class Encoded(NamedTuple):
     data: bytes
     tensors: list[Tensor]
     copies: int = 0
-
-
-class Undecoded(msgspec.Struct, frozen=True):
-    """A received skeleton that the fast path leaves to the walk; or the bytes of a pickle."""
-
-    node: Any
 
 
 class Fallback(Protocol):
@@ -100,7 +94,6 @@ class Codec:
 
     def __init__(self, names: Names, limits: Limits, fallback: Fallback | None = None) -> None:
         self._names, self._limits, self._fallback = names, limits, fallback
-        self._is_shallow = limits.depth < fast_path.DEPTH
         self._encoders: dict[type, TypeEncoder] = {
             **builtin_types.ENCODERS,
             **numpy_types.ENCODERS,
@@ -141,20 +134,6 @@ class Codec:
         self._extended.append(kind)
         self._encoders[kind] = lambda _, value: [tag, encode(value)]
         self._decoders[tag] = decode_extension
-
-    def maybe_encode(self, value: object) -> tuple[bytes, list[Tensor]] | None:
-        """The same as `encode`, or None if the value needs a walk: see fast_path.py.
-
-        hot: every argument list and result
-        """
-        tensors: list[Tensor] = []
-        node = fast_path.maybe_node(value, tensors)
-        if node is fast_path.WALK or self._is_shallow:
-            return None
-        data = self._to_msgpack(node)
-        limits = self._limits
-        is_long = len(data) > limits.elements or len(data) > limits.head
-        return None if is_long else (data, tensors)
 
     def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
         """Encode a value; NotSerializable says where in `place` the refused part is.
@@ -201,37 +180,28 @@ class Codec:
             return _placed(found, place).place
         return None
 
-    def maybe_decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded, or Undecoded if it needs a walk. Raises as `decode` does.
-
-        hot: every argument list and result
-        """
+    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
         if len(data) > self._limits.elements:
             check_arrived(data, self._limits.elements)
         try:
             node = self._from_msgpack(data)
         except Exception as error:
-            raise _malformed(error) from error
-        value = fast_path.WALK if self._is_shallow else fast_path.maybe_value(node, tensors)
-        return Undecoded(node) if value is fast_path.WALK else value
+            raise malformed(error) from error
+        return self.decode_node(node, tensors)
 
-    def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """Decode by a walk what `maybe_decode` did not."""
+    def decode_node(self, node: object, tensors: Sequence[Tensor]) -> object:
+        """The same from its skeleton."""
         walk = Decoder(self._decoders, self._names, self._limits.depth, tensors)
         try:
-            value = walk.value(undecoded.node)
+            value = walk.value(node)
         except GradwireError:
             raise
         except Exception as error:
             # The peer's bytes caused it, even if it was raised by a constructor or a __hash__.
-            raise _malformed(error) from error
+            raise malformed(error) from error
         walk.done()
         return value
-
-    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
-        value = self.maybe_decode(data, tensors)
-        return self.decode_node(value, tensors) if type(value) is Undecoded else value
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
         encoder = user_codecs.maybe_encoder(kind) or named_types.maybe_encoder(kind)
@@ -260,7 +230,8 @@ class Codec:
         return self._fallback.decode(exactly(data, bytes), tensors)
 
 
-def _malformed(error: Exception) -> BadMessage:
+def malformed(error: Exception) -> BadMessage:
+    """The error for bytes of a peer that do not decode."""
     return BadMessage(f"an encoded value is malformed: {type(error).__name__}: {error}")
 
 
@@ -282,12 +253,11 @@ def _refuse(_walk: Encoder, value: object) -> NoReturn:
 
 
 def _refused_type(kind: type) -> NotSerializable:
-    advice = maybe_hint(kind)
-    if advice is not None:
-        return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=advice)
-    base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
-    hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
-    return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=hint)
+    hint = maybe_hint(kind)
+    if hint is None:
+        base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
+        hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
+    return NotSerializable(f"a value of type {type_name(kind)} cannot be serialized", hint=hint)
 
 
 class _Refusal(NamedTuple):
@@ -300,7 +270,7 @@ def maybe_refusal(kind: type) -> NotSerializable | None:
     found = _maybe_found(kind)
     if found is None:
         return None
-    return NotSerializable(f"{found.subject} does not travel", hint=found.hint)
+    return NotSerializable(f"{found.subject} cannot be serialized", hint=found.hint)
 
 
 def _maybe_found(kind: type) -> _Refusal | None:

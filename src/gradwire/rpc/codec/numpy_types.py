@@ -2,7 +2,7 @@
 
 The bytes of an array of any dtype are sent as a flat uint8 tensor, so that large arrays are sent as
 efficiently as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this
-string describes completely travel: no objects, no fields. Numpy would make an array of pointers
+string describes completely are sent: no objects, no fields. Numpy would make an array of pointers
 from a peer's bytes if asked to, so the string is matched before numpy sees it.
 """
 
@@ -29,14 +29,9 @@ def _encode_array(walk: Encoder, value: Array) -> object:
     fortran = value.flags.f_contiguous and not value.flags.c_contiguous
     rows = value.T if fortran else value
     if not (rows.flags.c_contiguous and rows.flags.writeable):
-        rows = _compacted(rows)
+        rows = rows.copy()  # contiguous and writeable, as torch.from_numpy needs it
     _, index = tensor_node(walk, torch.from_numpy(rows.reshape(-1).view(np.uint8)))
     return [Tag.ARRAY, index, dtype, fortran, *value.shape]
-
-
-def _compacted(array: Array) -> Array:
-    """A contiguous, writeable copy, as torch.from_numpy needs it."""
-    return array.copy()
 
 
 def _decode_array(walk: Decoder, node: Node) -> object:
@@ -83,7 +78,7 @@ def _spelled(dtype: np.dtype[Any]) -> str:
     if _PLAIN_DTYPE.fullmatch(text) and dtype.itemsize and np.dtype(text) == dtype:
         return text
     raise NotSerializable(
-        f"a numpy value of dtype {dtype} does not travel",
+        f"a numpy value of dtype {dtype} cannot be serialized",
         hint="send its fields as arrays of their own, or objects as a list",
     )
 

@@ -65,7 +65,7 @@ _MARK = "__gradwire_exposed__"
 # object, so that a decorator above @expose has effect.
 _DECLARED: dict[str, tuple[str, ...]] = {}
 
-# The special methods that return data from one call. Not __iter__: an iterator cannot travel. Not
+# The special methods that return data from one call. Not __iter__: an iterator is no data. Not
 # __enter__ and __exit__: a `with` block spread over calls stays open when its caller dies. All
 # others (__init__, __class__, __reduce__, ...) give access to Python's internals.
 DUNDERS = frozenset(

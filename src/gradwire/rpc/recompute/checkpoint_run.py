@@ -55,7 +55,7 @@ from gradwire.rpc.recompute.recording_state import (
 
 
 class _ReturnedState(msgspec.Struct, frozen=True, array_like=True):
-    """The recording of a callee, as it travels to the caller and back."""
+    """The recording of a callee, as it is sent to the caller and back."""
 
     start: State
     end: bytes
@@ -140,7 +140,7 @@ def _tag(hidden: bytes, function: str) -> bytes:
 
 
 class CheckpointedCall(NamedTuple):
-    """A call that is made under a checkpoint; `draws` travels with it."""
+    """A call that is made under a checkpoint; `draws` is sent with it."""
 
     run: CheckpointRun
     recorded: RecordedCall
