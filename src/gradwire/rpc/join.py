@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -17,7 +19,7 @@ from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.membership.rendezvous import meet, meet_again, open_store
 from gradwire.agent.peers.directory import Directory, check_name
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import Secret, find_secret
+from gradwire.agent.peers.secret import find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
@@ -33,6 +35,9 @@ from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
+
+MakeWorker = Callable[[Directory, str], Worker]
+"""Makes the worker of a directory and a job."""
 
 _UNDO_SECONDS = 2.0
 _HINTS = {
@@ -71,20 +76,22 @@ def join(
     listener = listen(transports, options)
     try:
         store = store if store is not None else rendezvous_store(options, rank, world_size)
-        joining = _Joining(
-            name,
-            rank,
-            options,
-            expose,
-            behavior,
-            store,
-            secret,
-            refusals,
-            transports,
-            listener,
-            note,
+        signed = SignedStore(store, secret, refusals)
+        make_worker = partial(
+            Worker,
+            secret=secret,
+            transports=transports,
+            listener=listener,
+            options=options,
+            expose=expose,
+            store=store,
+            behavior=behavior,
+            refusals=refusals,
         )
-        return joining.open() if world_size is None else joining.closed(world_size)
+        me = Member(rank, name, listener.address, options.incarnation, note)
+        if world_size is None:
+            return _join_open(me, signed, transports, options, make_worker)
+        return _join_closed(me, signed, world_size, options, make_worker)
     except BaseException:
         listener.close()
         raise
@@ -108,97 +115,50 @@ def forget_rendezvous_store() -> None:
     _last_store.value = None
 
 
-class _Joining:
-    """One join of a process: what closed and open worlds both need."""
+def _join_closed(
+    me: Member, store: SignedStore, world_size: int, options: Options, make_worker: MakeWorker
+) -> Worker:
+    """Meet the others; or rejoin as a later incarnation, and connect to those that are there.
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        options: Options,
-        expose: Exposed,
-        behavior: Behavior,
-        store: Store,
-        secret: Secret,
-        refusals: Refusals,
-        transports: Transports,
-        listener: Listener,
-        note: str,
-    ) -> None:
-        self._name, self._rank, self._options = name, rank, options
-        self._expose, self._behavior, self._store = expose, behavior, store
-        self._secret, self._refusals = secret, refusals
-        self._signed = SignedStore(store, secret, refusals)
-        self._transports, self._listener = transports, listener
-        self._note = note
-        self._clock = MonotonicClock()
+    A worker that is not there will find this one when it is back. The first worker, which is often
+    the one that makes the calls, is told last: when it knows of us, so do the others.
+    """
+    clock = MonotonicClock()
+    if not me.life:
+        met = meet(store, me.name, me.address, me.id, world_size, options, clock, me.note)
+        return make_worker(met.directory, met.job)
+    met = meet_again(store, me, world_size, options, clock)
+    worker = make_worker(met.directory, met.job)
+    for other in reversed(met.directory.others()):
+        with suppress(PeerLost, DeadlinePassed):
+            worker.agent.reach(other.id, clock.now() + options.timeouts.connect)
+    return worker
 
-    def closed(self, world_size: int) -> Worker:
-        address, options = self._listener.address, self._options
-        if options.incarnation:
-            return self._back(world_size)
-        met = meet(
-            self._signed,
-            self._name,
-            address,
-            self._rank,
-            world_size,
-            options,
-            self._clock,
-            self._note,
-        )
-        return self._worker(met.directory, met.job)
 
-    def _back(self, world_size: int) -> Worker:
-        """Rejoin as a later incarnation: connect to the workers that are there.
-
-        A worker that is not there will find this one when it is back. The first worker, which is
-        often the one that makes the calls, is told last: when it knows of us, so do the others.
-        """
-        options, address = self._options, self._listener.address
-        me = Member(self._rank, self._name, address, options.incarnation, self._note)
-        met = meet_again(self._signed, me, world_size, options, self._clock)
-        worker = self._worker(met.directory, met.job)
-        for other in reversed(met.directory.others()):
-            limit = self._clock.now() + options.timeouts.connect
-            with suppress(PeerLost, DeadlinePassed):
-                worker.agent.reach(other.id, limit)
-        return worker
-
-    def open(self) -> Worker:
-        """Join an open world. If it fails, the registration is undone and peers are told."""
-        patience = self._options.timeouts.join
-        limit = self._clock.now() + patience
-        roster = RosterStore(self._signed, self._transports, self._clock)
-        address = self._listener.address
-        me = roster.register(self._name, self._rank, address, limit, self._note)
-        worker = None
-        try:
-            job, others = roster.before(me, limit - patience / 2)
-            directory = Directory(self._rank, [*others, me], is_open=True)
-            worker = self._worker(directory, job)
-            worker.announce(limit)
-        except BaseException:
-            with suppress(RuntimeError):  # the store is gone, with all that is in it
-                roster.unregister({me.life}, limit)
-            if worker is not None:
-                worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
-            raise
-        return worker
-
-    def _worker(self, directory: Directory, job: str) -> Worker:
-        return Worker(
-            directory,
-            job,
-            self._secret,
-            self._transports,
-            self._listener,
-            self._options,
-            self._expose,
-            store=self._store,
-            behavior=self._behavior,
-            refusals=self._refusals,
-        )
+def _join_open(
+    me: Member,
+    store: SignedStore,
+    transports: Transports,
+    options: Options,
+    make_worker: MakeWorker,
+) -> Worker:
+    """Join those that are there. If it fails, the registration is undone and peers are told."""
+    clock, patience = MonotonicClock(), options.timeouts.join
+    limit = clock.now() + patience
+    roster = RosterStore(store, transports, clock)
+    me = roster.register(me.name, me.id, me.address, limit, me.note)
+    worker = None
+    try:
+        job, others = roster.before(me, limit - patience / 2)
+        worker = make_worker(Directory(me.id, [*others, me], is_open=True), job)
+        worker.announce(limit)
+    except BaseException:
+        with suppress(RuntimeError):  # the store is gone, with all that is in it
+            roster.unregister({me.life}, limit)
+        if worker is not None:
+            worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
+        raise
+    return worker
 
 
 def set_default_worker(worker: Worker) -> None:
