@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import BadMessage
-from gradwire.rpc.recompute.checkpoint_run import decrypted, encrypted
+from gradwire.rpc.recompute.encrypted_recording import decrypted, encrypted
 
 CONTENT = bytes(range(256)) * 20
 

@@ -156,7 +156,8 @@ class Calls:
         except BaseException:  # interrupted; an answer may still come, with references in it
             self._agent.cancel(promise, INTERRUPTED)
             pending = self._pending(promise, peer, context, str, self._behavior.of_call)
-            self._unpack_when_settled(pending)
+            # Unpacked though nobody waits for it, so that these references are dropped.
+            promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
             raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
@@ -214,23 +215,19 @@ class Calls:
 
     def fetch(self, handle: RefHandle, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that another worker owns."""
-        directory = self._agent.directory
-        with fetch_span(directory.me.name, directory.name(handle.owner)):
+        directory, owner = self._agent.directory, handle.owner
+        with fetch_span(directory.me.name, directory.name(owner)):
             with waiting():  # a checkpointed remote() is answered only when its value is made
-                pending = self._fetched(handle, deadline)
+                self._refs.wait_until_counted(handle, deadline)
+                context = self._engine.calling(current_context(), owner)
+                message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
+                what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
+                promise = self._request(owner, message, deadline, what, phase)
+                self._engine.called(context, owner)
+                name = partial(display_name_on, directory, owner, what)
+                pending = self._pending(promise, owner, context, name, self._behavior.of_fetch)
+                self._outcome(promise, owner, context)
             return pending.value()
-
-    def _fetched(self, handle: RefHandle, deadline: float) -> PendingResult[Any]:
-        self._refs.wait_until_counted(handle, deadline)
-        context = self._engine.calling(current_context(), handle.owner)
-        message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
-        what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
-        promise = self._request(handle.owner, message, deadline, what, phase)
-        self._engine.called(context, handle.owner)
-        name = partial(display_name_on, self._agent.directory, handle.owner, what)
-        pending = self._pending(promise, handle.owner, context, name, self._behavior.of_fetch)
-        self._outcome(promise, handle.owner, context)
-        return pending
 
     def _request(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -402,10 +399,6 @@ class Calls:
             result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
         return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
-
-    def _unpack_when_settled(self, pending: PendingResult[Any]) -> None:
-        """Unpack an answer that nobody waits for, so that its references are dropped."""
-        pending.promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
 
     def _release_late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)

@@ -52,7 +52,7 @@ T = TypeVar("T")
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
 _FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
 _LISTED = (Iterator, KeysView, ItemsView, ValuesView)
-MODULE_HINT = (
+_MODULE_HINT = (
     "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
     "(gradwire.remote), or send its state_dict()"
 )
@@ -249,61 +249,40 @@ def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerial
 def _refuse(_walk: Encoder, value: object) -> NoReturn:
     refusal = maybe_refusal(type(value))
     assert refusal is not None, f"{type(value).__name__} was refused without a reason"
-    refuse(refusal, value)
+    if isinstance(value, Coroutine):
+        value.close()  # or Python warns that it was never awaited
+    raise refusal
 
 
 def _refused_type(kind: type) -> NotSerializable:
-    hint = maybe_hint(kind)
-    if hint is None:
-        base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
+    base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
+    if issubclass(kind, nn.Module):
+        hint = _MODULE_HINT
+    elif issubclass(kind, Tensor) and hasattr(kind, "full_tensor"):
+        hint = "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
+    else:
         hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
     return NotSerializable(f"a value of type {type_name(kind)} cannot be serialized", hint=hint)
 
 
-class _Refusal(NamedTuple):
-    subject: str
-    hint: str
-
-
 def maybe_refusal(kind: type) -> NotSerializable | None:
     """The error for a type that cannot even be pickled; None for any other."""
-    found = _maybe_found(kind)
-    if found is None:
-        return None
-    return NotSerializable(f"{found.subject} cannot be serialized", hint=found.hint)
-
-
-def _maybe_found(kind: type) -> _Refusal | None:
     if issubclass(kind, Coroutine):
-        return _Refusal(
+        subject, hint = (
             "the coroutine of an `async def` function",
             "declare the function with def; one that answers later is decorated with "
             "@gradwire.async_execution and returns a future",
         )
-    if issubclass(kind, Generator | AsyncGenerator):
-        return _Refusal("a generator", "return or send a list of what it yields")
-    if issubclass(kind, _FUTURES):
-        return _Refusal(
+    elif issubclass(kind, Generator | AsyncGenerator):
+        subject, hint = "a generator", "return or send a list of what it yields"
+    elif issubclass(kind, _FUTURES):
+        subject, hint = (
             "a future",
             "send what it brings, as future.wait() returns it; a function that returns a "
             "torch or gradwire future is decorated with @gradwire.async_execution",
         )
-    if issubclass(kind, _LISTED):
-        return _Refusal(f"a {kind.__name__}", "send a list of what it yields, list(...)")
-    return None
-
-
-def maybe_hint(kind: type) -> str | None:
-    """What to do instead of sending a value of this type, which only a pickle could carry."""
-    if issubclass(kind, nn.Module):
-        return MODULE_HINT
-    if issubclass(kind, torch.Tensor) and hasattr(kind, "full_tensor"):
-        return "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
-    return None
-
-
-def refuse(refusal: NotSerializable, value: object) -> NoReturn:
-    """Raise the refusal; close a coroutine first, or Python warns that it was never awaited."""
-    if isinstance(value, Coroutine):
-        value.close()
-    raise refusal
+    elif issubclass(kind, _LISTED):
+        subject, hint = f"a {kind.__name__}", "send a list of what it yields, list(...)"
+    else:
+        return None
+    return NotSerializable(f"{subject} cannot be serialized", hint=hint)

@@ -156,9 +156,7 @@ class Registry:
         for item in listed(expose):
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
-    def name_of(self, target: Function) -> str:
-        """The name of a function or class; the callee decides what it stands for."""
-        return name_of(target)
+    name_of = staticmethod(name_of)
 
     def lookup(self, name: str) -> Function:
         """The function or class of that name; NotExposed if there is none that peers may call.

@@ -43,7 +43,7 @@ def check_passed(
 def stale_incarnation(ref: RefId, owner: str, life: int, now: int) -> StaleIncarnation:
     """The error for a reference to a value of an earlier incarnation of its owner."""
     return StaleIncarnation(
-        f"{ref} belonged to life {life} of {owner}, which is in life {now}: it was started again",
+        f"{ref} belongs to incarnation {life} of {owner}, which was restarted as incarnation {now}",
         hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
     )
 
