@@ -221,7 +221,7 @@ def test_a_step_of_an_optimizer_over_lost_parameters_says_so(workers, w0):
     optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [lost, there], lr=1.0)
     workers.restart(1)
 
-    with pytest.raises(gradwire.StepFailed, match=r"no worker has stepped.*life 0 of w1"):
+    with pytest.raises(gradwire.StepFailed, match=r"no worker has stepped.*incarnation 0 of w1"):
         optimizer.step()
 
     assert gradwire.rpc_sync("w2", far.value_of, args=(there,)) == 3

@@ -20,7 +20,7 @@ from torch import nn
 
 from gradwire.errors import BadMessage, NotExposed, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, numpy_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types, user_codecs
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.walk import Tag
 
@@ -430,7 +430,6 @@ def test_tags_are_never_shared():
     own = {Tag.PICKLED: None}
     tables = (
         builtin_types.DECODERS,
-        numpy_types.DECODERS,
         named_types.DECODERS,
         user_codecs.DECODERS,
         own,

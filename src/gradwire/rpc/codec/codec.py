@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, numpy_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types, user_codecs
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
@@ -96,12 +96,10 @@ class Codec:
         self._names, self._limits, self._fallback = names, limits, fallback
         self._encoders: dict[type, TypeEncoder] = {
             **builtin_types.ENCODERS,
-            **numpy_types.ENCODERS,
             **named_types.ENCODERS,
         }
         self._decoders: dict[int, TypeDecoder] = {
             **builtin_types.DECODERS,
-            **numpy_types.DECODERS,
             **named_types.DECODERS,
             **user_codecs.DECODERS,
             Tag.PICKLED: self._decode_fallback,

@@ -185,8 +185,10 @@ class _Pickler(pickle.Pickler):
         scripted = maybe_reduced(value)
         if scripted is not None:
             return scripted
-        if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
-            return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
+        if isinstance(value, FunctionType):
+            is_nameless = "<lambda>" in value.__qualname__ or "<locals>" in value.__qualname__
+            if is_nameless and importlib.util.find_spec("cloudpickle") is not None:
+                return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
         return NotImplemented
 
     def _note_copy(self, value: object) -> None:
@@ -261,14 +263,6 @@ def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> b
     file = io.BytesIO()
     Pickler(file).dump(function)
     return file.getvalue()
-
-
-def _is_nameless(function: FunctionType) -> bool:
-    return "<lambda>" in function.__qualname__ or "<locals>" in function.__qualname__
-
-
-def _has_cloudpickle() -> bool:
-    return importlib.util.find_spec("cloudpickle") is not None
 
 
 def maybe_reduced(value: object) -> Reduced | None:
