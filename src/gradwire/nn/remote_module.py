@@ -255,7 +255,7 @@ class RemoteModule(nn.Module):
 
     # -- travelling
 
-    def _travel_parts(self) -> tuple[object, ...]:
+    def _to_parts(self) -> tuple[object, ...]:
         return self.on, self.device, self.training, self.module_rref
 
     @classmethod

@@ -113,8 +113,6 @@ class Worker:
         self.events = Events(self.name)
         self.leaks: list[str] = []
         """values of this worker that were still referenced by peers when all had left"""
-        self.compat_agent: object = None
-        """the agent object of gradwire.compat, if it is in use"""
         self.refusals = refusals or Refusals()
         """what was refused here, by kind"""
         place = (directory, job, secret, transports, listener)

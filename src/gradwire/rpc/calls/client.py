@@ -16,7 +16,6 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Clock, Cut, extent_of, nested
@@ -64,11 +63,6 @@ def display_name(name: str) -> str:
     return name.replace(":", ".").lstrip(".!")
 
 
-def display_name_on(directory: Directory, to: WorkerId, name: str) -> str:
-    """The name of a function and of the worker that runs it."""
-    return f"{display_name(name)} on {directory.name(to)}"
-
-
 class SentCall(msgspec.Struct, frozen=True):
     """A call that was sent and is not answered yet."""
 
@@ -92,12 +86,7 @@ class Calls:
     """Makes the calls, fetches and remote backwards of one worker."""
 
     def __init__(
-        self,
-        agent: Agent,
-        engine: Engine,
-        refs: Refs,
-        bodies: BodyCodec,
-        behavior: Behavior,
+        self, agent: Agent, engine: Engine, refs: Refs, bodies: BodyCodec, behavior: Behavior
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior = bodies, behavior
@@ -142,7 +131,7 @@ class Calls:
         if unpacked.depth:
             lift_this_thread(unpacked.depth)
         if (unpacked.cut or unpacked.copies) and torch.is_grad_enabled():
-            what = display_name_on(self._agent.directory, to, target.description or target.name)
+            what = self._name_on(to, target.description or target.name)
             warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
         return unpacked.value
 
@@ -172,9 +161,7 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = partial(
-            display_name_on, self._agent.directory, to, target.description or target.name
-        )
+        what = partial(self._name_on, to, target.description or target.name)
         pending = self._pending(promise, to, context, what, self._behavior.of_call)
         return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
 
@@ -183,6 +170,9 @@ class Calls:
             return NOTHING
         directory = self._agent.directory
         return call_span(kind, target.name, directory.me.name, directory.name(to))
+
+    def _name_on(self, to: WorkerId, name: str) -> str:
+        return f"{display_name(name)} on {self._agent.directory.name(to)}"
 
     def failed(self, error: Exception) -> Future[Any]:
         """The future of a call that could not be sent."""
@@ -224,7 +214,7 @@ class Calls:
                 what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
                 promise = self._request(owner, message, deadline, what, phase)
                 self._engine.called(context, owner)
-                name = partial(display_name_on, directory, owner, what)
+                name = partial(self._name_on, owner, what)
                 pending = self._pending(promise, owner, context, name, self._behavior.of_fetch)
                 self._outcome(promise, owner, context)
             return pending.value()
@@ -324,8 +314,8 @@ class Calls:
     def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
         if cut or packed.copies:
-            callee = self._agent.directory.name(to)
-            warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
+            where = f"the arguments of {what} on {self._agent.directory.name(to)}"
+            warn_of_cut(len(cut), where, packed.copies)
 
     def _undo_send(
         self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None

@@ -45,10 +45,10 @@ _RETURN_TYPES = {
 _IS_HEAP_TYPE = 1 << 9
 
 
-class Traveller(Protocol):
+class MadeOfParts(Protocol):
     """A class of a higher layer that is encoded as a few values, such as RemoteModule."""
 
-    def _travel_parts(self) -> tuple[object, ...]:
+    def _to_parts(self) -> tuple[object, ...]:
         """The values to send; anything that can be serialized."""
 
     @classmethod
@@ -66,7 +66,7 @@ def maybe_encoder(kind: type) -> TypeEncoder | None:
         return _encode_named_tuple if hasattr(kind, "_fields") else None
     if dataclasses.is_dataclass(kind) and _is_made_of_fields(kind):
         return _encode_dataclass
-    if hasattr(kind, "_travel_parts"):
+    if hasattr(kind, "_to_parts"):
         return _encode_parts
     return None
 
@@ -202,16 +202,16 @@ def _decode_return_type(walk: Decoder, node: Node) -> object:
     return kind(walk.children(node, 2))
 
 
-def _encode_parts(walk: Encoder, value: Traveller) -> object:
+def _encode_parts(walk: Encoder, value: MadeOfParts) -> object:
     node: Node = [Tag.PARTS, walk.name_of(type(value))]
-    return walk.children(node, value, value._travel_parts(), by_index)
+    return walk.children(node, value, value._to_parts(), by_index)
 
 
 def _decode_parts(walk: Decoder, node: Node) -> object:
     kind = _class(walk, node[1], object)
-    if not hasattr(kind, "_travel_parts"):
+    if not hasattr(kind, "_to_parts"):
         raise BadMessage(f"{node[1]} is not made of parts here")
-    return cast(type[Traveller], kind)._from_parts(*walk.children(node, 2))
+    return cast(type[MadeOfParts], kind)._from_parts(*walk.children(node, 2))
 
 
 ENCODERS: dict[type, TypeEncoder] = {

@@ -180,8 +180,8 @@ class _Pickler(pickle.Pickler):
         reducer = self._reducers.get(type(value))
         if reducer is not None:
             return reducer(value)
-        if hasattr(type(value), "_travel_parts"):
-            return type(value)._from_parts, value._travel_parts()  # type: ignore[attr-defined]
+        if hasattr(type(value), "_to_parts"):
+            return type(value)._from_parts, value._to_parts()  # type: ignore[attr-defined]
         scripted = maybe_reduced(value)
         if scripted is not None:
             return scripted
