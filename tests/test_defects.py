@@ -160,7 +160,7 @@ def test_defect_01_a_module_as_an_argument_is_refused_rather_than_copied(workers
             gw.rpc_sync("w1", run_module, args=(nn.Linear(2, 1), torch.ones(2)))
 
     with pytest.raises(
-        NotSerializable, match=r"args\[0\]: a value of type .*Linear does not travel"
+        NotSerializable, match=r"args\[0\]: a value of type .*Linear cannot be serialized"
     ):
         workers[0].run(program)
 
@@ -555,11 +555,11 @@ def test_defect_16_a_module_held_by_a_reference_really_changes_its_mode(workers)
 
 
 def test_defect_16_a_mode_is_switched_by_a_call_that_waits(workers):
-    """`train` returns the module, which does not travel; its mode is switched all the same."""
+    """`train` returns the module, which cannot be serialized; its mode is switched all the same."""
 
     def program():
         module = gw.remote("w1", Net)
-        with pytest.raises(NotSerializable, match="Net does not travel"):
+        with pytest.raises(NotSerializable, match="Net cannot be serialized"):
             module.rpc_sync().train(False)
         return module.rpc_sync().modes()
 

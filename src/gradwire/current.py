@@ -1,8 +1,8 @@
-"""What the running code belongs to: its worker, its deadline and the request that it serves.
+"""What the running code belongs to: its worker, its deadline, its request and its context.
 
 One context variable holds all of it. A worker sets it around each function that it runs. Code
 outside of any worker's scope finds the default of the process, which `init_rpc` sets; a process
-that hosts many workers has none. The autograd context is in autograd/scope.py.
+that hosts many workers has none. autograd/scope.py enters and leaves contexts.
 """
 
 from __future__ import annotations
@@ -19,51 +19,22 @@ from gradwire.errors import UsageError
 
 T = TypeVar("T")
 
-Current = tuple[Any, float, Any, object]
+Current = tuple[Any, float, Any, object, Any]
 """The worker (None: the default of the process), the deadline, the inbound request (agent/serving)
-or None, and the run of an activation checkpoint (rpc/recompute) or None. A plain tuple: one is
-made for each call served.
+or None, the run of an activation checkpoint (rpc/recompute) or None, and the entered context
+(autograd/scope.py) or None. A plain tuple: one is made for each call served.
 """
 
 _LOADER = (
     "a DataLoader's workers are processes of their own: make the calls in the process that "
     "iterates over it, as with num_workers=0"
 )
-_current: ContextVar[Current] = ContextVar("gradwire", default=(None, math.inf, None, None))
+_current: ContextVar[Current] = ContextVar("gradwire", default=(None, math.inf, None, None, None))
 
+# hot: each call, so these are not Python functions
 get_current: Callable[[], Current] = _current.get
-"""All of it at once. hot: each call, so it is not a Python function."""
-
-pop_deadline: Callable[[Token[Current]], None] = _current.reset
-"""Undo `push_deadline`, `push_checkpoint_run`. hot: each call served."""
-
-
-def push_deadline(deadline: float, inbound: object, worker: object = None) -> Token[Current]:
-    """Set the deadline of this code and the request that it serves, until `pop_deadline`.
-
-    An outer deadline that is earlier stays. Without a request or a worker, those around it stay.
-
-    hot: each call served
-    """
-    outer_worker, outer, outer_inbound, run = _current.get()
-    if outer < deadline:
-        deadline = outer
-    if worker is None:
-        worker = outer_worker
-    if inbound is None:
-        return _current.set((worker, deadline, outer_inbound, run))
-    return _current.set((worker, deadline, inbound, None))
-
-
-def push_checkpoint_run(run: object) -> Token[Current]:
-    """Set the checkpoint run that this code is a part of, until `pop_deadline`."""
-    worker, deadline, inbound, _ = _current.get()
-    return _current.set((worker, deadline, inbound, run))
-
-
-def current_deadline() -> float:
-    """The moment by which this code must be over."""
-    return _current.get()[1]
+set_current: Callable[[Current], Token[Current]] = _current.set
+reset_current: Callable[[Token[Current]], None] = _current.reset
 
 
 def current_inbound() -> Any:  # noqa: ANN401  # this layer does not know the type
@@ -71,12 +42,11 @@ def current_inbound() -> Any:  # noqa: ANN401  # this layer does not know the ty
     return _current.get()[2]
 
 
-def current_checkpoint_run() -> object:
-    """The checkpoint run that this code is a part of, or None.
-
-    hot: each call
-    """
-    return _current.get()[3]
+def swap_checkpoint_run(run: object) -> object:
+    """Set the checkpoint run that this code is a part of; returns the one before."""
+    worker, deadline, inbound, before, context = _current.get()
+    _current.set((worker, deadline, inbound, run, context))
+    return before
 
 
 @final

@@ -5,12 +5,9 @@ One stream per worker, for traces and golden tests. Without listeners it costs o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-_LINE = re.compile(r"(?P<worker>[^ >]+)(>(?P<peer>[^ ]+))? (?P<what>[^ ]+) (?P<id>[^ ]+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +16,6 @@ class Event:
 
     >>> print(Event("w0", "call", "w0#1", peer="w1"))
     w0>w1 call w0#1
-    >>> Event.parse("w0>w1 call w0#1") == Event("w0", "call", "w0#1", peer="w1")
-    True
     """
 
     worker: str
@@ -31,14 +26,6 @@ class Event:
     def __str__(self) -> str:
         arrow = "" if self.peer is None else f">{self.peer}"
         return f"{self.worker}{arrow} {self.what} {self.id}"
-
-    @classmethod
-    def parse(cls, line: str) -> Event:
-        """The event that prints as this line."""
-        found = _LINE.match(line)
-        if found is None:
-            raise ValueError(f"not an event: {line!r}")
-        return cls(found["worker"], found["what"], found["id"], peer=found["peer"])
 
 
 class Events:

@@ -101,7 +101,7 @@ class Tuned(gradwire.RemoteModule):
 class Bare(gradwire.RemoteModule):
     """Arrives with what it needs to be called, and no more."""
 
-    def _travel_parts(self):
+    def _to_parts(self):
         return self.on, self.device, self.module_rref
 
     @classmethod

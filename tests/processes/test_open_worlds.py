@@ -189,7 +189,8 @@ def test_the_first_worker_may_be_killed_and_others_come_and_it_comes_back(hosts,
 
     names, doubled = gradwire.rpc_sync("third", far.through, args=(["first"], 2.0))
     assert (names, doubled) == (["third", "first"], 8.0)
-    with pytest.raises(StaleIncarnation, match="belonged to life 1 of first, which is in life 4"):
+    text = "belongs to incarnation 1 of first, which was restarted as incarnation 4"
+    with pytest.raises(StaleIncarnation, match=text):
         value.to_here()
     for host in (first, other):
         host.begin(_go)

@@ -43,7 +43,7 @@ def test_a_worker_that_died_is_back_in_a_new_life(tmp_path, caplog, listen):
     for step in ("old reference", "passed on", "method"):
         kind, text = seen[step]
         assert kind == "StaleIncarnation", step
-        assert "belonged to life 0 of w1, which is in life 1" in text
+        assert "belongs to incarnation 0 of w1, which was restarted as incarnation 1" in text
     assert seen["gradient"] == 4
     assert seen["new reference"] == 4
     assert (seen["die_before"], seen["die_before ran"]) == ("PeerLost", 0)

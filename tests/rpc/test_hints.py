@@ -50,7 +50,7 @@ def refusal(function, *args, kind=NotSerializable):
     return raised.value
 
 
-# -- functions that return what does not travel
+# -- functions that return what cannot be serialized
 
 
 async def coroutine(x):
@@ -103,15 +103,15 @@ ASYNC = "@gradwire.async_execution"
 @pytest.mark.parametrize(
     ("function", "text", "advice"),
     [
-        (coroutine, "the coroutine of an `async def` function does not travel", ASYNC),
-        (generator, "a generator does not travel", "a list of what it yields"),
-        (async_generator, "a generator does not travel", "a list of what it yields"),
-        (promised, "a future does not travel", ASYNC),
-        (called_further, "a future does not travel", ASYNC),
-        (of_a_pool, "a future does not travel", "send what it brings"),
-        (an_iterator, "a list_iterator does not travel", "list(...)"),
-        (a_map, "a map does not travel", "list(...)"),
-        (items, "a dict_items does not travel", "list(...)"),
+        (coroutine, "the coroutine of an `async def` function cannot be serialized", ASYNC),
+        (generator, "a generator cannot be serialized", "a list of what it yields"),
+        (async_generator, "a generator cannot be serialized", "a list of what it yields"),
+        (promised, "a future cannot be serialized", ASYNC),
+        (called_further, "a future cannot be serialized", ASYNC),
+        (of_a_pool, "a future cannot be serialized", "send what it brings"),
+        (an_iterator, "a list_iterator cannot be serialized", "list(...)"),
+        (a_map, "a map cannot be serialized", "list(...)"),
+        (items, "a dict_items cannot be serialized", "list(...)"),
     ],
 )
 def test_a_function_that_returns_what_does_not_travel(workers, function, text, advice, pickle):
@@ -136,11 +136,13 @@ def test_a_future_as_an_argument(workers):
 
     error = refusal(echoed, [future])
 
-    assert str(error).startswith("args[0][0]: a future does not travel\nhint: send what it brings")
+    assert str(error).startswith(
+        "args[0][0]: a future cannot be serialized\nhint: send what it brings"
+    )
     assert gw.rpc_sync("w1", echoed, ([future.wait()],)) == [1]
 
 
-# -- functions that have no name to travel by
+# -- functions that have no name to be called by
 
 
 def doubled(x):
@@ -185,7 +187,7 @@ def test_a_wrapped_function_under_another_name(workers):
 @pytest.mark.parametrize("how", [gw.rpc_sync, gw.rpc_async, gw.remote])
 @pytest.mark.parametrize("wrap", [echoed, lambda m: torch.compile(m, backend="eager")])
 def test_a_module_in_the_place_of_the_function(workers, how, wrap):
-    with pytest.raises(NotExposed, match="has no name to travel by") as raised:
+    with pytest.raises(NotExposed, match="has no name to be called by") as raised:
         how("w1", wrap(nn.Linear(2, 2)), (X,))
 
     assert "gradwire.RemoteModule" in raised.value.hint
@@ -250,7 +252,7 @@ def test_a_transform_around_a_call(workers, transform):
     with pytest.raises(NotSerializable) as raised:
         transform()
 
-    text = "args[0]: a tensor inside a torch.func transform (vmap, grad, functionalize) does not"
+    text = "args[0]: a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized"
     assert str(raised.value).startswith(text)
     assert raised.value.hint.startswith("use the transform inside the function that is called")
 

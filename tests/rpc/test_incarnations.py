@@ -73,7 +73,7 @@ def test_old_references_name_worker_reference_and_life(workers, w0):
     assert value.to_here() == 5
     again = gradwire.rpc_sync("w2", far.kept, args=(value,))
     name = str(value.handle.ref).replace(".", r"\.")
-    story = rf"{name} belonged to life 0 of w1, which is in life 1: it was started again"
+    story = rf"{name} belongs to incarnation 0 of w1, which was restarted as incarnation 1"
 
     workers.restart(1)
 
@@ -104,7 +104,7 @@ def test_a_reference_that_a_third_worker_held_is_stale_where_it_arrives(workers,
         0
     ]
 
-    with pytest.raises(StaleIncarnation, match="belonged to life 0 of w1"):
+    with pytest.raises(StaleIncarnation, match="belongs to incarnation 0 of w1"):
         w2.wait_until_counted(stale, 1e9)
     w2.ended(stale)
     del value
@@ -221,7 +221,7 @@ def test_a_step_of_an_optimizer_over_lost_parameters_says_so(workers, w0):
     optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, [lost, there], lr=1.0)
     workers.restart(1)
 
-    with pytest.raises(gradwire.StepFailed, match=r"no worker has stepped.*life 0 of w1"):
+    with pytest.raises(gradwire.StepFailed, match=r"no worker has stepped.*incarnation 0 of w1"):
         optimizer.step()
 
     assert gradwire.rpc_sync("w2", far.value_of, args=(there,)) == 3

@@ -136,15 +136,15 @@ def test_a_refusal_names_the_type_the_place_and_two_ways_out(workers, args, kwar
     with pytest.raises(NotSerializable) as refused:
         workers[0].run(gradwire.rpc_sync, "w1", exotic.echo, args, kwargs)
     assert str(refused.value) == (
-        f"{place}: a value of type tests.security.exotic.Fallback does not travel\n"
-        "hint: give its class a codec with gradwire.register_codec on both workers, or let what is "
-        "not data travel as pickles with Options(pickle=True) on both"
+        f"{place}: a value of type tests.security.exotic.Fallback cannot be serialized\n"
+        "hint: give its class a codec with gradwire.register_codec on both workers, or allow "
+        "pickles with Options(pickle=True) on both"
     )
 
 
 def test_a_result_is_refused_likewise(workers):
     with pytest.raises(
-        NotSerializable, match=r"result: a value of type .*\.Fallback does not travel"
+        NotSerializable, match=r"result: a value of type .*\.Fallback cannot be serialized"
     ):
         workers[0].run(gradwire.rpc_sync, "w1", Fallback)
 
@@ -255,7 +255,7 @@ def test_functions_go_by_name_though_pickles_travel():
 def test_what_has_no_pickle_either_is_named():
     with (
         pickling() as workers,
-        pytest.raises(NotSerializable, match=r"a generator does not travel"),
+        pytest.raises(NotSerializable, match=r"a generator cannot be serialized"),
     ):
         workers[0].run(gradwire.rpc_sync, "w1", exotic.echo, ((n for n in ()),))
 

@@ -1,20 +1,22 @@
-"""Which context this code runs in.
+"""Which context this code runs in, and the scope of a function that a peer has called.
 
-A context variable: served functions, engine runs and callbacks get it set around them. Threads
-start empty; `contextvars.copy_context().run` carries it into one.
+The context is the last entry of the current slot (current.py): served functions, engine runs and
+callbacks get it set around them. Threads start empty; `contextvars.copy_context().run` carries it
+into one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
-from functools import partial
-from typing import final
+from contextvars import Token
+from typing import Any, final
 
 import msgspec
 
 from gradwire.autograd.graph.walk import ROOM, lift_this_thread
+from gradwire.current import Current, get_current, reset_current, set_current
 from gradwire.ids import ContextId
 
 Saving = Callable[[], AbstractContextManager[object]]
@@ -28,12 +30,9 @@ class _Stay(msgspec.Struct, frozen=True):
     """what was made of `saving`, and ends with the stay"""
 
 
-_current: ContextVar[_Stay | None] = ContextVar("gradwire context", default=None)
-
-
 def current_context() -> ContextId | None:
     """The context of the running code, if it is in one."""
-    stay = _current.get()
+    stay: _Stay | None = get_current()[4]
     return None if stay is None else stay.context
 
 
@@ -43,22 +42,17 @@ def enter(context: ContextId, saving: Saving | None = None) -> None:
     kept = None if saving is None else saving()
     if kept is not None:
         kept.__enter__()
-    _current.set(_Stay(context, saving, kept))
+    worker, deadline, inbound, run, _ = get_current()
+    set_current((worker, deadline, inbound, run, _Stay(context, saving, kept)))
 
 
 def leave(context: ContextId) -> None:
     """This code runs in that context no more, if it did."""
-    stay = _current.get()
+    worker, deadline, inbound, run, stay = get_current()
     if stay is not None and stay.context == context:
-        _current.set(None)
+        set_current((worker, deadline, inbound, run, None))
         if stay.kept is not None:
             stay.kept.__exit__(None, None, None)
-
-
-leave_outer: Callable[[], Token[_Stay | None]] = partial(_current.set, None)
-"""for now this code is in no context, until `back_to_outer`; hot: each call served"""
-back_to_outer: Callable[[Token[_Stay | None]], None] = _current.reset
-"""as it was before"""
 
 
 @final
@@ -74,13 +68,14 @@ class inside:
         self._context, self._saving = context, saving
 
     def __enter__(self) -> None:
-        context, saving, outer = self._context, self._saving, _current.get()
-        self._outer: Token[_Stay | None] | None = None
+        context, saving = self._context, self._saving
+        worker, deadline, inbound, run, outer = get_current()
+        self._outer: Token[Current] | None = None
         if outer is not None:
             saving = outer.saving if saving is None else saving
             if outer.context == context and outer.saving == saving:
                 return
-        self._outer = _current.set(None)
+        self._outer = set_current((worker, deadline, inbound, run, None))
         if context is not None:
             enter(context, saving)
 
@@ -88,4 +83,53 @@ class inside:
         if self._outer is not None:
             if self._context is not None:
                 leave(self._context)
-            _current.reset(self._outer)
+            reset_current(self._outer)
+
+
+@final
+class CallScope:
+    """The scope of a served function: its worker, its context, its deadline, its request.
+
+    The constructor enters it; `leave` or the end of a `with` block leaves it. An outer deadline
+    that is earlier stays. Without a request, the one around it stays.
+
+    hot: each call served, so it is not made of nested `with` blocks
+    """
+
+    __slots__ = ("_context", "_drawing", "_outer")
+
+    def __init__(
+        self,
+        worker: Any,  # noqa: ANN401  # this layer does not know the type
+        context: ContextId | None,
+        deadline: float = math.inf,
+        inbound: object = None,
+    ) -> None:
+        self._drawing: AbstractContextManager[object] | None = None
+        if worker.own is not None:  # it draws from its own random generator
+            self._drawing = worker.own.drawing()
+            self._drawing.__enter__()
+        _, outer_deadline, outer_inbound, run, _ = get_current()
+        if outer_deadline < deadline:
+            deadline = outer_deadline
+        if inbound is None:
+            self._outer = set_current((worker, deadline, outer_inbound, run, None))
+        else:
+            self._outer = set_current((worker, deadline, inbound, None, None))
+        self._context = context
+        if context is not None:
+            enter(context, worker.engine.saving)
+
+    def leave(self) -> None:
+        """Restore what was current before."""
+        if self._context is not None:
+            leave(self._context)
+        reset_current(self._outer)
+        if self._drawing is not None:
+            self._drawing.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()

@@ -239,7 +239,7 @@ class RemoteModule(nn.Module):
 
     # -- sent in calls
 
-    def _travel_parts(self) -> tuple[object, ...]:
+    def _to_parts(self) -> tuple[object, ...]:
         return self.on, self.device, self.training, self.module_rref
 
     @classmethod

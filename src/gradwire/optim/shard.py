@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast, final
 import torch
 
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import ContextId
 from gradwire.optim.host import optimizer_host
@@ -276,7 +277,7 @@ class StepServer:
 
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
         deadline = self._deadline(message)
-        with self._worker.serving_scope(None, deadline):
+        with CallScope(self._worker, None, deadline):
             done = self._shard(message, source, deadline)._prepare(message, deadline)
         self._worker.agent.answer(source, Agreed(done), deadline=deadline)
 
@@ -292,7 +293,7 @@ class StepServer:
     def _deadline(self, message: StepMessage) -> float:
         """At most the step timeout of this worker, because others wait for the same parameters."""
         now = self._worker.agent.clock.now()
-        return min(now + message.seconds, self._worker.step_deadline())
+        return min(now + message.seconds, self._worker.step_deadline(DEFAULT))
 
     def _shard(self, message: StepMessage, source: Source, deadline: float) -> Shard:
         """The shard of a step; the peer must hold a reference to it, and have made the step."""

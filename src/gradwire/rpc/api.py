@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar, cast
 
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
-from gradwire.errors import ArgumentTypeError, UsageError
+from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
 from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_from_environment
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
 from gradwire.rpc.join import clear_default_worker, join, set_default_worker
-from gradwire.rpc.retry import call_until, is_idempotent
+from gradwire.rpc.retry import can_repeat
 from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Exposed, Worker
 
@@ -139,14 +137,12 @@ def rpc_sync(
     number = worker.directory.number(to)
     target = _target(func, args, kwargs)
     deadline = worker.deadline(timeout)
-    result: T
-    if is_idempotent(func) and current_context() is None:
-        info = worker.directory.find(to)
-        call = partial(worker.calls.call, number, target, deadline)
-        result = call_until(worker, info, deadline, call)
-    else:
-        result = worker.calls.call(number, target, deadline)
-    return result
+    while True:
+        try:
+            return cast(T, worker.calls.call(number, target, deadline))
+        except PeerLost as error:
+            if not can_repeat(worker, number, func, deadline, error):
+                raise
 
 
 def rpc_async(

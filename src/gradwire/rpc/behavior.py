@@ -12,16 +12,6 @@ from gradwire.transport.base import Channel
 Translated = Callable[[Exception, Directory], Exception]
 
 
-def unchanged_error(error: Exception, _: Directory) -> Exception:
-    """The native translation of an error: none."""
-    return error
-
-
-def unchanged_channel(channel: Channel) -> Channel:
-    """The native wrapper around a channel: none."""
-    return channel
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behavior:
     """The differences as options. The defaults are native; gradwire.compat sets torch's."""
@@ -46,13 +36,13 @@ class Behavior:
     """the callee is not told of cancellations, so a function runs though nobody waits for it"""
     reference: type[Any] | None = None
     """the class of references, a subclass of RRef"""
-    of_call: Translated = unchanged_error
+    of_call: Translated = lambda error, _: error
     """the error that a failed call raises"""
-    of_fetch: Translated = unchanged_error
+    of_fetch: Translated = lambda error, _: error
     """the error that fetching a value raises"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
     """the error that the future of a callback raises, for what the callback raised"""
-    channel: Callable[[Channel], Channel] = unchanged_channel
+    channel: Callable[[Channel], Channel] = lambda channel: channel
     """a wrapper around each channel of this worker"""
 
 

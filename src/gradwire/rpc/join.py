@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from typing import cast
@@ -19,7 +20,7 @@ from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.membership.rendezvous import meet, open_store
 from gradwire.agent.peers.directory import Directory, check_name
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import Secret, find_secret
+from gradwire.agent.peers.secret import find_secret
 from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
@@ -41,6 +42,9 @@ from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
+
+MakeWorker = Callable[[Directory, str], Worker]
+"""Makes the worker of a directory and a job."""
 
 _UNDO_SECONDS = 2.0
 _HINTS = {
@@ -79,20 +83,27 @@ def join(
     listener = listen(transports, options)
     try:
         store = store if store is not None else rendezvous_store(options, rank, world_size)
-        joining = _Joining(
-            name,
-            rank,
-            options,
-            expose,
-            behavior,
-            store,
-            secret,
-            refusals,
-            transports,
-            listener,
-            note,
-        )
-        return joining.open() if world_size is None else joining.closed(world_size)
+        signed = SignedStore(store, secret, refusals)
+
+        def make_worker(directory: Directory, job: str) -> Worker:
+            return Worker(
+                directory,
+                job,
+                secret,
+                transports,
+                listener,
+                options,
+                expose,
+                store=store,
+                behavior=behavior,
+                refusals=refusals,
+                interceptor=_maybe_interceptor(directory),
+            )
+
+        me = Member(rank, name, listener.address, options.incarnation, note)
+        if world_size is None:
+            return _join_open(me, signed, transports, options, make_worker)
+        return _join_closed(me, signed, world_size, options, make_worker)
     except BaseException:
         listener.close()
         raise
@@ -116,89 +127,55 @@ def forget_rendezvous_store() -> None:
     _last_store.value = None
 
 
-class _Joining:
-    """One join of a process: what closed and open worlds both need."""
+def _join_closed(
+    me: Member, store: SignedStore, world_size: int, options: Options, make_worker: MakeWorker
+) -> Worker:
+    """Meet the others; or rejoin as a later incarnation, and connect to those that are there.
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        options: Options,
-        expose: Exposed,
-        behavior: Behavior,
-        store: Store,
-        secret: Secret,
-        refusals: Refusals,
-        transports: Transports,
-        listener: Listener,
-        note: str,
-    ) -> None:
-        self._name, self._rank, self._options = name, rank, options
-        self._expose, self._behavior, self._store = expose, behavior, store
-        self._secret, self._refusals = secret, refusals
-        self._signed = SignedStore(store, secret, refusals)
-        self._transports, self._listener = transports, listener
-        self._note = note
-        self._clock = MonotonicClock()
+    A worker that is not there will find this one when it is back. The first worker, which is often
+    the one that makes the calls, is told last: when it knows of us, so do the others.
+    """
+    clock = MonotonicClock()
+    met = meet(store, me, world_size, options, clock)
+    worker = make_worker(met.directory, met.job)
+    for other in reversed(met.directory.others() if me.life else []):
+        with suppress(PeerLost, DeadlinePassed):
+            worker.agent.reach(other.id, clock.now() + options.timeouts.connect)
+    return worker
 
-    def closed(self, world_size: int) -> Worker:
-        """Join a closed world, or rejoin it as a later incarnation.
 
-        Which then connects to the workers that are there. A worker that is not will find this one
-        when it is back. The first worker, which is often the one that makes the calls, is told
-        last: when it knows of us, so do the others.
-        """
-        options, address = self._options, self._listener.address
-        me = Member(self._rank, self._name, address, options.incarnation, self._note)
-        met = meet(self._signed, me, world_size, options, self._clock)
-        worker = self._worker(met.directory, met.job)
-        for other in reversed(met.directory.others() if options.incarnation else []):
-            limit = self._clock.now() + options.timeouts.connect
-            with suppress(PeerLost, DeadlinePassed):
-                worker.agent.reach(other.id, limit)
-        return worker
+def _join_open(
+    me: Member,
+    store: SignedStore,
+    transports: Transports,
+    options: Options,
+    make_worker: MakeWorker,
+) -> Worker:
+    """Join those that are there. If it fails, the registration is undone and peers are told."""
+    clock, patience = MonotonicClock(), options.timeouts.join
+    limit = clock.now() + patience
+    roster = RosterStore(store, transports, clock)
+    me = roster.register(me.name, me.id, me.address, limit, me.note)
+    worker = None
+    try:
+        job, others = roster.before(me, limit - patience / 2)
+        worker = make_worker(Directory(me.id, [*others, me], is_open=True), job)
+        worker.announce(limit)
+    except BaseException:
+        with suppress(RuntimeError):  # the store is gone, with all that is in it
+            roster.unregister({me.life}, limit)
+        if worker is not None:
+            worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
+        raise
+    return worker
 
-    def open(self) -> Worker:
-        """Join an open world. If it fails, the registration is undone and peers are told."""
-        patience = self._options.timeouts.join
-        limit = self._clock.now() + patience
-        roster = RosterStore(self._signed, self._transports, self._clock)
-        address = self._listener.address
-        me = roster.register(self._name, self._rank, address, limit, self._note)
-        worker = None
-        try:
-            job, others = roster.before(me, limit - patience / 2)
-            directory = Directory(self._rank, [*others, me], is_open=True)
-            worker = self._worker(directory, job)
-            worker.announce(limit)
-        except BaseException:
-            with suppress(RuntimeError):  # the store is gone, with all that is in it
-                roster.unregister({me.life}, limit)
-            if worker is not None:
-                worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
-            raise
-        return worker
 
-    def _worker(self, directory: Directory, job: str) -> Worker:
-        return Worker(
-            directory,
-            job,
-            self._secret,
-            self._transports,
-            self._listener,
-            self._options,
-            self._expose,
-            store=self._store,
-            behavior=self._behavior,
-            refusals=self._refusals,
-            interceptor=self._maybe_interceptor(directory),
-        )
-
-    def _maybe_interceptor(self, directory: Directory) -> Interceptor | None:
-        if not faults_from_environment():
-            return None
-        failpoints = import_module("gradwire.testing.failpoints")  # a layer above, for tests only
-        return cast(Interceptor, failpoints.failpoints_by_environment(directory, self._clock))
+def _maybe_interceptor(directory: Directory) -> Interceptor | None:
+    """The faults that GRADWIRE_FAULTS asks for."""
+    if not faults_from_environment():
+        return None
+    failpoints = import_module("gradwire.testing.failpoints")  # a layer above, for tests only
+    return cast(Interceptor, failpoints.failpoints_by_environment(directory, MonotonicClock()))
 
 
 def set_default_worker(worker: Worker) -> None:

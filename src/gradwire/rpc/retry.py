@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast, final
+from typing import Any, ParamSpec, TypeVar, final
 
 from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import (
     DeadlinePassed,
@@ -23,6 +24,7 @@ from gradwire.errors import (
     UnknownWorker,
     UsageError,
 )
+from gradwire.ids import WorkerId
 from gradwire.rpc.worker import Worker
 
 P = ParamSpec("P")
@@ -62,9 +64,8 @@ class Attempt:
             return False
         self.failure = error
         if not self._is_last:
-            error.__traceback__ = (
-                None  # its frames would keep the step's values alive during the next one
-            )
+            # Its frames would keep the step's values alive during the next one.
+            error.__traceback__ = None
         return not self._is_last
 
 
@@ -90,7 +91,7 @@ def retrying(
     """
     if times < 1:
         raise UsageError(f"retrying(times={times}) would never try")
-    worker = _here()
+    worker: Worker = current_worker.find()
     names = [info.name for info in worker.directory.others()]
     if workers is not None:
         names = [one if isinstance(one, str) else one.name for one in workers]
@@ -171,23 +172,19 @@ def idempotent(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-def is_idempotent(function: Callable[..., Any]) -> bool:
-    """Whether it is marked by `idempotent`."""
-    return getattr(function, _MARK, False) is True
-
-
-def call_until(worker: Worker, to: WorkerInfo, deadline: float, call: Callable[[], T]) -> T:
-    """Make an idempotent call, and repeat it whenever its worker is lost."""
-    while True:
-        try:
-            return call()
-        except PeerLost as error:
-            if isinstance(error, RemoteError | StaleIncarnation | NotTrusted):
-                raise  # the worker was not lost, or a repetition would fail as well
-            if worker.agent.clock.now() >= deadline:
-                raise
-            _wait_until_back(worker, [to.name], deadline, error)
-
-
-def _here() -> Worker:
-    return cast(Worker, current_worker.find())
+def can_repeat(
+    worker: Worker,
+    to: WorkerId,
+    function: Callable[..., Any],
+    deadline: float,
+    error: PeerLost,
+) -> bool:
+    """Whether a call that failed may be repeated: then its worker is back, and was waited for."""
+    if getattr(function, _MARK, False) is not True or current_context() is not None:
+        return False
+    if isinstance(error, RemoteError | StaleIncarnation | NotTrusted):
+        return False  # the worker was not lost, or a repetition would fail as well
+    if worker.agent.clock.now() >= deadline:
+        return False
+    _wait_until_back(worker, [worker.directory.name(to)], deadline, error)
+    return True

@@ -16,7 +16,7 @@ from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.rpc.calls.client import Calls, Target
+from gradwire.rpc.calls.client import Calls, Deadline, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.calls.server import checked_tensor
 from gradwire.rpc.refs.handles_state import RefHandle
@@ -31,18 +31,16 @@ class RRefHome(Protocol):
     refs: Refs
     calls: Calls
     directory: Directory
-
-    def deadline(self, timeout: Timeout) -> float:
-        """The time at which a wait that begins now must end."""
-
-    def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
-        """The time at which a backward pass that begins now is given up."""
+    deadline: Deadline
+    """when a call that begins now times out"""
+    backward_deadline: Deadline
+    """when a backward pass that begins now times out"""
 
 
 class RRef(Generic[T]):
     """A reference to a value on its owner; `RRef(value)` makes one to a value of this worker.
 
-    The value lives as long as any worker holds a reference to it. References travel in calls.
+    The value lives as long as any worker holds a reference to it. Calls may pass and return it.
     """
 
     __slots__ = ("__weakref__", "_home", "handle")
@@ -119,7 +117,7 @@ class RRef(Generic[T]):
             return
         if dist_autograd_ctx_id == -1:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        deadline = self._home.backward_deadline()
+        deadline = self._home.backward_deadline(DEFAULT)
         self._home.calls.backward_from(
             self.handle, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
         )

@@ -27,24 +27,23 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.peers.signed_store import SignedStore
-from gradwire.agent.requests.timer import Clock, MonotonicClock, nested
-from gradwire.agent.serving.dispatch import Interceptor, Source
+from gradwire.agent.requests.timer import Clock, MonotonicClock
+from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.autograd.engine import Engine
-from gradwire.autograd.scope import back_to_outer, enter, leave, leave_outer
-from gradwire.current import current_worker, get_current, pop_deadline, push_deadline
-from gradwire.errors import CallTimeout, Cancelled, DeadlinePassed, RefLeakWarning, UsageError
+from gradwire.autograd.scope import CallScope
+from gradwire.current import current_worker
+from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
-from gradwire.ids import ContextId, WorkerId
-from gradwire.options import DEFAULT, FOREVER, Options, Timeout
-from gradwire.rpc.all_gather import AllGather
+from gradwire.ids import WorkerId
+from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
-from gradwire.rpc.calls.client import Calls
+from gradwire.rpc.calls.client import Calls, Deadline, deadline_from
 from gradwire.rpc.calls.server import CallServer
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
-from gradwire.rpc.recompute.checkpoint_hooks import watch_checkpoints
+from gradwire.rpc.recompute.checkpoint_hooks import wrap_checkpoints
 from gradwire.rpc.recompute.generators import PROCESS, Generators
 from gradwire.rpc.refs.borrow import LentRef
 from gradwire.rpc.refs.refs import Refs
@@ -52,12 +51,24 @@ from gradwire.rpc.rref import RRef
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
 
+_RREF_TAG = 64
+_LENT_TAG = 65
 _CLOSE_SECONDS = 1.0
 """How long shutdown waits for functions that still run, before it abandons their threads."""
 _log = logging.getLogger("gradwire")
 
 T = TypeVar("T")
+Part = TypeVar("Part", bound="Callable[[Worker], object]")
 Exposed = Iterable[ModuleType | Any]
+
+
+_PARTS: list[Callable[[Worker], object]] = []
+
+
+def part_of_each_worker(kind: Part) -> Part:
+    """Decorator of a layer above: make `worker.part(kind)` before the worker serves."""
+    _PARTS.append(kind)
+    return kind
 
 
 class OwnGenerator(NamedTuple):
@@ -92,7 +103,7 @@ class Worker:
         self._process = os.getpid()
         self.store = store  # kept alive, as this process may host it
         self.directory, self.name = directory, directory.me.name
-        self.behavior, self._options = behavior, options
+        self.behavior, self.options = behavior, options
         self.own = own
         """the random generator of this worker; None if it uses that of the process"""
         self.generators = PROCESS if own is None else Generators(own.generator)
@@ -103,26 +114,27 @@ class Worker:
         self.events = Events(self.name)
         self.leaks: list[str] = []
         """values of this worker that were still referenced by peers when all had left"""
-        self.compat_agent: object = None
-        """the agent object of gradwire.compat, if it is in use"""
         self.refusals = refusals or Refusals()
         """what was refused here, by kind"""
         place = (directory, job, secret, transports, listener)
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
         self.agent = self._agent(connections, clock, registry, interceptor)
-        self.all_gather = AllGather(self.name, clock, self._reach, self._present)
-        self.agent.on_peer_lost(lambda lost, _: self.all_gather.peer_lost(directory.name(lost)))
         self._graceful_shutdown = self._make_shutdown(transports, secret)
         self._serve(registry)
+        for part in _PARTS:
+            self.part(part)
         self.agent.start(lambda: self.engine.contexts.opened)
 
     def _serve(self, registry: Registry) -> None:
         """Build the layers above the agent. Each registers the messages that it serves."""
-        agent, options, behavior = self.agent, self._options, self.behavior
-        scope_for = partial(CallScope, self) if self.own is None else self.serving_scope
+        agent, options, behavior = self.agent, self.options, self.behavior
+        timeouts, clock, scope_for = options.timeouts, agent.clock, partial(CallScope, self)
+        self.deadline: Deadline = partial(deadline_from, clock, timeouts.call)
+        self.backward_deadline: Deadline = partial(deadline_from, clock, timeouts.backward)
+        self.step_deadline: Deadline = partial(deadline_from, clock, timeouts.step)
         self.engine = Engine(
             agent,
-            options.timeouts,
+            timeouts,
             scope_for,
             self.backward_deadline,
             edge_per_message=behavior.edge_per_message,
@@ -130,18 +142,15 @@ class Worker:
         reference = behavior.reference or RRef
         self.refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
-        leaves = behavior.leaves_outside_contexts
-        modes = behavior.carries_modes
-        bodies = BodyCodec(codec, self.engine, self.refs, leaves=leaves, carries_modes=modes)
-        in_flight = options.limits.in_flight
-        self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, in_flight=in_flight)
+        bodies = BodyCodec(codec, self.engine, self.refs, behavior)
+        self.calls = Calls(agent, self.engine, self.refs, bodies, behavior)
         CallServer(
             agent, self.engine, self.refs, bodies, registry, scope_for, behavior, self.generators
         )
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The codec of values. Pickles are used only if the options or compat ask for them."""
-        refs, options, behavior = self.refs, self._options, self.behavior
+        refs, options, behavior = self.refs, self.options, self.behavior
         pickles = None
         if behavior.pickle or options.pickle:
             restores = behavior.leaves_outside_contexts
@@ -160,18 +169,6 @@ class Worker:
         """In an open world, tell the others that this worker has joined."""
         if isinstance(self._graceful_shutdown, Membership):
             self._graceful_shutdown.announce(deadline)
-
-    def backward_deadline(self, timeout: Timeout = DEFAULT) -> float:
-        """When a backward pass that begins now times out."""
-        return deadline_from(timeout, self._options.timeouts.backward, self.agent.clock.now())
-
-    def step_deadline(self, timeout: Timeout = DEFAULT) -> float:
-        """When an optimizer step that begins now times out."""
-        return deadline_from(timeout, self._options.timeouts.step, self.agent.clock.now())
-
-    def deadline(self, timeout: Timeout) -> float:
-        """When a call that begins now times out."""
-        return deadline_from(timeout, self._options.timeouts.call, self.agent.clock.now())
 
     def part(self, kind: Callable[[Worker], T]) -> T:
         """The object that a layer above keeps for each worker; made on first use."""
@@ -210,7 +207,7 @@ class Worker:
                 f"shutdown() was called on {self.name} by a function that a peer called",
                 hint="let the function return, and call shutdown() from the program itself",
             )
-        seconds = self._options.timeouts.shutdown if timeout is None else timeout
+        seconds = self.options.timeouts.shutdown if timeout is None else timeout
         if not 0 < seconds < math.inf:
             raise UsageError(f"timeout={timeout!r} is not a positive, finite number of seconds")
         parted = ShutdownResult([], [], [])
@@ -276,7 +273,7 @@ class Worker:
             connections,
             clock,
             self.events,
-            self._options,
+            self.options,
             type_of=sent_exception if self.behavior.pickle else registry.exception_type,
             name_of=exception_name,
             refusals=self.refusals,
@@ -292,123 +289,11 @@ class Worker:
         store = SignedStore(self.store, secret, self.refusals)
         return Membership(self.agent, RosterStore(store, transports, self.agent.clock))
 
-    def _reach(self, name: str) -> None:
-        limit = self.agent.clock.now() + self._options.timeouts.connect
-        self.agent.reach(self.directory.find(name).id, limit)
-
-    def _present(self) -> list[str]:
-        return [info.name for info in self.directory.all()]
-
     def _find_leaks(self) -> None:
         self.leaks = self.refs.leaks()
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
 
-    def serving_scope(
-        self,
-        context: ContextId | None,
-        deadline: float = math.inf,
-        inbound: Source | None = None,
-    ) -> CallScope | _DrawingScope:
-        """Enter the scope of a function that a peer has called."""
-        if self.own is None:
-            return CallScope(self, context, deadline, inbound)
-        return _DrawingScope(
-            self.own.drawing(), partial(CallScope, self, context, deadline, inbound)
-        )
 
-
-@final
-class CallScope:
-    """The scope of a served function: its worker, its context, its deadline.
-
-    The constructor enters it; `leave` or the end of a `with` block leaves it.
-
-    hot: each call served, so it is not made of nested `with` blocks
-    """
-
-    __slots__ = ("_context", "_outer", "_token")
-
-    def __init__(
-        self,
-        worker: Worker,
-        context: ContextId | None,
-        deadline: float = math.inf,
-        inbound: Source | None = None,
-    ) -> None:
-        self._token = push_deadline(deadline, inbound, worker)
-        self._outer = leave_outer()
-        self._context = context
-        if context is not None:
-            enter(context, worker.engine.saving)
-
-    def leave(self) -> None:
-        """Restore what was current before."""
-        if self._context is not None:
-            leave(self._context)
-        back_to_outer(self._outer)
-        pop_deadline(self._token)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-
-@final
-class _DrawingScope:
-    """The scope of a served function on a worker that has its own random generator."""
-
-    def __init__(
-        self, drawing: AbstractContextManager[object], scope: Callable[[], CallScope]
-    ) -> None:
-        self._drawing = drawing
-        drawing.__enter__()
-        self._scope = scope()
-
-    def leave(self) -> None:
-        """Restore what was current before."""
-        self._scope.leave()
-        self._drawing.__exit__(None, None, None)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
-
-
-def deadline_from(timeout: Timeout, default: float, now: float) -> float:
-    """The deadline of a wait that begins now, before that of the call which this code serves.
-
-    Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
-    """
-    if timeout is DEFAULT:
-        seconds = default
-    else:
-        seconds = FOREVER if timeout is None else min(timeout, FOREVER)
-        if not seconds > 0:
-            raise UsageError(
-                f"timeout={timeout!r} is not a positive number of seconds",
-                hint="timeout=None waits as long as the other worker lives",
-            )
-    _, due, inbound, _ = get_current()
-    if inbound is not None and inbound.cancelled:
-        raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
-    if due <= now:
-        raise CallTimeout("the deadline of the enclosing call has passed")
-    return now + seconds if due == math.inf else nested(due, now, seconds)
-
-
-_RREF_TAG = 64
-_LENT_TAG = 65
-
-
-def _generators_here() -> Generators | None:
-    home = current_worker.maybe_find()
-    return None if home is None else cast(Worker, home).generators
-
-
-watch_checkpoints(_generators_here)
+wrap_checkpoints()

@@ -262,7 +262,7 @@ def test_an_argument_that_cannot_travel_is_named_with_its_place(workers, how):
         workers[0].run(how, "w1", echoed, args=(1, {"a": [2, threading.Lock()]}))
 
     assert raised.value.place.endswith('[1]["a"][1]')
-    assert "a value of type _thread.lock does not travel" in str(raised.value)
+    assert "a value of type _thread.lock cannot be serialized" in str(raised.value)
     assert str(raised.value).startswith('args[1]["a"][1]: ')
     assert "hint: give its class a codec with gradwire.register_codec" in str(raised.value)
 
@@ -278,7 +278,7 @@ def test_a_result_that_cannot_travel_is_named_with_its_place_and_its_worker(work
     with pytest.raises(NotSerializable) as raised:
         workers[0].run(call, "w1", make_lock_deep_inside)
 
-    assert 'result["parts"][1][1]: a value of type _thread.lock does not travel' in str(
+    assert 'result["parts"][1][1]: a value of type _thread.lock cannot be serialized' in str(
         raised.value
     )
     assert "NotSerializable on w1" in str(raised.value)
@@ -297,7 +297,7 @@ def test_a_future_does_not_travel(workers):
     def sent():
         gw.rpc_sync("w1", echoed, args=(gw.rpc_async("w1", name),))
 
-    with pytest.raises(NotSerializable, match="a future does not travel"):
+    with pytest.raises(NotSerializable, match="a future cannot be serialized"):
         workers[0].run(sent)
 
 
@@ -317,7 +317,7 @@ def test_a_lambda_is_refused_before_anything_is_sent(workers):
     with pytest.raises(NotExposed) as raised:
         workers[0].run(call, "w1", lambda: 1)
 
-    assert "<lambda> is a lambda, which has no name to travel by" in str(raised.value)
+    assert "<lambda> is a lambda, which has no name to be called by" in str(raised.value)
     assert "hint: define it with def at module level and expose it" in str(raised.value)
 
 
@@ -333,7 +333,7 @@ def test_a_bound_method_is_refused_with_the_way_out(workers):
     with pytest.raises(NotExposed) as raised:
         workers[0].run(call, "w1", Counter(1).method)
 
-    assert "Counter.method is bound to an object, which does not travel" in str(raised.value)
+    assert "Counter.method is bound to an object, which cannot be serialized" in str(raised.value)
     assert "hint: use rref.rpc_sync().method(...) on a reference to the object" in str(raised.value)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from gradwire.errors import BadMessage, NotExposed, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, numpy_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types, user_codecs
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.walk import Tag
 from tests.case_names import case_name
@@ -403,7 +403,7 @@ def test_an_extension_travels_as_what_it_makes_of_itself():
 
     assert crossed(codec, {"t": (Ticket(5),)})["t"][0].n == 5
     with pytest.raises(
-        NotSerializable, match=r"args: a value of type .*LateTicket does not travel"
+        NotSerializable, match=r"args: a value of type .*LateTicket cannot be serialized"
     ):
         codec.encode(LateTicket(1))
     with pytest.raises(BadMessage, match="malformed: TypeError"):
@@ -431,7 +431,6 @@ def test_tags_are_never_shared():
     own = {Tag.PICKLED: None}
     tables = (
         builtin_types.DECODERS,
-        numpy_types.DECODERS,
         named_types.DECODERS,
         user_codecs.DECODERS,
         own,
@@ -453,10 +452,10 @@ def refused(codec, value, **place):
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (Plain(), "test_codec.Plain does not travel"),
-        (threading.Lock(), "_thread.lock does not travel"),
-        (math, "builtins.module does not travel"),
-        (memoryview(b""), "builtins.memoryview does not travel"),
+        (Plain(), "test_codec.Plain cannot be serialized"),
+        (threading.Lock(), "_thread.lock cannot be serialized"),
+        (math, "builtins.module cannot be serialized"),
+        (memoryview(b""), "builtins.memoryview cannot be serialized"),
         ([].append, "list.append is not exposed"),
         (lambda: 0, "<lambda> is not exposed"),
         (int, "int is not exposed"),
@@ -472,7 +471,7 @@ def test_what_is_not_data_is_refused_by_its_type(codec, value, what):
 
     assert what in refusal.message
     assert refusal.place == "args"
-    if "does not travel" in what:
+    if "cannot be serialized" in what:
         assert "gradwire.register_codec on both workers" in refusal.hint
         assert "Options(pickle=True) on both" in refusal.hint
     else:
@@ -541,13 +540,17 @@ def test_a_place_may_name_the_elements_of_a_tuple(codec, value, place):
 @pytest.mark.parametrize(
     ("value", "what", "hint"),
     [
-        (np.array([object()]), "dtype object does not travel", "as a list"),
-        (np.zeros(2, "i4,f4"), r"dtype \[.*f0.* does not travel", "fields as arrays"),
-        (np.zeros(2, "i4,f4")[0], r"dtype \[.*f0.* does not travel", "fields as arrays"),
-        (np.array(["a"], np.dtypes.StringDType()), "dtype StringDType.* does not travel", "list"),
-        (np.zeros(2, "V0"), r"dtype \|V0 does not travel", "list"),
+        (np.array([object()]), "dtype object cannot be serialized", "as a list"),
+        (np.zeros(2, "i4,f4"), r"dtype \[.*f0.* cannot be serialized", "fields as arrays"),
+        (np.zeros(2, "i4,f4")[0], r"dtype \[.*f0.* cannot be serialized", "fields as arrays"),
+        (
+            np.array(["a"], np.dtypes.StringDType()),
+            "dtype StringDType.* cannot be serialized",
+            "list",
+        ),
+        (np.zeros(2, "V0"), r"dtype \|V0 cannot be serialized", "list"),
         (Holding(1), "Holding with attributes besides its fields .*: cache", "make them fields"),
-        (Converting.__new__(Converting), "Converting without a value for n does", "default"),
+        (Converting.__new__(Converting), "Converting without a value for n cannot", "default"),
     ],
     ids=["objects", "fields", "one record", "pointers", "nothing", "attributes", "unset"],
 )
@@ -560,7 +563,10 @@ def test_attributes_beside_the_content_are_refused_wherever_they_hide(codec):
     point, ordered, slotted = Stubborn(), OrderedDict(), InheritsSlot(1)
     point.extra = ordered.extra = slotted.more = 1
 
-    assert "Stubborn with attributes besides its fields does not" in refused(codec, point).message
+    assert (
+        "Stubborn with attributes besides its fields cannot be serialized"
+        in refused(codec, point).message
+    )
     assert "InheritsSlot with attributes besides its fields" in refused(codec, slotted).message
     assert "an OrderedDict with the attributes ['extra']" in refused(codec, ordered).message
     assert crossed(codec, InheritsSlot(2)).n == 2
@@ -574,7 +580,7 @@ def test_a_container_that_holds_itself_is_refused(codec):
 
     assert refusal.message == "containers are nested deeper than 64"
     assert refusal.place.startswith('args[1]["again"][1]["again"]')
-    assert "holds itself does not travel" in refusal.hint
+    assert "no container may hold itself" in refusal.hint
 
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {0: x}, Frozen, slice])
@@ -642,10 +648,10 @@ def node(*elements):
         (node(Tag.BIG_INT, 3), "holds 3 where a bytes was expected"),
         (node(Tag.BIG_INT), "malformed: ValueError: not enough values"),
         (node(Tag.COMPLEX, 1.0, 2), "holds 2 where a float was expected"),
-        (node(Tag.SLICE, 1, 2), "malformed: ValueError"),
+        (node(Tag.SLICE, 1, 2), "malformed: TypeError"),
         (node(Tag.RANGE, 1, 2, 0), "malformed: ValueError"),
         (node(Tag.RANGE, 1, 2, True), "holds True where a int was expected"),
-        (node(Tag.ELLIPSIS, 1), "malformed: ValueError"),
+        (node(Tag.ELLIPSIS, 1), "malformed: TypeError"),
         (node(Tag.BYTEARRAY, 1 << 60), "where a bytes was expected"),
         (node(Tag.SURROGATES, b"\xff"), "malformed: UnicodeDecodeError"),
         (node(Tag.ORDERED_DICT), "malformed: ValueError"),
@@ -706,7 +712,7 @@ def test_a_name_that_is_unknown_here_is_not_exposed_rather_than_bad(codec):
         (node(Tag.LIST, [5, 0], [5, 1], [5, 2]), "names tensor 2 where 2 of 2 was expected"),
         (node(Tag.TENSOR, -1), "names tensor -1 where 0"),
         (node(Tag.TENSOR, "a"), "names tensor 'a' where 0"),
-        (node(Tag.TENSOR), "malformed: ValueError"),
+        (node(Tag.TENSOR), "malformed: TypeError"),
     ],
 )
 def test_every_tensor_is_used_exactly_once(codec, data, why):

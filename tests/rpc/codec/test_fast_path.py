@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.errors import BadMessage, OverLimit
+from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
-from gradwire.rpc.codec.codec import Codec, Undecoded
+from gradwire.rpc.behavior import NATIVE
+from gradwire.rpc.codec.body import WALK, BodyCodec, maybe_node, maybe_value
+from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.expose.registry import Registry
+from gradwire.rpc.messages import Body
 
 CODEC = Codec(Registry(), Limits())
+NO_REFS = SimpleNamespace(
+    packing=lambda to, deadline: nullcontext([]), unpacking=lambda came, source: nullcontext()
+)
 ONE, TWO = torch.ones(1), torch.nn.Parameter(torch.ones(2))
 
 ordinary = (
@@ -41,21 +51,23 @@ def shown(value):
 @given(ordinary | rows | calls)
 def test_what_is_ordinary_makes_the_bytes_of_the_walk_and_comes_back(value):
     data, tensors, _ = CODEC.encode(value)
-    flat = CODEC.maybe_encode(value)
-    assert flat is not None
-    assert flat[0] == data
-    assert shown(flat[1]) == shown(tensors)
-    assert shown(CODEC.maybe_decode(data, tensors)) == shown(value)
+    found = []
+    assert msgspec.msgpack.encode(maybe_node(value, found)) == data
+    assert shown(found) == shown(tensors)
+    assert shown(maybe_value(msgspec.msgpack.decode(data), tensors)) == shown(value)
 
 
 @settings(derandomize=True, deadline=None)
 @given(other | st.tuples(ordinary, other) | st.tuples(rows, other) | st.tuples(rows, rows, other))
 def test_whatever_else_is_packed_alike_or_left_to_the_walk(value):
     data, tensors, _ = CODEC.encode(value)
-    flat = CODEC.maybe_encode(value)
-    assert flat is None or (flat[0] == data and shown(flat[1]) == shown(tensors))
-    came = CODEC.maybe_decode(data, tensors)
-    assert isinstance(came, Undecoded) or shown(came) == shown(value)
+    found = []
+    node = maybe_node(value, found)
+    if node is not WALK:
+        assert msgspec.msgpack.encode(node) == data
+        assert shown(found) == shown(tensors)
+    came = maybe_value(msgspec.msgpack.decode(data), tensors)
+    assert came is WALK or shown(came) == shown(value)
 
 
 odd_tags = st.sampled_from([0, 1, 2, 5, True, False, 5.0, 2.0, 1.0, -1, None, "1"])
@@ -73,10 +85,10 @@ skeletons = st.recursive(
 @settings(derandomize=True, deadline=None, max_examples=500)
 @given(skeletons, st.integers(0, 2))
 def test_no_skeleton_passes_that_the_walk_would_refuse(skeleton, count):
-    data, tensors = msgspec.msgpack.encode(skeleton), [torch.ones(1)] * count
-    value = CODEC.maybe_decode(data, tensors)
-    if not isinstance(value, Undecoded):
-        assert shown(CODEC.decode_node(Undecoded(skeleton), tensors)) == shown(value)
+    tensors = [torch.ones(1)] * count
+    value = maybe_value(msgspec.msgpack.decode(msgspec.msgpack.encode(skeleton)), tensors)
+    if value is not WALK:
+        assert shown(CODEC.decode_node(skeleton, tensors)) == shown(value)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +110,29 @@ def test_no_skeleton_passes_that_the_walk_would_refuse(skeleton, count):
 )
 def test_what_does_not_fit_is_refused_by_the_walk(skeleton, count):
     data, tensors = msgspec.msgpack.encode(skeleton), [torch.ones(1)] * count
-    assert isinstance(CODEC.maybe_decode(data, tensors), Undecoded)
+    assert maybe_value(msgspec.msgpack.decode(data), tensors) is WALK
     with pytest.raises(BadMessage):
         CODEC.decode(data, tensors)
 
 
-def test_limits_are_for_the_walk_to_judge():
-    short = Codec(Registry(), Limits(elements=8))
-    shallow = Codec(Registry(), Limits(depth=1))
-    narrow = Codec(Registry(), Limits(head=8))
-    many, call = ((1,) * 20, {}), ((1,), {})
-    data = CODEC.encode(many).data
-    assert short.maybe_encode(many) is None
-    assert narrow.maybe_encode(many) is None
-    assert shallow.maybe_encode(call) is None
-    assert isinstance(shallow.maybe_decode(data, ()), Undecoded)
-    with pytest.raises(OverLimit, match="more than 8 values"):
-        short.maybe_decode(data, ())
+@pytest.mark.parametrize(
+    ("limits", "value"),
+    [
+        (Limits(elements=8), ((1,) * 20, {})),
+        (Limits(head=8), ((1,) * 20, {})),
+        (Limits(depth=1), ((1,), {})),
+    ],
+)
+def test_limits_are_for_the_walk_to_judge(limits, value):
+    codec = Codec(Registry(), limits)
+    bodies = BodyCodec(codec, SimpleNamespace(limits=limits), NO_REFS, NATIVE)
+    data = CODEC.encode(value).data
+
+    with pytest.raises(NotSerializable) as alone:
+        codec.encode(value, ("args", "kwargs"))
+    with pytest.raises(NotSerializable) as encoded:
+        bodies.encode(value, to=1, context=None, place=("args", "kwargs"), deadline=math.inf)
+    assert str(encoded.value) == str(alone.value)
+    if limits.head > len(data):
+        with pytest.raises(OverLimit):
+            bodies.decode(Body(data, [], [], []), None, source=1, context=None)

@@ -621,7 +621,7 @@ def test_unlisted_compiled_functions_of_torch_are_refused_at_the_caller(target):
     with pytest.raises(NotExposed) as refused:
         name_of(target)
     assert str(refused.value) == (
-        f"torch's {target.__name__} is not on the list of torch functions that travel\n"
+        f"torch's {target.__name__} is not on the list of torch functions that peers may call\n"
         "hint: call it inside a function of yours, and expose that one"
     )
 
@@ -641,7 +641,7 @@ def local_class():
 
 
 UNNAMED = [
-    (a_lambda, f"{__name__}:<lambda> is a lambda, which has no name to travel by"),
+    (a_lambda, f"{__name__}:<lambda> is a lambda, which has no name to be called by"),
     (
         local_function(),
         f"{__name__}:local_function.<locals>.inner is local: no other worker could find it",
@@ -650,8 +650,8 @@ UNNAMED = [
         local_class(),
         f"{__name__}:local_class.<locals>.Inner is local: no other worker could find it",
     ),
-    ([].append, "a builtin_function_or_method object has no name to travel by"),
-    (str.upper, "a method_descriptor object has no name to travel by"),
+    ([].append, "a builtin_function_or_method object has no name to be called by"),
+    (str.upper, "a method_descriptor object has no name to be called by"),
 ]
 
 
@@ -666,7 +666,7 @@ def test_methods_are_referred_to_references():
     with pytest.raises(NotExposed) as bound:
         name_of(Counter().up)
     assert str(bound.value) == (
-        f"{__name__}:Counter.up is bound to an object, which does not travel\n"
+        f"{__name__}:Counter.up is bound to an object, which cannot be serialized\n"
         "hint: use rref.rpc_sync().up(...) on a reference to the object"
     )
     with pytest.raises(NotExposed) as unbound:

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 import gradwire
+import gradwire.testing
+from gradwire.autograd.scope import current_context
 from gradwire.rpc.recompute.recording_state import Recording
 from tests.rpc.recompute.test_checkpoints import gradient, nested, noisy, plain, recomputed, same
 
@@ -120,3 +122,23 @@ def test_a_graph_that_is_dropped_takes_its_recordings_along():
     gradient(run)
 
     assert [count - before for count in found] == [2, 0]
+
+
+def test_a_checkpoint_that_raised_leaves_the_context_of_later_code():
+    """torch drops the generator of such a checkpoint when the exception is collected."""
+
+    def fail(x):
+        raise ZeroDivisionError
+
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        with gradwire.context(), pytest.raises(ZeroDivisionError) as raised:
+            checkpoint(fail, x, use_reentrant=False)
+        with gradwire.context() as context:
+            del raised
+            gc.collect()
+            assert current_context() == context
+        assert current_context() is None
+
+    with gradwire.testing.cluster(1) as workers:
+        workers[0].run(program)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import BadMessage
-from gradwire.rpc.recompute import checkpoint_run
-from gradwire.rpc.recompute.checkpoint_run import decrypted, encrypted
+from gradwire.rpc.recompute import encrypted_recording
+from gradwire.rpc.recompute.encrypted_recording import decrypted, encrypted
 
 CONTENT = bytes(range(256)) * 20
 
@@ -44,13 +44,13 @@ def test_it_is_for_one_function():
 
 
 def test_each_use_has_a_key_of_its_own(monkeypatch):
-    keys = checkpoint_run._key, checkpoint_run._stream_key, checkpoint_run._tag_key
+    keys = encrypted_recording._key, encrypted_recording._stream_key, encrypted_recording._tag_key
     assert len({*keys}) == 3
     body = encrypted(CONTENT, "m:f")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_run, "_stream_key", keys[2])
+        patch.setattr(encrypted_recording, "_stream_key", keys[2])
         assert decrypted(body, "m:f") != CONTENT
-    monkeypatch.setattr(checkpoint_run, "_tag_key", keys[1])
+    monkeypatch.setattr(encrypted_recording, "_tag_key", keys[1])
     with pytest.raises(BadMessage):
         decrypted(body, "m:f")

@@ -5,14 +5,13 @@ See rpc/refs/borrow.py.
 
 from __future__ import annotations
 
-import math
 import sys
 
 import pytest
 
 import gradwire as gw
 from gradwire.agent.serving.dispatch import Source
-from gradwire.current import pop_deadline, push_deadline
+from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncarnation, UsageError
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target
@@ -115,21 +114,15 @@ def test_what_is_gone_is_not_there_to_be_lent(workers):
 
 @pytest.mark.parametrize("said", [None, 3, [], [0, 1], [0, 1, 2, 3], [0, 1, True], [0, "1", 2]])
 def test_what_is_no_name_is_refused(workers, said):
-    token = push_deadline(math.inf, Source(0, None, 1))
-    try:
-        with pytest.raises(BadMessage, match="where a reference was expected"):
-            workers[1].worker.refs.lending.borrowed(said)
-    finally:
-        pop_deadline(token)
+    scope = CallScope(workers[1].worker, None, inbound=Source(0, None, 1))
+    with scope, pytest.raises(BadMessage, match="where a reference was expected"):
+        workers[1].worker.refs.lending.borrowed(said)
 
 
 def test_an_earlier_life_s_is_refused(workers):
-    token = push_deadline(math.inf, Source(0, None, 1))
-    try:
-        with pytest.raises(StaleIncarnation, match="belonged to life -1 of w1"):
-            workers[1].worker.refs.lending.borrowed([0, 1, -1])
-    finally:
-        pop_deadline(token)
+    scope = CallScope(workers[1].worker, None, inbound=Source(0, None, 1))
+    with scope, pytest.raises(StaleIncarnation, match="belongs to incarnation -1 of w1"):
+        workers[1].worker.refs.lending.borrowed([0, 1, -1])
 
 
 def test_it_is_lent_to_calls_only(workers):
@@ -140,7 +133,7 @@ def test_it_is_lent_to_calls_only(workers):
 def test_what_is_borrowed_cannot_be_passed_on(workers):
     def program():
         borrowed = BorrowedRef(RefHandle(RefId(1, 1), 1, None))
-        with pytest.raises(NotSerializable, match="BorrowedRef does not travel"):
+        with pytest.raises(NotSerializable, match="BorrowedRef cannot be serialized"):
             gw.rpc_sync("w1", look_at, args=(borrowed,))
 
     workers[0].run(program)

@@ -262,7 +262,7 @@ def test_what_the_making_function_raised_here_is_raised_here_and_forgotten(worke
 
 def test_a_creation_that_cannot_leave_leaves_nothing(workers):
     for to in ("w0", "w1"):
-        with pytest.raises(NotSerializable, match="lock does not travel"):
+        with pytest.raises(NotSerializable, match="lock cannot be serialized"):
             workers[0].run(gw.remote, to, Box, args=(threading.Lock(),))
 
 

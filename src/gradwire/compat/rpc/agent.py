@@ -58,6 +58,13 @@ class RpcAgent:
         raise NotImplementedError
 
 
+class _AgentSlot:
+    """The agent of a worker, once it has one."""
+
+    def __init__(self, _: Worker) -> None:
+        self.agent: TensorPipeAgent | None = None
+
+
 class TensorPipeAgent(RpcAgent):
     """The agent of the TENSORPIPE backend. Made, it has joined."""
 
@@ -102,15 +109,16 @@ class TensorPipeAgent(RpcAgent):
         self.worker, self._options = worker, opts
         self.rpc_timeout = opts.rpc_timeout
         self._gil_profiling = self._has_left = False
-        worker.compat_agent = self
+        worker.part(_AgentSlot).agent = self
 
     @classmethod
     def over(cls, worker: Worker) -> TensorPipeAgent:
         """The agent of a worker that joined by other means."""
-        if worker.compat_agent is None:
-            agent = cls.__new__(cls)
-            agent._take(worker, TensorPipeRpcBackendOptions())
-        return cast(TensorPipeAgent, worker.compat_agent)
+        slot = worker.part(_AgentSlot)
+        if slot.agent is None:
+            cls.__new__(cls)._take(worker, TensorPipeRpcBackendOptions())
+            assert slot.agent is not None
+        return slot.agent
 
     @property
     def store(self) -> Store | None:

@@ -30,6 +30,7 @@ from gradwire.compat.rpc.agent import (
     get_rpc_timeout,
     patience,
 )
+from gradwire.compat.rpc.all_gather import all_gather
 from gradwire.compat.rpc.constants import (
     A_LONG_TIME_SECONDS,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -308,7 +309,7 @@ def _all_gather(
         for name in followers:  # each hears it, or is lost itself
             rpc_async(name, _all_gather_failed, args=(round, reason), timeout=seconds)
 
-    return agent.worker.all_gather.gather(
+    return agent.worker.part(all_gather).gather(
         obj,
         names,
         A_LONG_TIME_SECONDS if is_unset else seconds,
@@ -336,17 +337,17 @@ def _wait_for_followers(sent: list[tuple[str, Any]], seconds: float) -> None:
 
 
 def _all_gather_failed(sequence_id: str, reason: str) -> None:
-    _ours().worker.all_gather.failed(sequence_id, reason)
+    _ours().worker.part(all_gather).failed(sequence_id, reason)
 
 
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: object, worker_names: Collection[str]
 ) -> None:
-    _ours().worker.all_gather.heard(sequence_id, worker_name, obj, worker_names)
+    _ours().worker.part(all_gather).heard(sequence_id, worker_name, obj, worker_names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, object]) -> None:
-    _ours().worker.all_gather.ended(sequence_id, objects_map)
+    _ours().worker.part(all_gather).ended(sequence_id, objects_map)
 
 
 @_require_initialized

@@ -5,6 +5,7 @@ docs/concepts/calls.md lists the functions that a call passes on both workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
@@ -15,10 +16,9 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import OUTERMOST, Cut, extent_of
+from gradwire.agent.requests.timer import OUTERMOST, Clock, Cut, extent_of, nested
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
@@ -26,8 +26,9 @@ from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.profiling import NOTHING, call_span, fetch_span
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
+from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.futures import (
     INTERRUPTED,
@@ -62,11 +63,6 @@ def display_name(name: str) -> str:
     return name.replace(":", ".").lstrip(".!")
 
 
-def display_name_on(directory: Directory, to: WorkerId, name: str) -> str:
-    """The name of a function and of the worker that runs it."""
-    return f"{display_name(name)} on {directory.name(to)}"
-
-
 class SentCall(msgspec.Struct, frozen=True):
     """A call that was sent and is not answered yet."""
 
@@ -90,19 +86,12 @@ class Calls:
     """Makes the calls, fetches and remote backwards of one worker."""
 
     def __init__(
-        self,
-        agent: Agent,
-        engine: Engine,
-        refs: Refs,
-        bodies: BodyCodec,
-        behavior: Behavior,
-        *,
-        in_flight: int,
+        self, agent: Agent, engine: Engine, refs: Refs, bodies: BodyCodec, behavior: Behavior
     ) -> None:
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior = bodies, behavior
         self._carries_modes = behavior.carries_modes
-        self._window = PeerLimit("in_flight", in_flight, one_may_exceed=True)
+        self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
         self._environment = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
@@ -142,7 +131,7 @@ class Calls:
         if unpacked.depth:
             lift_this_thread(unpacked.depth)
         if (unpacked.cut or unpacked.copies) and torch.is_grad_enabled():
-            what = display_name_on(self._agent.directory, to, target.description or target.name)
+            what = self._name_on(to, target.description or target.name)
             warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
         return unpacked.value
 
@@ -155,7 +144,8 @@ class Calls:
         except BaseException:  # interrupted; an answer may still come, with references in it
             self._agent.cancel(promise, INTERRUPTED)
             pending = self._pending(promise, peer, context, str, self._behavior.of_call)
-            self._unpack_when_settled(pending)
+            # Unpacked though nobody waits for it, so that these references are dropped.
+            promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
             raise
 
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
@@ -170,9 +160,7 @@ class Calls:
         if context is not None:
             context = self._engine.calling(context, to)
         promise = self._send_unawaited(to, target, context, deadline)
-        what = partial(
-            display_name_on, self._agent.directory, to, target.description or target.name
-        )
+        what = partial(self._name_on, to, target.description or target.name)
         pending = self._pending(promise, to, context, what, self._behavior.of_call)
         return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
 
@@ -181,6 +169,9 @@ class Calls:
             return NOTHING
         directory = self._agent.directory
         return call_span(kind, target.name, directory.me.name, directory.name(to))
+
+    def _name_on(self, to: WorkerId, name: str) -> str:
+        return f"{display_name(name)} on {self._agent.directory.name(to)}"
 
     def failed(self, error: Exception) -> Future[Any]:
         """The future of a call that could not be sent."""
@@ -213,23 +204,19 @@ class Calls:
 
     def fetch(self, handle: RefHandle, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that another worker owns."""
-        directory = self._agent.directory
-        with fetch_span(directory.me.name, directory.name(handle.owner)):
+        directory, owner = self._agent.directory, handle.owner
+        with fetch_span(directory.me.name, directory.name(owner)):
             with waiting():  # a checkpointed remote() is answered only when its value is made
-                pending = self._fetched(handle, deadline)
+                self._refs.wait_until_counted(handle, deadline)
+                context = self._engine.calling(current_context(), owner)
+                message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
+                what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
+                promise = self._request(owner, message, deadline, what, phase)
+                self._engine.called(context, owner)
+                name = partial(self._name_on, owner, what)
+                pending = self._pending(promise, owner, context, name, self._behavior.of_fetch)
+                self._outcome(promise, owner, context)
             return pending.value()
-
-    def _fetched(self, handle: RefHandle, deadline: float) -> PendingResult[Any]:
-        self._refs.wait_until_counted(handle, deadline)
-        context = self._engine.calling(current_context(), handle.owner)
-        message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
-        what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
-        promise = self._request(handle.owner, message, deadline, what, phase)
-        self._engine.called(context, handle.owner)
-        name = partial(display_name_on, self._agent.directory, handle.owner, what)
-        pending = self._pending(promise, handle.owner, context, name, self._behavior.of_fetch)
-        self._outcome(promise, handle.owner, context)
-        return pending
 
     def _request(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -289,7 +276,7 @@ class Calls:
 
         hot: each call
         """
-        _, _, inbound, run = get_current()
+        _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
         draws = None if checkpointed is None else checkpointed.draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
@@ -325,8 +312,8 @@ class Calls:
     def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
         if cut or packed.copies:
-            callee = self._agent.directory.name(to)
-            warn_of_cut(len(cut), f"the arguments of {what} on {callee}", packed.copies)
+            where = f"the arguments of {what} on {self._agent.directory.name(to)}"
+            warn_of_cut(len(cut), where, packed.copies)
 
     def _undo_send(
         self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None
@@ -401,11 +388,36 @@ class Calls:
         )
         return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
 
-    def _unpack_when_settled(self, pending: PendingResult[Any]) -> None:
-        """Unpack an answer that nobody waits for, so that its references are dropped."""
-        pending.promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
-
     def _release_late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)
         self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)
+
+
+Deadline = Callable[[Timeout], float]
+"""`deadline_from` with the clock and the default of one worker"""
+
+
+def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
+    """The deadline of a wait that begins now, before that of the call which this code serves.
+
+    Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
+
+    hot: each call
+    """
+    if timeout is DEFAULT:
+        seconds = default
+    else:
+        seconds = FOREVER if timeout is None else min(timeout, FOREVER)
+        if not seconds > 0:
+            raise UsageError(
+                f"timeout={timeout!r} is not a positive number of seconds",
+                hint="timeout=None waits as long as the other worker lives",
+            )
+    now = clock.now()
+    _, due, inbound, _, _ = get_current()
+    if inbound is not None and inbound.cancelled:
+        raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
+    if due <= now:
+        raise CallTimeout("the deadline of the enclosing call has passed")
+    return now + seconds if due == math.inf else nested(due, now, seconds)

@@ -238,41 +238,28 @@ class Future(torch.futures.Future[T]):
 
         `wait` raises what the callback raised. If nobody waits, it is logged.
         """
+        return self._following(callback, follows=False)
+
+    def follow(self, callback: Callable[[Future[T]], Future[S]]) -> Future[S]:
+        """Like `then`, for a callback that returns a future: a future of the result of that one."""
+        return self._following(callback, follows=True)
+
+    def _following(self, callback: Callable[[Future[T]], Any], *, follows: bool) -> Future[Any]:
         _check_callable(callback)
-        following: Promise[ResultOrError] = Promise()
-        pending: PendingResult[S] = PendingResult(following, what=partial(str, self._callback_of))
-        future: Future[S] = Future(pending, self._environment)
+        following: Promise[ResultOrError | PendingResult[Any]] = Promise()
+        pending: PendingResult[Any] = PendingResult(following, what=partial(str, self._callback_of))
+        future: Future[Any] = Future(pending, self._environment)
         note = partial(self._note_unseen, weakref.ref(pending))
         del pending  # the callback must not keep it alive: its death is what logs an unseen error
 
         def run() -> None:
-            following.settle(self._outcome_of(callback, note))
-
-        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
-        return future
-
-    def follow(self, callback: Callable[[Future[T]], Future[S]]) -> Future[S]:
-        """Like `then`, for a callback that returns a future: a future of the result of that one."""
-        _check_callable(callback)
-        following: Promise[ResultOrError | PendingResult[S]] = Promise()
-        pending: PendingResult[S] = PendingResult(
-            following, lambda result: result, partial(str, self._callback_of)
-        )
-        future: Future[S] = Future(pending, self._environment)
-        note = partial(self._note_unseen, weakref.ref(pending))
-        del pending
-
-        def pass_on(inner_pending: PendingResult[S]) -> None:
-            following.settle(inner_pending)
-
-        def run() -> None:
-            result = self._outcome_of(callback, note)
-            inner = result.value if isinstance(result, DecodedBody) else result
-            if isinstance(inner, Future):
-                inner_pending = inner._pending
-                inner._promise.on_settled(lambda _: pass_on(inner_pending))
+            outcome = self._outcome_of(callback, note)
+            inner = outcome.value if isinstance(outcome, DecodedBody) else None
+            if follows and isinstance(inner, Future):
+                awaited = inner._pending
+                inner._promise.on_settled(lambda _: following.settle(awaited))
             else:
-                following.settle(inner)
+                following.settle(outcome)
 
         self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
         return future

@@ -8,10 +8,9 @@ _keep    keeps the result here instead, for holders of a reference to it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -24,6 +23,7 @@ from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.profiling import function_span
+from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.behavior import Behavior
@@ -38,15 +38,7 @@ from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
 from gradwire.torch_private import is_profiled
 
-
-class ServingScope(AbstractContextManager[None], Protocol):
-    """A context manager that is entered by its constructor."""
-
-    def leave(self) -> None:
-        """Leave it, as the end of a `with` block does."""
-
-
-ScopeFactory = Callable[[ContextId | None, float, Source], ServingScope]
+ScopeFactory = Callable[[ContextId | None, float, Source], CallScope]
 """Enters the scope of a served function: the worker, its context, its deadline, the request."""
 Use = Callable[[Content], None]
 

@@ -3,25 +3,33 @@
 Encoding does four things or none of them: the codec turns the value into data, its tensors into
 payload, its references into counted forks, and the crossings of its graph into edges. If one of
 them fails, no fork, no edge and no pinned tensor is left behind.
+
+Common values take a *fast path*: scalars and tensors, alone or in a tuple. Their skeletons are the
+same as those of walk.py. Any other value, and any skeleton that does not fit, is left to the codec:
+only its walk looks into containers and raises errors about what a peer sent.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, final
+from functools import partial
+from typing import Any, Final, final
 
 import msgspec
 from msgspec.structs import replace
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, NotSerializable
 from gradwire.ids import ContextId, WorkerId
-from gradwire.rpc.codec.codec import Codec, Undecoded
+from gradwire.rpc.behavior import Behavior
+from gradwire.rpc.codec.codec import Codec, malformed
 from gradwire.rpc.codec.pickle_codec import PickleCodec
+from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Tag
 from gradwire.rpc.messages import Body, Reference
 from gradwire.rpc.refs.refs import Refs
 from gradwire.torch_private import (
@@ -38,6 +46,13 @@ from gradwire.wire.tensor import (
     without_inference,
 )
 
+DICT, TENSOR, TUPLE = Tag.DICT, Tag.TENSOR, Tag.TUPLE
+_FAST_DEPTH: Final = 2
+"""how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
+WALK: Final = object()
+"""returned by the fast path in place of a value that needs a walk"""
+_to_msgpack = msgspec.msgpack.Encoder().encode
+_from_msgpack = msgspec.msgpack.Decoder().decode
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 
 
@@ -78,16 +93,17 @@ class BodyCodec:
     """Encodes and decodes the message bodies of one worker."""
 
     def __init__(
-        self,
-        codec: Codec | PickleCodec,
-        engine: Engine,
-        refs: Refs,
-        *,
-        leaves: bool = False,
-        carries_modes: bool = True,
+        self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, behavior: Behavior
     ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
-        self._leaves, self._carries_modes = leaves, carries_modes
+        self._leaves = behavior.leaves_outside_contexts
+        self._carries_modes = behavior.carries_modes
+        limits, self._decode_node = engine.limits, None
+        self._fast_bytes = -1
+        """how long the data of the fast path may be; the codec judges what is longer"""
+        if isinstance(codec, Codec) and limits.depth >= _FAST_DEPTH:
+            self._decode_node = codec.decode_node
+            self._fast_bytes = min(limits.elements, limits.head)
 
     def encode(
         self,
@@ -100,12 +116,11 @@ class BodyCodec:
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
         try:
-            flat = self._codec.maybe_encode(value)
-            if flat is not None:
-                data, tensors = flat
-                if not tensors:
-                    return EncodedBody(Body(data, [], [], []), (), context)
-                return self._with_tensors(data, tensors, [], to, context)
+            if self._decode_node is not None:
+                tensors: list[Tensor] = []
+                node = maybe_node(value, tensors)
+                if node is not WALK and len(data := _to_msgpack(node)) <= self._fast_bytes:
+                    return self._with_tensors(data, tensors, [], to, context)
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.encode(value, place)
                 encoded = self._with_tensors(data, tensors, references, to, context)
@@ -204,13 +219,22 @@ class BodyCodec:
         return DecodedBody(self._decode_value(body, tensors, source), depth, len(cut))
 
     def _decode_value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
-        value = self._codec.maybe_decode(body.data, tensors)
-        if type(value) is not Undecoded:
-            return value
+        data, decode_node = body.data, self._decode_node
+        if decode_node is None or len(data) > self._fast_bytes:
+            decode = partial(self._codec.decode, data, tensors)
+        else:
+            try:
+                node = _from_msgpack(data)
+            except Exception as error:
+                raise malformed(error) from error
+            value = maybe_value(node, tensors)
+            if value is not WALK:
+                return value
+            decode = partial(decode_node, node, tensors)
         if body.references:
-            return self._codec.decode_node(value, tensors)
+            return decode()
         with self._refs.unpacking((), source):  # hides those of an outer message
-            return self._codec.decode_node(value, tensors)
+            return decode()
 
 
 def refuse_transformed(tensors: Sequence[Tensor]) -> None:
@@ -221,7 +245,7 @@ def refuse_transformed(tensors: Sequence[Tensor]) -> None:
     wrapped = wrapped_by_transform(tensors)
     if wrapped is not None:
         raise NotSerializable(
-            "a tensor inside a torch.func transform (vmap, grad, functionalize) does not travel",
+            "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
             place=f"tensors[{wrapped}]",
             hint="use the transform inside the function that is called, not around the call",
         )
@@ -240,3 +264,75 @@ def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) 
         if header.flags & REQUIRES_GRAD and n not in recorded:
             cut.append(n)
     return cut
+
+
+def maybe_node(value: object, tensors: list[Tensor]) -> object:
+    """The skeleton of a value, or WALK; appends its tensors to `tensors`.
+
+    hot: every argument list and result
+    """
+    is_call = False
+    if type(value) is not tuple:
+        values: tuple[object, ...] = (value,)
+    elif len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
+        is_call, values = True, value[0]  # a call's arguments, without keywords
+    else:
+        values = value
+    row: Node = [TUPLE]
+    for one in values:
+        kind = type(one)
+        if kind in AS_THEY_ARE:
+            row.append(one)
+        elif kind is Tensor or kind is Parameter:
+            row.append([TENSOR, len(tensors)])
+            tensors.append(one)  # type: ignore[arg-type]
+        elif (
+            kind is int and -(1 << 63) <= one < 1 << 64  # type: ignore[operator]
+        ) or (
+            kind is str and one.isascii()  # type: ignore[attr-defined]
+        ):
+            row.append(one)
+        else:
+            return WALK
+    if is_call:
+        return [TUPLE, row, [DICT]]
+    return row if values is value else row[1]
+
+
+def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
+    """The value of a skeleton that uses all of these tensors, or WALK.
+
+    hot: every argument list and result
+    """
+    if type(node) is not list or not node or type(node[0]) is not int:
+        return node if type(node) in LEAVES and not tensors else WALK
+    if node[0] == TENSOR:
+        values = _maybe_values([TUPLE, node], tensors)
+        return WALK if values is None else values[0]
+    if node[0] != TUPLE:
+        return WALK
+    if len(node) == 3 and type(node[2]) is list and len(node[2]) == 1:
+        row, (tag,) = node[1:]
+        is_call = type(row) is list and row and type(row[0]) is int and row[0] == TUPLE
+        if not is_call or type(tag) is not int or tag != DICT:
+            return WALK
+        values = _maybe_values(row, tensors)
+        return WALK if values is None else (tuple(values), {})
+    values = _maybe_values(node, tensors)
+    return WALK if values is None else tuple(values)
+
+
+def _maybe_values(row: Node, tensors: Sequence[Tensor]) -> list[object] | None:
+    values: list[object] = []
+    used = 0
+    for node in row[1:]:
+        if type(node) in LEAVES:
+            values.append(node)
+        elif type(node) is list and len(node) == 2 and type(node[0]) is int and node[0] == TENSOR:
+            if node[1] != used or used == len(tensors):
+                return None
+            values.append(tensors[used])
+            used += 1
+        else:
+            return None
+    return values if used == len(tensors) else None

@@ -1,20 +1,28 @@
-"""Encodes the types of Python and torch that travel without a name, each by a pair of functions.
+"""Encodes the types of Python, torch and numpy that need no name, by the tables at the end.
 
-Each pair has a line in the tables at the end. Types are matched exactly: a subclass would arrive as
-its base. Arrays are in numpy_types.py, and values that travel by a name in named_types.py.
+Types are matched exactly: a subclass would arrive as its base. Values that are sent by a name are
+in named_types.py.
 
 The decoders raise what Python raises when a node does not fit, and `Codec.decode` turns that into
 BadMessage. They check only what Python would let pass.
+
+The bytes of an array of any dtype are sent as a flat uint8 tensor, so that large arrays are sent as
+efficiently as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this
+string describes completely are sent: no objects, no fields. Numpy would make an array of pointers
+from a peer's bytes if asked to, so the string is matched before numpy sees it.
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
+import sys
 from collections import OrderedDict
 from itertools import chain
 from types import EllipsisType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,13 +30,16 @@ from torch.nn import Parameter
 from gradwire.errors import BadMessage, NotSerializable
 from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, TypeEncoder, exactly
 
+Array = np.ndarray[Any, np.dtype[Any]]
 D = TypeVar("D", bound=dict[object, object])
 
+_PLAIN_DTYPE = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 _CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _CONSTANTS = {str(each): each for each in vars(torch).values() if type(each) in _CONSTANT_TYPES}
 
 
-def _by_index(_: object, n: int) -> str:
+def by_index(_: object, n: int) -> str:
+    """How errors name the n-th value in a sequence."""
     return f"[{n}]"
 
 
@@ -48,34 +59,6 @@ def _in_set(_: object, __: int) -> str:
     return "{...}"
 
 
-def _encode_list(walk: Encoder, value: list[object]) -> object:
-    return walk.children([Tag.LIST], value, value, _by_index)
-
-
-def _decode_list(walk: Decoder, node: Node) -> object:
-    return walk.children(node)
-
-
-def _encode_tuple(walk: Encoder, value: tuple[object, ...]) -> object:
-    return walk.children([Tag.TUPLE], value, value, _by_index)
-
-
-def _decode_tuple(walk: Decoder, node: Node) -> object:
-    return tuple(walk.children(node))
-
-
-def _encode_dict(walk: Encoder, value: dict[object, object]) -> object:
-    if not value:
-        return [Tag.DICT]
-    return walk.children([Tag.DICT], value, chain.from_iterable(value.items()), _by_key)
-
-
-def _decode_dict(walk: Decoder, node: Node) -> object:
-    if len(node) == 1:
-        return {}
-    return _filled({}, walk.children(node))
-
-
 def _filled(value: D, flat: list[object]) -> D:
     """The dict, filled from a flat list of keys and values in turn."""
     value.update(zip(flat[::2], flat[1::2], strict=True))
@@ -89,7 +72,7 @@ def _encode_ordered_dict(walk: Encoder, value: OrderedDict[object, object]) -> o
     attributes = vars(value)
     if attributes.keys() - {"_metadata"}:
         raise NotSerializable(
-            f"an OrderedDict with the attributes {sorted(attributes)} does not travel",
+            f"an OrderedDict with the attributes {sorted(attributes)} cannot be serialized",
             hint="send the attributes beside it",
         )
     node = walk.children([Tag.ORDERED_DICT], value, [attributes.get("_metadata")], _by_attribute)
@@ -106,24 +89,12 @@ def _decode_ordered_dict(walk: Decoder, node: Node) -> object:
     return value
 
 
-def _encode_set(walk: Encoder, value: set[object]) -> object:
-    return walk.children([Tag.SET], value, value, _in_set)
-
-
 def _decode_set(walk: Decoder, node: Node) -> set[object]:
     items = walk.children(node)
     value = set(items)
     if len(value) != len(items):
         raise BadMessage("an encoded set has an item twice")
     return value
-
-
-def _encode_frozenset(walk: Encoder, value: frozenset[object]) -> object:
-    return walk.children([Tag.FROZENSET], value, value, _in_set)
-
-
-def _decode_frozenset(walk: Decoder, node: Node) -> object:
-    return frozenset(_decode_set(walk, node))
 
 
 def tensor_node(walk: Encoder, value: Tensor) -> Node:
@@ -133,20 +104,10 @@ def tensor_node(walk: Encoder, value: Tensor) -> Node:
     return [Tag.TENSOR, len(tensors) - 1]
 
 
-def _decode_tensor(walk: Decoder, node: Node) -> object:
-    _, index = node
-    return walk.tensor(index)
-
-
 def _encode_int(_: Encoder, value: int) -> object:
     if -(1 << 63) <= value < 1 << 64:
         return value
     return [Tag.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
-
-
-def _decode_big_int(_walk: Decoder, node: Node) -> object:
-    _, data = node
-    return int.from_bytes(exactly(data, bytes), "little", signed=True)
 
 
 def _encode_str(_: Encoder, value: str) -> object:
@@ -160,72 +121,12 @@ def _encode_str(_: Encoder, value: str) -> object:
     return value
 
 
-def _decode_surrogates(_walk: Decoder, node: Node) -> object:
-    _, data = node
-    return exactly(data, bytes).decode("utf-8", "surrogatepass")
-
-
-def _encode_complex(_: Encoder, value: complex) -> object:
-    return [Tag.COMPLEX, value.real, value.imag]
-
-
-def _decode_complex(_walk: Decoder, node: Node) -> object:
-    _, real, imag = node
-    return complex(exactly(real, float), exactly(imag, float))
-
-
-def _encode_slice(walk: Encoder, value: slice) -> object:
-    parts = (value.start, value.stop, value.step)
-    return walk.children([Tag.SLICE], value, parts, _by_attribute)
-
-
-def _decode_slice(walk: Decoder, node: Node) -> object:
-    start, stop, step = walk.children(node)
-    return slice(start, stop, step)
-
-
-def _encode_range(walk: Encoder, value: range) -> object:
-    parts = (value.start, value.stop, value.step)
-    return walk.children([Tag.RANGE], value, parts, _by_attribute)
-
-
-def _decode_range(walk: Decoder, node: Node) -> object:
-    start, stop, step = (exactly(part, int) for part in walk.children(node))
-    return range(start, stop, step)
-
-
-def _encode_ellipsis(_: Encoder, __: EllipsisType) -> object:
-    return [Tag.ELLIPSIS]
-
-
-def _decode_ellipsis(_walk: Decoder, node: Node) -> object:
-    (_,) = node
-    return ...
-
-
-def _encode_bytearray(_: Encoder, value: bytearray) -> object:
-    return [Tag.BYTEARRAY, bytes(value)]
-
-
-def _decode_bytearray(_walk: Decoder, node: Node) -> object:
-    _, data = node
-    return bytearray(exactly(data, bytes))
-
-
-def _encode_torch_constant(_: Encoder, value: object) -> object:
-    return [Tag.TORCH_CONSTANT, str(value)]
-
-
 def _decode_torch_constant(_walk: Decoder, node: Node) -> object:
     _, name = node
     constant = _CONSTANTS.get(exactly(name, str))
     if constant is None:
         raise BadMessage(f"torch {torch.__version__} has no {reprlib.repr(name)}")
     return constant
-
-
-def _encode_device(_: Encoder, value: torch.device) -> object:
-    return [Tag.DEVICE, str(value)]
 
 
 def _decode_device(_walk: Decoder, node: Node) -> object:
@@ -237,10 +138,6 @@ def _decode_device(_walk: Decoder, node: Node) -> object:
     return device
 
 
-def _encode_size(_: Encoder, value: torch.Size) -> object:
-    return [Tag.SIZE, *value]
-
-
 def _decode_size(_walk: Decoder, node: Node) -> object:
     sizes = [exactly(size, int) for size in node[1:]]
     # Torch would accept a larger one, and fail when it is read.
@@ -249,43 +146,149 @@ def _decode_size(_walk: Decoder, node: Node) -> object:
     return torch.Size(sizes)
 
 
+def _encode_dict(walk: Encoder, value: dict[object, object]) -> object:
+    if not value:
+        return [Tag.DICT]
+    return walk.children([Tag.DICT], value, chain.from_iterable(value.items()), _by_key)
+
+
+def _bounds(walk: Encoder, tag: int, value: slice | range) -> object:
+    return walk.children([tag], value, (value.start, value.stop, value.step), _by_attribute)
+
+
+def _data_of(node: Node) -> bytes:
+    _, data = node
+    return exactly(data, bytes)
+
+
+def _range_of(start: object, stop: object, step: object) -> range:
+    return range(exactly(start, int), exactly(stop, int), exactly(step, int))
+
+
+def _slice_of(start: object, stop: object, step: object) -> slice:
+    return slice(start, stop, step)
+
+
+def _complex_of(_tag: object, real: object, imag: object) -> complex:
+    return complex(exactly(real, float), exactly(imag, float))
+
+
+def _ellipsis_of(_tag: object) -> EllipsisType:
+    return ...
+
+
+# -- numpy
+
+
+def _encode_array(walk: Encoder, value: Array) -> object:
+    dtype = _spelled(value.dtype)
+    fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+    rows = value.T if fortran else value
+    if not (rows.flags.c_contiguous and rows.flags.writeable):
+        rows = rows.copy()  # contiguous and writeable, as torch.from_numpy needs it
+    _, index = tensor_node(walk, torch.from_numpy(rows.reshape(-1).view(np.uint8)))
+    return [Tag.ARRAY, index, dtype, fortran, *value.shape]
+
+
+def _decode_array(walk: Decoder, node: Node) -> object:
+    _, index, text, fortran, *shape = node
+    tensor = walk.tensor(index)
+    if tensor.dtype is not torch.uint8 or tensor.layout is not torch.strided or not tensor.is_cpu:
+        raise BadMessage(f"the bytes of an encoded array came as {tensor.dtype} on {tensor.device}")
+    sizes = [exactly(size, int) for size in shape]
+    if any(size < 0 for size in sizes):
+        raise BadMessage(f"an encoded array has the shape {sizes}")
+    items = tensor.numpy().view(_dtype(text))
+    if (
+        items.dtype.kind == "U"
+        and (items.view(items.dtype.byteorder + "u4") > sys.maxunicode).any()
+    ):
+        raise BadMessage("an encoded array of text holds a code point that is no character")
+    return items.reshape(sizes, order="F" if exactly(fortran, bool) else "C")
+
+
+def _encode_scalar(walk: Encoder, value: np.generic) -> object:
+    # Numpy drops zeros at the end of text, even in its own str(): only Python's is exact.
+    if isinstance(value, np.str_):
+        return [Tag.NUMPY_SCALAR, "U", walk.node(str.__str__(value))]
+    if isinstance(value, np.bytes_):
+        return [Tag.NUMPY_SCALAR, "S", bytes(value)]
+    return [Tag.NUMPY_SCALAR, _spelled(value.dtype), value.tobytes()]
+
+
+def _decode_scalar(walk: Decoder, node: Node) -> object:
+    _, text, data = node
+    if text == "U":
+        return np.str_(exactly(walk.value(data), str))
+    raw = exactly(data, bytes)
+    if text == "S":
+        return np.bytes_(raw)
+    dtype = _dtype(text)
+    if dtype.itemsize != len(raw) or dtype.kind in "US":
+        raise BadMessage(f"an encoded numpy scalar of {dtype} has {len(raw)} bytes")
+    return np.ndarray((), dtype, buffer=raw)[()]
+
+
+def _spelled(dtype: np.dtype[Any]) -> str:
+    text = dtype.str
+    if _PLAIN_DTYPE.fullmatch(text) and dtype.itemsize and np.dtype(text) == dtype:
+        return text
+    raise NotSerializable(
+        f"a numpy value of dtype {dtype} cannot be serialized",
+        hint="send its fields as arrays of their own, or objects as a list",
+    )
+
+
+def _dtype(text: object) -> np.dtype[Any]:
+    name = exactly(text, str)
+    if not _PLAIN_DTYPE.fullmatch(name):
+        raise BadMessage(f"numpy has no plain dtype {name!r:.40}")
+    return np.dtype(name)
+
+
+# -- the tables
+
 ENCODERS: dict[type, TypeEncoder] = {
-    list: _encode_list,
-    tuple: _encode_tuple,
+    list: lambda walk, value: walk.children([Tag.LIST], value, value, by_index),
+    tuple: lambda walk, value: walk.children([Tag.TUPLE], value, value, by_index),
     dict: _encode_dict,
-    set: _encode_set,
-    frozenset: _encode_frozenset,
+    set: lambda walk, value: walk.children([Tag.SET], value, value, _in_set),
+    frozenset: lambda walk, value: walk.children([Tag.FROZENSET], value, value, _in_set),
     Tensor: tensor_node,
     Parameter: tensor_node,
     int: _encode_int,
     str: _encode_str,
-    complex: _encode_complex,
-    slice: _encode_slice,
-    range: _encode_range,
-    EllipsisType: _encode_ellipsis,
-    bytearray: _encode_bytearray,
+    complex: lambda _, value: [Tag.COMPLEX, value.real, value.imag],
+    slice: lambda walk, value: _bounds(walk, Tag.SLICE, value),
+    range: lambda walk, value: _bounds(walk, Tag.RANGE, value),
+    EllipsisType: lambda _, __: [Tag.ELLIPSIS],
+    bytearray: lambda _, value: [Tag.BYTEARRAY, bytes(value)],
     OrderedDict: _encode_ordered_dict,
-    torch.device: _encode_device,
-    torch.Size: _encode_size,
-    **dict.fromkeys(_CONSTANT_TYPES, _encode_torch_constant),
+    torch.device: lambda _, value: [Tag.DEVICE, str(value)],
+    torch.Size: lambda _, value: [Tag.SIZE, *value],
+    **dict.fromkeys(_CONSTANT_TYPES, lambda _, value: [Tag.TORCH_CONSTANT, str(value)]),
+    np.ndarray: _encode_array,
+    **{kind: _encode_scalar for kind in set(np.sctypeDict.values()) if kind is not np.object_},
 }
 
 DECODERS: dict[int, TypeDecoder] = {
-    Tag.LIST: _decode_list,
-    Tag.TUPLE: _decode_tuple,
-    Tag.DICT: _decode_dict,
+    Tag.LIST: Decoder.children,
+    Tag.TUPLE: lambda walk, node: tuple(walk.children(node)),
+    Tag.DICT: lambda walk, node: _filled({}, walk.children(node)) if len(node) > 1 else {},
     Tag.SET: _decode_set,
-    Tag.FROZENSET: _decode_frozenset,
-    Tag.TENSOR: _decode_tensor,
-    Tag.BIG_INT: _decode_big_int,
-    Tag.COMPLEX: _decode_complex,
-    Tag.SLICE: _decode_slice,
-    Tag.RANGE: _decode_range,
-    Tag.ELLIPSIS: _decode_ellipsis,
-    Tag.BYTEARRAY: _decode_bytearray,
-    Tag.SURROGATES: _decode_surrogates,
+    Tag.FROZENSET: lambda walk, node: frozenset(_decode_set(walk, node)),
+    Tag.TENSOR: lambda walk, node: walk.tensor(*node[1:]),
+    Tag.BIG_INT: lambda _, node: int.from_bytes(_data_of(node), "little", signed=True),
+    Tag.COMPLEX: lambda _, node: _complex_of(*node),
+    Tag.SLICE: lambda walk, node: _slice_of(*walk.children(node)),
+    Tag.RANGE: lambda walk, node: _range_of(*walk.children(node)),
+    Tag.ELLIPSIS: lambda _, node: _ellipsis_of(*node),
+    Tag.BYTEARRAY: lambda _, node: bytearray(_data_of(node)),
+    Tag.SURROGATES: lambda _, node: _data_of(node).decode("utf-8", "surrogatepass"),
     Tag.ORDERED_DICT: _decode_ordered_dict,
     Tag.TORCH_CONSTANT: _decode_torch_constant,
     Tag.DEVICE: _decode_device,
     Tag.SIZE: _decode_size,
+    Tag.ARRAY: _decode_array,
+    Tag.NUMPY_SCALAR: _decode_scalar,
 }

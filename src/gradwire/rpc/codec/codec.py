@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, fast_path, named_types, numpy_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types, user_codecs
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
@@ -52,19 +52,19 @@ T = TypeVar("T")
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
 _FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
 _LISTED = (Iterator, KeysView, ItemsView, ValuesView)
-MODULE_HINT = (
+_MODULE_HINT = (
     "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
     "(gradwire.remote), or send its state_dict()"
 )
 _TWO_WAYS = (
-    "give its class a codec with gradwire.register_codec on both workers, or let what is not data "
-    "travel as pickles with Options(pickle=True) on both"
+    "give its class a codec with gradwire.register_codec on both workers, or allow pickles with "
+    "Options(pickle=True) on both"
 )
 _PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may run any code here"
 
 
 class Encoded(NamedTuple):
-    """A value as bytes, and the tensors it refers to by index; their bytes travel separately.
+    """A value as bytes, and the tensors it refers to by index; their bytes are sent separately.
 
     `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
     comes back to them. Only a pickle has such.
@@ -73,12 +73,6 @@ class Encoded(NamedTuple):
     data: bytes
     tensors: list[Tensor]
     copies: int = 0
-
-
-class Undecoded(msgspec.Struct, frozen=True):
-    """A received skeleton that the fast path leaves to the walk; or the bytes of a pickle."""
-
-    node: Any
 
 
 class Fallback(Protocol):
@@ -100,15 +94,12 @@ class Codec:
 
     def __init__(self, names: Names, limits: Limits, fallback: Fallback | None = None) -> None:
         self._names, self._limits, self._fallback = names, limits, fallback
-        self._is_shallow = limits.depth < fast_path.DEPTH
         self._encoders: dict[type, TypeEncoder] = {
             **builtin_types.ENCODERS,
-            **numpy_types.ENCODERS,
             **named_types.ENCODERS,
         }
         self._decoders: dict[int, TypeDecoder] = {
             **builtin_types.DECODERS,
-            **numpy_types.DECODERS,
             **named_types.DECODERS,
             **user_codecs.DECODERS,
             Tag.PICKLED: self._decode_fallback,
@@ -141,20 +132,6 @@ class Codec:
         self._extended.append(kind)
         self._encoders[kind] = lambda _, value: [tag, encode(value)]
         self._decoders[tag] = decode_extension
-
-    def maybe_encode(self, value: object) -> tuple[bytes, list[Tensor]] | None:
-        """The same as `encode`, or None if the value needs a walk: see fast_path.py.
-
-        hot: every argument list and result
-        """
-        tensors: list[Tensor] = []
-        node = fast_path.maybe_node(value, tensors)
-        if node is fast_path.WALK or self._is_shallow:
-            return None
-        data = self._to_msgpack(node)
-        limits = self._limits
-        is_long = len(data) > limits.elements or len(data) > limits.head
-        return None if is_long else (data, tensors)
 
     def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
         """Encode a value; NotSerializable says where in `place` the refused part is.
@@ -201,37 +178,28 @@ class Codec:
             return _placed(found, place).place
         return None
 
-    def maybe_decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded, or Undecoded if it needs a walk. Raises as `decode` does.
-
-        hot: every argument list and result
-        """
+    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+        """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
         if len(data) > self._limits.elements:
             check_arrived(data, self._limits.elements)
         try:
             node = self._from_msgpack(data)
         except Exception as error:
-            raise _malformed(error) from error
-        value = fast_path.WALK if self._is_shallow else fast_path.maybe_value(node, tensors)
-        return Undecoded(node) if value is fast_path.WALK else value
+            raise malformed(error) from error
+        return self.decode_node(node, tensors)
 
-    def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """Decode by a walk what `maybe_decode` did not."""
+    def decode_node(self, node: object, tensors: Sequence[Tensor]) -> object:
+        """The same from its skeleton."""
         walk = Decoder(self._decoders, self._names, self._limits.depth, tensors)
         try:
-            value = walk.value(undecoded.node)
+            value = walk.value(node)
         except GradwireError:
             raise
         except Exception as error:
             # The peer's bytes caused it, even if it was raised by a constructor or a __hash__.
-            raise _malformed(error) from error
+            raise malformed(error) from error
         walk.done()
         return value
-
-    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
-        value = self.maybe_decode(data, tensors)
-        return self.decode_node(value, tensors) if type(value) is Undecoded else value
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
         encoder = user_codecs.maybe_encoder(kind) or named_types.maybe_encoder(kind)
@@ -260,7 +228,8 @@ class Codec:
         return self._fallback.decode(exactly(data, bytes), tensors)
 
 
-def _malformed(error: Exception) -> BadMessage:
+def malformed(error: Exception) -> BadMessage:
+    """The error for bytes of a peer that do not decode."""
     return BadMessage(f"an encoded value is malformed: {type(error).__name__}: {error}")
 
 
@@ -278,62 +247,40 @@ def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerial
 def _refuse(_walk: Encoder, value: object) -> NoReturn:
     refusal = maybe_refusal(type(value))
     assert refusal is not None, f"{type(value).__name__} was refused without a reason"
-    refuse(refusal, value)
+    if isinstance(value, Coroutine):
+        value.close()  # or Python warns that it was never awaited
+    raise refusal
 
 
 def _refused_type(kind: type) -> NotSerializable:
-    advice = maybe_hint(kind)
-    if advice is not None:
-        return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=advice)
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
-    hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
-    return NotSerializable(f"a value of type {type_name(kind)} does not travel", hint=hint)
-
-
-class _Refusal(NamedTuple):
-    subject: str
-    hint: str
+    if issubclass(kind, nn.Module):
+        hint = _MODULE_HINT
+    elif issubclass(kind, Tensor) and hasattr(kind, "full_tensor"):
+        hint = "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
+    else:
+        hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
+    return NotSerializable(f"a value of type {type_name(kind)} cannot be serialized", hint=hint)
 
 
 def maybe_refusal(kind: type) -> NotSerializable | None:
     """The error for a type that cannot even be pickled; None for any other."""
-    found = _maybe_found(kind)
-    if found is None:
-        return None
-    return NotSerializable(f"{found.subject} does not travel", hint=found.hint)
-
-
-def _maybe_found(kind: type) -> _Refusal | None:
     if issubclass(kind, Coroutine):
-        return _Refusal(
+        subject, hint = (
             "the coroutine of an `async def` function",
             "declare the function with def; one that answers later is decorated with "
             "@gradwire.async_execution and returns a future",
         )
-    if issubclass(kind, Generator | AsyncGenerator):
-        return _Refusal("a generator", "return or send a list of what it yields")
-    if issubclass(kind, _FUTURES):
-        return _Refusal(
+    elif issubclass(kind, Generator | AsyncGenerator):
+        subject, hint = "a generator", "return or send a list of what it yields"
+    elif issubclass(kind, _FUTURES):
+        subject, hint = (
             "a future",
             "send what it brings, as future.wait() returns it; a function that returns a "
             "torch or gradwire future is decorated with @gradwire.async_execution",
         )
-    if issubclass(kind, _LISTED):
-        return _Refusal(f"a {kind.__name__}", "send a list of what it yields, list(...)")
-    return None
-
-
-def maybe_hint(kind: type) -> str | None:
-    """What to do instead of sending a value of this type, which only a pickle could carry."""
-    if issubclass(kind, nn.Module):
-        return MODULE_HINT
-    if issubclass(kind, torch.Tensor) and hasattr(kind, "full_tensor"):
-        return "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
-    return None
-
-
-def refuse(refusal: NotSerializable, value: object) -> NoReturn:
-    """Raise the refusal; close a coroutine first, or Python warns that it was never awaited."""
-    if isinstance(value, Coroutine):
-        value.close()
-    raise refusal
+    elif issubclass(kind, _LISTED):
+        subject, hint = f"a {kind.__name__}", "send a list of what it yields, list(...)"
+    else:
+        return None
+    return NotSerializable(f"{subject} cannot be serialized", hint=hint)

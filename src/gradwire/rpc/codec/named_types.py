@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from gradwire.errors import BadMessage, NotSerializable
+from gradwire.rpc.codec.builtin_types import by_index
 from gradwire.rpc.codec.walk import (
     Decoder,
     Encoder,
@@ -44,11 +45,11 @@ _RETURN_TYPES = {
 _IS_HEAP_TYPE = 1 << 9
 
 
-class Traveller(Protocol):
+class MadeOfParts(Protocol):
     """A class of a higher layer that is encoded as a few values, such as RemoteModule."""
 
-    def _travel_parts(self) -> tuple[object, ...]:
-        """The values to send; anything that travels."""
+    def _to_parts(self) -> tuple[object, ...]:
+        """The values to send; anything that can be serialized."""
 
     @classmethod
     def _from_parts(cls, *parts: Any) -> object:  # noqa: ANN401
@@ -56,7 +57,7 @@ class Traveller(Protocol):
 
 
 def maybe_encoder(kind: type) -> TypeEncoder | None:
-    """The encoder of a type that was not seen before, if its values travel by a name."""
+    """The encoder of a type that was not seen before, if its values are sent by a name."""
     if issubclass(kind, type):
         return _encode_named
     if issubclass(kind, Enum):
@@ -65,7 +66,7 @@ def maybe_encoder(kind: type) -> TypeEncoder | None:
         return _encode_named_tuple if hasattr(kind, "_fields") else None
     if dataclasses.is_dataclass(kind) and _is_made_of_fields(kind):
         return _encode_dataclass
-    if hasattr(kind, "_travel_parts"):
+    if hasattr(kind, "_to_parts"):
         return _encode_parts
     return None
 
@@ -79,11 +80,6 @@ def _class(walk: Decoder, name: object, base: type[T]) -> type[T]:
 
 def _encode_named(walk: Encoder, value: object) -> object:
     return [Tag.NAMED, walk.name_of(value)]
-
-
-def _decode_named(walk: Decoder, node: Node) -> object:
-    _, name = node
-    return walk.lookup(name)
 
 
 def _encode_enum(walk: Encoder, value: Enum) -> object:
@@ -145,7 +141,7 @@ def _encode_dataclass(walk: Encoder, value: object) -> object:
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotSerializable(
-            f"a {type_name(kind)} without a value for {', '.join(missing)} does not travel",
+            f"a {type_name(kind)} without a value for {', '.join(missing)} cannot be serialized",
             hint="give every field a value or a default",
         )
     node: Node = [Tag.DATACLASS, walk.name_of(kind), ",".join(names)]
@@ -191,18 +187,14 @@ def _computed_by(kind: type) -> set[str]:
 def _refuse_more(kind: type, attributes: Collection[str]) -> None:
     if attributes:
         raise NotSerializable(
-            f"a {type_name(kind)} with attributes besides its fields does not travel: "
+            f"a {type_name(kind)} with attributes besides its fields cannot be serialized: "
             f"{', '.join(sorted(attributes))}",
             hint="make them fields, or send them beside it",
         )
 
 
 def _encode_return_type(walk: Encoder, value: tuple[object, ...]) -> object:
-    return walk.children([Tag.RETURN_TYPE, type(value).__name__], value, value, _by_position)
-
-
-def _by_position(_: object, n: int) -> str:
-    return f"[{n}]"
+    return walk.children([Tag.RETURN_TYPE, type(value).__name__], value, value, by_index)
 
 
 def _decode_return_type(walk: Decoder, node: Node) -> object:
@@ -210,16 +202,16 @@ def _decode_return_type(walk: Decoder, node: Node) -> object:
     return kind(walk.children(node, 2))
 
 
-def _encode_parts(walk: Encoder, value: Traveller) -> object:
+def _encode_parts(walk: Encoder, value: MadeOfParts) -> object:
     node: Node = [Tag.PARTS, walk.name_of(type(value))]
-    return walk.children(node, value, value._travel_parts(), _by_position)
+    return walk.children(node, value, value._to_parts(), by_index)
 
 
 def _decode_parts(walk: Decoder, node: Node) -> object:
     kind = _class(walk, node[1], object)
-    if not hasattr(kind, "_travel_parts"):
+    if not hasattr(kind, "_to_parts"):
         raise BadMessage(f"{node[1]} is not made of parts here")
-    return cast(type[Traveller], kind)._from_parts(*walk.children(node, 2))
+    return cast(type[MadeOfParts], kind)._from_parts(*walk.children(node, 2))
 
 
 ENCODERS: dict[type, TypeEncoder] = {
@@ -231,7 +223,7 @@ ENCODERS: dict[type, TypeEncoder] = {
 }
 
 DECODERS: dict[int, TypeDecoder] = {
-    Tag.NAMED: _decode_named,
+    Tag.NAMED: lambda walk, node: walk.lookup(*node[1:]),
     Tag.ENUM: _decode_enum,
     Tag.NAMED_TUPLE: _decode_named_tuple,
     Tag.DATACLASS: _decode_dataclass,

@@ -4,7 +4,7 @@ A peer that may send a pickle may run any code here. A worker uses this codec on
 its behavior say so, as for programs written for torch.distributed.rpc. No other module imports
 pickle: messages between a process and its own children are pickled here as well.
 
-Note [Parameters]: a tensor travels beside the pickle and stays part of the graph. So does an
+Note [Parameters]: a tensor is sent beside the pickle and stays part of the graph. So does an
 nn.Parameter among the arguments, in their containers (subclasses too: a call is a NamedTuple) or in
 the fields of a dataclass, and arrives as a plain tensor of the graph. Where no edge was recorded
 there is no graph to lose, and programs written for torch get an nn.Parameter, as from torch. Inside
@@ -36,7 +36,7 @@ from torch._C import ScriptFunction
 from torch.jit import ScriptModule
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
-from gradwire.rpc.codec.codec import Encoded, Undecoded
+from gradwire.rpc.codec.codec import Encoded
 from gradwire.rpc.expose.async_execution import LATER, async_execution
 from gradwire.rpc.expose.names import one_main
 
@@ -52,7 +52,7 @@ _LEAVES = frozenset({NoneType, bool, int, float, str, bytes})
 
 @final
 class PickleCodec:
-    """Encodes and decodes any value; has the methods of `Codec`.
+    """Encodes and decodes any value, as `Codec` does.
 
     With `restores_parameters`, a parameter that arrives without a graph is an nn.Parameter again.
     """
@@ -76,22 +76,11 @@ class PickleCodec:
         self._encoders[kind] = tag, encode
         self._decoders[tag] = decode
 
-    def maybe_encode(self, _value: object) -> None:
-        """None: a pickle has no fast path."""
-
     def place_of_tensor(
         self, _value: object, _place: str | tuple[str, ...], _index: int
     ) -> str | None:
         """None: the order of tensors in a pickle is not known."""
         return None
-
-    def maybe_decode(self, data: bytes | memoryview, _tensors: Sequence[Tensor]) -> object:
-        """Undecoded: a pickle has no fast path."""
-        return Undecoded(data)
-
-    def decode_node(self, undecoded: Undecoded, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded."""
-        return self.decode(undecoded.node, tensors)
 
     def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
         """The value as a pickle and its tensors; raises NotSerializable."""
@@ -191,13 +180,15 @@ class _Pickler(pickle.Pickler):
         reducer = self._reducers.get(type(value))
         if reducer is not None:
             return reducer(value)
-        if hasattr(type(value), "_travel_parts"):
-            return type(value)._from_parts, value._travel_parts()  # type: ignore[attr-defined]
+        if hasattr(type(value), "_to_parts"):
+            return type(value)._from_parts, value._to_parts()  # type: ignore[attr-defined]
         scripted = maybe_reduced(value)
         if scripted is not None:
             return scripted
-        if isinstance(value, FunctionType) and _is_nameless(value) and _has_cloudpickle():
-            return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
+        if isinstance(value, FunctionType):
+            is_nameless = "<lambda>" in value.__qualname__ or "<locals>" in value.__qualname__
+            if is_nameless and importlib.util.find_spec("cloudpickle") is not None:
+                return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
         return NotImplemented
 
     def _note_copy(self, value: object) -> None:
@@ -272,14 +263,6 @@ def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> b
     file = io.BytesIO()
     Pickler(file).dump(function)
     return file.getvalue()
-
-
-def _is_nameless(function: FunctionType) -> bool:
-    return "<lambda>" in function.__qualname__ or "<locals>" in function.__qualname__
-
-
-def _has_cloudpickle() -> bool:
-    return importlib.util.find_spec("cloudpickle") is not None
 
 
 def maybe_reduced(value: object) -> Reduced | None:

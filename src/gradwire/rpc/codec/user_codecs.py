@@ -1,4 +1,4 @@
-"""register_codec: how users let values of their own classes travel.
+"""register_codec: how users let values of their own classes be serialized.
 
 The table is filled as modules are imported, like that of @expose, and a peer's names are only
 compared with it. What a codec makes of a value is encoded by the same rules as any other value. The
@@ -30,11 +30,11 @@ _BY_NAME: dict[str, _Codec] = {}
 def register_codec(
     cls: type[T], encode: Callable[[T], object], decode: Callable[[Any], T]
 ) -> type[T]:
-    """Let values of exactly this class travel as what `encode` makes of them.
+    """Serialize values of exactly this class as what `encode` returns for them.
 
-    That may be anything that travels. `decode` makes the value again, on a worker that has called
-    this too; it gets what a peer sent, and should raise if that makes no sense. Call this where the
-    class is defined, before a value of it is sent.
+    That may be anything that can be serialized. `decode` makes the value again, on a worker that
+    has called this too; it gets what a peer sent, and should raise if that makes no sense. Call
+    this where the class is defined, before a value of it is sent.
 
     >>> gradwire.register_codec(Fraction, str, Fraction)
     """

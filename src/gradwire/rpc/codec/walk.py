@@ -111,7 +111,7 @@ class Encoder:
         if not self._left:
             raise NotSerializable(
                 f"containers are nested deeper than {self._depth}",
-                hint="one that holds itself does not travel; else flatten it or raise Limits.depth",
+                hint="no container may hold itself; otherwise flatten it or raise Limits.depth",
             )
         self._left -= 1
         first = len(node)

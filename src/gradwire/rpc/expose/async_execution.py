@@ -31,11 +31,6 @@ def async_execution(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def answers_later(function: Callable[..., object]) -> bool:
-    """Whether it was decorated with `async_execution`."""
-    return hasattr(function, LATER)
-
-
 class Later(NamedTuple):
     """A result that a future will have."""
 
@@ -47,7 +42,7 @@ class Later(NamedTuple):
 def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
     """What the function returns, or Later if it is marked with `async_execution`."""
     value = function(*args, **kwargs)
-    return later_of(function, value) if answers_later(function) else value
+    return later_of(function, value) if hasattr(function, LATER) else value
 
 
 def later_of(function: Callable[..., object], value: object) -> Later:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
 from torch import nn
 
 from gradwire.errors import NotExposed
 from gradwire.rpc.expose import torch_allowlist
+from gradwire.rpc.expose.torch_allowlist import names as torch_names
 
 Function = Callable[..., object]
 
@@ -28,9 +29,10 @@ def name_of(target: Function) -> str:
 
     hot: every call
     """
+    # The calls of a program are mostly of these two types, which need no further look.
     is_plain = type(target) is FunctionType
-    names = torch_allowlist.names()
-    listed = names.get(target) if is_plain else torch_allowlist.maybe_name(target)
+    is_common = is_plain or type(target) is BuiltinFunctionType
+    listed = torch_names().get(target) if is_common else torch_allowlist.maybe_name(target)
     if listed is not None:
         return listed
     if is_plain:
@@ -39,7 +41,7 @@ def name_of(target: Function) -> str:
             return name
     elif torch_allowlist.is_compiled(target):
         raise NotExposed(
-            f"torch's {target.__name__} is not on the list of torch functions that travel",
+            f"torch's {target.__name__} is not on the list of torch functions that peers may call",
             hint="call it inside a function of yours, and expose that one",
         )
     name = _method_name(target) if isinstance(target, MethodType) else plain_name(target)
@@ -63,7 +65,8 @@ def plain_name(target: object) -> str:
     home, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(home, str) or not isinstance(qualname, str):
         raise NotExposed(
-            f"{described(target)} has no name to travel by", hint=_nameless_hint(target)
+            f"{described(target)} has no name to be called by",
+            hint=_nameless_hint(target),
         )
     return _place_of(home, qualname)[0]
 
@@ -73,7 +76,9 @@ def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
     """The name of what is defined there, and its parts; refused unless at module level."""
     name = f"{one_main(home)}:{qualname}"
     if qualname.endswith("<lambda>"):
-        raise NotExposed(f"{name} is a lambda, which has no name to travel by", hint=_DEFINE_HINT)
+        raise NotExposed(
+            f"{name} is a lambda, which has no name to be called by", hint=_DEFINE_HINT
+        )
     if "<locals>" in qualname:
         raise NotExposed(f"{name} is local: no other worker could find it", hint=_DEFINE_HINT)
     return name, steps(name)
@@ -121,7 +126,7 @@ def _method_name(method: MethodType) -> str:
     if isinstance(method.__self__, type):
         return f"{plain_name(method.__self__)}.{name}"
     owner = label(type(method.__self__))
-    raise _needs_object(name, f"{owner}.{name} is bound to an object, which does not travel")
+    raise _needs_object(name, f"{owner}.{name} is bound to an object, which cannot be serialized")
 
 
 def _elsewhere(name: str, target: object, found: object) -> NotExposed:

@@ -65,7 +65,7 @@ _MARK = "__gradwire_exposed__"
 # object, so that a decorator above @expose has effect.
 _DECLARED: dict[str, tuple[str, ...]] = {}
 
-# The special methods that return data from one call. Not __iter__: an iterator cannot travel. Not
+# The special methods that return data from one call. Not __iter__: an iterator is no data. Not
 # __enter__ and __exit__: a `with` block spread over calls stays open when its caller dies. All
 # others (__init__, __class__, __reduce__, ...) give access to Python's internals.
 DUNDERS = frozenset(
@@ -156,9 +156,7 @@ class Registry:
         for item in listed(expose):
             self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
 
-    def name_of(self, target: Function) -> str:
-        """The name of a function or class; the callee decides what it stands for."""
-        return name_of(target)
+    name_of = staticmethod(name_of)
 
     def lookup(self, name: str) -> Function:
         """The function or class of that name; NotExposed if there is none that peers may call.

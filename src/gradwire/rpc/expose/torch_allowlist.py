@@ -151,7 +151,7 @@ def _stands_alone(line: str) -> bool:
     """Whether the line names a function that needs no reference to an object.
 
     Methods of tensors need none: a tensor can be sent as the first argument. Modules and optimizers
-    do not travel, so their methods are called through a reference.
+    cannot be sent, so their methods are called through a reference.
     """
     owner, _, method = line.rpartition(".")
     if ":" not in owner or owner == "torch:Tensor":

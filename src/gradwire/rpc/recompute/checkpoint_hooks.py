@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch.utils import checkpoint as _checkpoint
 
+from gradwire.current import current_worker
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.recompute.recording_state import Recording
@@ -23,13 +24,11 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 """the one other module of torch that imports the generator function by name"""
 
-_find_generators: Callable[[], Generators | None] = lambda: None  # noqa: E731  # until there is a worker
 
-
-def watch_checkpoints(find_generators: Callable[[], Generators | None]) -> None:
-    """Set how the generators of the current worker are found; None if there is no worker."""
-    global _find_generators
-    _find_generators = find_generators
+def _find_generators() -> Generators | None:
+    """The random generators of the current worker, if there is one."""
+    worker = current_worker.maybe_find()
+    return None if worker is None else cast(Generators, worker.generators)
 
 
 @final
@@ -88,21 +87,17 @@ def _wrapped_generator(generator: Callable[..., Iterator[None]]) -> Callable[...
     return watched
 
 
-def _wrap() -> None:
-    """Replace torch's two functions, once per process, when this file is imported."""
+def wrap_checkpoints() -> None:
+    """Replace torch's two functions. Called once per process, when rpc/worker.py is imported."""
     function = _checkpoint.CheckpointFunction
-    lacking = [name for name in (_GENERATOR,) if not hasattr(_checkpoint, name)]
-    if lacking:
+    original = getattr(_checkpoint, _GENERATOR, None)
+    if original is None:
         raise ImportError(
-            f"torch {torch.__version__} lacks torch.utils.checkpoint.{lacking[0]}; gradwire needs "
+            f"torch {torch.__version__} lacks torch.utils.checkpoint.{_GENERATOR}; gradwire needs "
             "torch 2.11 or newer"
         )
-    original = getattr(_checkpoint, _GENERATOR)
     watched = _wrapped_generator(original)
     for module in (_checkpoint, sys.modules.get(_COMPOSABLE)):
         if module is not None and getattr(module, _GENERATOR, None) is original:
             setattr(module, _GENERATOR, watched)
     function.forward = staticmethod(_wrapped_forward(function.forward))  # type: ignore[method-assign]
-
-
-_wrap()

@@ -26,21 +26,18 @@ Note [Random numbers under a checkpoint]:
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Self, cast, final
 
-import msgspec
-
-from gradwire import current
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
 from gradwire.agent.requests.promise import Promise
-from gradwire.errors import BadMessage, GradwireError, RemoteError, UsageError
+from gradwire.current import get_current, swap_checkpoint_run
+from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
+from gradwire.rpc.recompute.encrypted_recording import decoded, digest, encoded
 from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.recompute.recording_state import (
     UNKNOWN_CALL,
@@ -51,99 +48,11 @@ from gradwire.rpc.recompute.recording_state import (
     no_poll,
 )
 
-# -- the random state that a callee returns, encrypted
-
-
-class _ReturnedState(msgspec.Struct, frozen=True, array_like=True):
-    """The recording of a callee, as it travels to the caller and back."""
-
-    start: State
-    end: bytes
-    raised: bool
-    after_waits: dict[int, State]
-    calls: list[tuple[CallKey, bool, bytes]]
-
-
-_decoder = msgspec.msgpack.Decoder(_ReturnedState)
-
-
-_NO_DIGEST = b"mixed"
-"""in place of the digest of `end`, for a run that cannot be repeated if it draws"""
-
-
-def _digest(state: State) -> bytes:
-    return hashlib.blake2b(b"".join(state), digest_size=16).digest()
-
-
-def _decoded(drawn: bytes, function: str) -> Recording:
-    """What this worker recorded when the call was made in the forward."""
-    if not drawn:
-        return Recording()
-    returned = _decoder.decode(decrypted(drawn, function))
-    recording = Recording(returned.start, returned.end, raised=returned.raised)
-    recording.after_waits = returned.after_waits
-    recording.calls = [
-        RecordedCall(key, known, drawn=drawn) for key, known, drawn in returned.calls
-    ]
-    return recording
-
-
-def _encoded(recording: Recording, function: str, *, wait: bool) -> bytes:
-    """What the answer carries; empty if there is nothing to repeat."""
-    calls = recording.answered_calls(wait=wait)
-    if not recording.has_drawn and all(call.known for call in calls):
-        return b""
-    assert isinstance(recording.end, tuple)
-    end = _NO_DIGEST if recording.is_interleaved else _digest(recording.end)
-    states = [(call.key, call.known, call.drawn) for call in calls]
-    returned = _ReturnedState(recording.start, end, recording.raised, recording.after_waits, states)
-    return encrypted(msgspec.msgpack.encode(returned), function)
-
-
-# A generator's state predicts every number it will draw, including noise that hides data and
-# secrets. So a caller that keeps a callee's state must not be able to read it, nor to choose one.
-_NONCE_BYTES = _TAG_BYTES = 16
-_key = secrets.token_bytes(32)
-"""of this process; a worker that was restarted cannot decrypt what it encrypted before"""
-# One key for each use, so that nothing which one of them reveals helps against the other.
-_stream_key = hashlib.blake2b(key=_key, person=b"gradwire stream", digest_size=32).digest()
-_tag_key = hashlib.blake2b(key=_key, person=b"gradwire tag", digest_size=32).digest()
-
-
-def encrypted(content: bytes, function: str) -> bytes:
-    """Bytes that only this process can decrypt, and only for the same function."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    hidden = nonce + _xor_keystream(content, nonce)
-    return _tag(hidden, function) + hidden
-
-
-def decrypted(body: bytes, function: str) -> bytes:
-    """The content; BadMessage unless this process encrypted it for this function."""
-    tag, hidden = body[:_TAG_BYTES], body[_TAG_BYTES:]
-    if not secrets.compare_digest(tag, _tag(hidden, function)):
-        raise BadMessage(
-            f"the random state sent with a call of {function} was not made by this worker for it",
-            hint="a worker that was restarted cannot repeat what it drew before",
-        )
-    return _xor_keystream(hidden[_NONCE_BYTES:], hidden[:_NONCE_BYTES])
-
-
-def _xor_keystream(content: bytes, nonce: bytes) -> bytes:
-    stream = hashlib.shake_256(_stream_key + nonce).digest(len(content))
-    number = int.from_bytes(content, "little") ^ int.from_bytes(stream, "little")
-    return number.to_bytes(len(content), "little")
-
-
-def _tag(hidden: bytes, function: str) -> bytes:
-    about = hashlib.blake2b(function.encode(), digest_size=16).digest()
-    return hashlib.blake2b(about + hidden, key=_tag_key, digest_size=_TAG_BYTES).digest()
-
-
 # -- the caller
 
 
 class CheckpointedCall(NamedTuple):
-    """A call that is made under a checkpoint; `draws` travels with it."""
+    """A call that is made under a checkpoint; `draws` is sent with it."""
 
     run: CheckpointRun
     recorded: RecordedCall
@@ -214,13 +123,15 @@ class CheckpointRun:
         except BaseException:
             self._end_turn()
             raise
-        self._token = current.push_checkpoint_run(self)
+        self._around = swap_checkpoint_run(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over = True
         try:
-            current.pop_deadline(self._token)
+            # Not a reset to the slot as it was: torch drops the generator of a checkpoint whose
+            # function raised, and this runs when it is collected, maybe in another context.
+            swap_checkpoint_run(self._around)
             now = self.generators.get_state()
             self._find_overlaps()
             if self.recorded is not None:
@@ -323,8 +234,9 @@ class CheckpointRun:
         return found
 
 
-current_checkpoint_run = cast(Callable[[], CheckpointRun | None], current.current_checkpoint_run)
-"""the run that the current code is part of, if any"""
+def current_checkpoint_run() -> CheckpointRun | None:
+    """The run that the current code is part of, if any."""
+    return cast(CheckpointRun | None, get_current()[3])
 
 
 def waiting() -> AbstractContextManager[None]:
@@ -345,7 +257,7 @@ class CalleeRun:
 
     def __init__(self, generators: Generators, draws: Draws, function: str, me: str) -> None:
         self._draws, self._function, self._me = draws, function, me
-        self._recording = _decoded(draws.state, function) if draws.again else Recording()
+        self._recording = decoded(draws.state, function) if draws.again else Recording()
         self._run = CheckpointRun(generators, self._recording, is_recomputation=draws.again)
         self._generators = generators
         self._end: State = ()
@@ -367,8 +279,8 @@ class CalleeRun:
         recording = self._recording
         if not self._draws.again:
             recording.raised = error is not None
-            return _encoded(recording, self._function, wait=wait)
-        if self._end == self._begin or _digest(self._end) == recording.end:
+            return encoded(recording, self._function, wait=wait)
+        if self._end == self._begin or digest(self._end) == recording.end:
             return b""
         if error is None or recording.raised or not recording.start:
             raise UsageError(self._mismatch(), hint=_HINT) from error

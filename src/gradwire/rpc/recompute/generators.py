@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from gradwire.current import current_deadline
+from gradwire.current import get_current
 from gradwire.rpc.recompute.recording_state import State
 
 _MAX_WAIT_SECONDS = 10.0
@@ -37,7 +37,8 @@ class Generators:
         """Acquire the lock; False if that took too long."""
         if self._turn.acquire(blocking=False):
             return True
-        left = (current_deadline() - time.monotonic()) / 2
+        _, deadline, *_ = get_current()
+        left = (deadline - time.monotonic()) / 2
         taken = self._turn.acquire(timeout=max(0.0, min(self.max_wait_seconds, left)))
         self.overlaps += not taken
         return taken

@@ -6,7 +6,7 @@ dropped for it.
 
 This does not work if the caller does not wait (it may drop its reference before the call begins),
 or if its reference is not counted yet (the owner may not know it). Then a counted reference
-travels, as in any other argument.
+is sent, as in any other argument.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LentRef:
         self.handle = handle
 
     def pack(self) -> list[int]:
-        """Its name, as it travels; called by the codec."""
+        """Its name, as it is sent; called by the codec."""
         handle = self.handle
         return [handle.ref.worker, handle.ref.n, handle.life]
 
@@ -64,7 +64,7 @@ class Lending:
         self._directory, self._table, self._check = directory, table, check
 
     def maybe_lent(self, handle: RefHandle) -> LentRef | None:
-        """The LentRef for a call that the caller waits for; None if a reference has to travel.
+        """The LentRef for a call that the caller waits for; None if a reference has to be sent.
 
         Takes no lock: is_lendable reads one dict entry.
         """

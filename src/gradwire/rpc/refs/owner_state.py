@@ -125,7 +125,7 @@ class Owned:
         self.values[ref] = _OwnedValue(handles=1)
 
     def passed_on(self, ref: RefId, child: ForkId, to: WorkerId) -> None:
-        """A new fork is about to travel; PeerLost if the value will never exist."""
+        """A new fork is about to be sent; PeerLost if the value will never exist."""
         value = self.values.get(ref)
         assert value is not None, f"{ref} is passed on without a handle"
         if value.lost is not None:

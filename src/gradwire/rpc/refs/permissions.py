@@ -8,11 +8,9 @@ fork, if that worker holds the value: only that worker could contradict.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.state import Member
-from gradwire.agent.serving.peer_limits import over
 from gradwire.errors import BadMessage, StaleIncarnation
 from gradwire.ids import RefId, WorkerId
 from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
@@ -43,7 +41,7 @@ def check_passed(
 def stale_incarnation(ref: RefId, owner: str, life: int, now: int) -> StaleIncarnation:
     """The error for a reference to a value of an earlier incarnation of its owner."""
     return StaleIncarnation(
-        f"{ref} belonged to life {life} of {owner}, which is in life {now}: it was started again",
+        f"{ref} belongs to incarnation {life} of {owner}, which was restarted as incarnation {now}",
         hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
     )
 
@@ -80,24 +78,3 @@ def check_end(table: RefTable, said: Accept | Drop, source: WorkerId) -> None:
     )
     if holder not in (None, source):
         raise BadMessage(f"w{source} may not end {fork}, which w{holder} holds")
-
-
-@final
-class ReferenceLimit:
-    """The limit on how many references to values of this worker a peer may hold.
-
-    Not a PeerLimit: the table has the counts already, and a lost peer clears them there. To count
-    takes a scan of the table, so only every n-th request is checked; n grows with the limit.
-    """
-
-    def __init__(self, table: RefTable, me: WorkerId, most: int) -> None:
-        self._table, self._me, self._most = table, me, most
-        self._requests = 0
-
-    def check(self, peer: WorkerId) -> None:
-        """OverLimit if a peer may not hold one more."""
-        self._requests += 1
-        if self._requests % (1 + self._most // 64) or peer == self._me:
-            return
-        if self._table.owned.forks_of(peer) >= self._most:
-            raise over("references", self._most)

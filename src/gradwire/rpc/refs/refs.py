@@ -7,15 +7,17 @@ may end anywhere, even in a garbage collection that interrupts code which holds 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, assert_never, final
+from typing import Any, NamedTuple, assert_never, final
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.messages import Failure
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Source
+from gradwire.agent.serving.peer_limits import over
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
@@ -62,54 +64,37 @@ Content = Value | Raised
 
 
 @final
-class OutgoingRefs:
-    """A block in which a message is packed: collects its references; takes them back on an error.
+class MessageRefs:
+    """A block in which a thread packs or unpacks one message: the references in it, by index.
 
-    hot: around every argument list and result
+    If packing fails, `undo` takes them back.
+
+    hot: around every argument list and result that needs a walk
     """
 
-    __slots__ = ("_local", "_outer", "_undo", "deadline", "packed", "to")
+    __slots__ = ("_local", "_outer", "_undo", "deadline", "refs", "to")
 
     def __init__(
         self,
         local: threading.local,
-        undo: Callable[[Sequence[Reference]], None],
-        to: WorkerId,
-        deadline: float,
+        refs: list[Any],
+        undo: Callable[[list[Reference]], None] = lambda _: None,
+        to: WorkerId = -1,
+        deadline: float = math.inf,
     ) -> None:
-        self._local, self._undo, self.to, self.deadline = local, undo, to, deadline
-        self.packed: list[Reference] = []
+        self._local, self.refs, self._undo, self.to, self.deadline = local, refs, undo, to, deadline
 
-    def __enter__(self) -> list[Reference]:
-        # A finalizer that makes its own call may interrupt this block: it restores what it found.
-        self._outer = getattr(self._local, "outgoing", None)
-        self._local.outgoing = self
-        return self.packed
+    def __enter__(self) -> list[Any]:
+        # Code inside of the block (a codec of the user's, a finalizer) may make calls of its own,
+        # whose blocks restore what they found.
+        self._outer: MessageRefs | None = getattr(self._local, "message", None)
+        self._local.message = self
+        return self.refs
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._local.outgoing = self._outer
+        self._local.message = self._outer
         if kind is not None:
-            self._undo(self.packed)
-
-
-@final
-class IncomingRefs:
-    """A block in which a message is unpacked: the codec finds its references in `unpacked`.
-
-    hot: around every argument list and result
-    """
-
-    __slots__ = ("_came", "_local", "_outer")
-
-    def __init__(self, local: threading.local, came: list[object]) -> None:
-        self._local, self._came = local, came
-
-    def __enter__(self) -> None:
-        self._outer = getattr(self._local, "incoming", None)
-        self._local.incoming = self._came
-
-    def __exit__(self, *_: object) -> None:
-        self._local.incoming = self._outer
+            self._undo(self.refs)
 
 
 @final
@@ -133,7 +118,7 @@ class Refs:
         self._closed = False
         self.piggybacked = PiggybackedAccepts(me.id, self._table, self._lock, self._perform)
         self.lending = Lending(agent.directory, self._table, self.content)
-        self._limit = permissions.ReferenceLimit(self._table, me.id, agent.limits.references)
+        self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
         RefServer(agent, self._table, self.check_limit, self._perform)
@@ -210,9 +195,19 @@ class Refs:
     # -- creating calls
 
     def check_limit(self, peer: WorkerId) -> None:
-        """OverLimit if a peer holds as many references to values of this worker as it may."""
+        """OverLimit if a peer holds as many references to values of this worker as it may.
+
+        Not a PeerLimit: the table has the counts already, and a lost peer clears them there. To
+        count takes a scan of the table, so only every n-th request is checked; n grows with the
+        limit.
+        """
+        most = self._agent.limits.references
         with self._lock:
-            self._limit.check(peer)
+            self._limit_checks += 1
+            if self._limit_checks % (1 + most // 64) or peer == self._me.id:
+                return
+            if self._table.owned.forks_of(peer) >= most:
+                raise over("references", most)
 
     def creation_arrived(self, ref: RefId, fork: ForkId | None, source: Source) -> Promise[Content]:
         """A call arrived whose result stays here; without a fork this worker is the caller.
@@ -244,20 +239,19 @@ class Refs:
 
     # -- references in messages
 
-    def packing(self, to: WorkerId, deadline: float) -> OutgoingRefs:
+    def packing(self, to: WorkerId, deadline: float) -> MessageRefs:
         """A block in which `pack` adds to a list of references; an error takes them back."""
-        return OutgoingRefs(self._local, self.pack_undone, to, deadline)
+        return MessageRefs(self._local, [], self.pack_undone, to, deadline)
 
     def pack(self, handle: RefHandle) -> int:
         """Add a reference to the message being packed; returns its index."""
-        outgoing: OutgoingRefs = self._local.outgoing
-        to, packed, deadline = outgoing.to, outgoing.packed, outgoing.deadline
+        message: MessageRefs = self._local.message
         permissions.check_life(self._agent.directory, handle)
-        self._wait_while(self._table.is_asking, handle, deadline)
+        self._wait_while(self._table.is_asking, handle, message.deadline)
         with self._lock:
-            fork = self._table.pack(handle, to)
-        packed.append(Reference(handle.ref, handle.owner, fork, handle.life))
-        return len(packed) - 1
+            fork = self._table.pack(handle, message.to)
+        message.refs.append(Reference(handle.ref, handle.owner, fork, handle.life))
+        return len(message.refs) - 1
 
     def wait_until_counted(self, handle: RefHandle, deadline: float) -> None:
         """Wait until the owner has counted a handle: a fetch may overtake the creating call."""
@@ -272,21 +266,19 @@ class Refs:
         fork = handle.fork
         if fork is None or not uncounted(fork):
             return
-        self._agent.wait(
-            handle.owner,
-            lambda: not uncounted(fork),
-            lambda: self._sleep_while(uncounted, fork, deadline),
-        )
+
+        def is_counted() -> bool:
+            return not uncounted(fork)
+
+        def sleep() -> None:
+            left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
+            with self._counted:
+                self._counted.wait_for(is_counted, left)
+
+        self._agent.wait(handle.owner, is_counted, sleep)
         if uncounted(fork):
             owner = self._agent.directory.name(handle.owner)
             raise CallTimeout(f"{owner} did not count {fork} of {handle.ref} in time")
-
-    def _sleep_while(
-        self, uncounted: Callable[[ForkId], bool], fork: ForkId, deadline: float
-    ) -> None:
-        left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
-        with self._counted:
-            self._counted.wait_for(lambda: not uncounted(fork), left)
 
     def wait_until_all_counted(self, references: Sequence[Reference], deadline: float) -> None:
         """The same for the references of one message."""
@@ -307,18 +299,18 @@ class Refs:
 
     def unpacking(
         self, references: Sequence[Reference], source: WorkerId, *, is_answered: bool = False
-    ) -> IncomingRefs:
+    ) -> MessageRefs:
         """A block in which `unpacked` returns these; those not asked for end with the block."""
         if not references:
-            return IncomingRefs(self._local, [])
+            return MessageRefs(self._local, [])
         with self._lock:
             permissions.check_passed(self._table, references, source, self._agent.directory.myself)
         handles = self.arrived(references, is_answered=is_answered)
-        return IncomingRefs(self._local, [self.make(handle) for handle in handles])
+        return MessageRefs(self._local, [self.make(handle) for handle in handles])
 
     def unpacked(self, index: object) -> object:
         """The reference at this index, in the message being unpacked."""
-        came: list[object] = self._local.incoming
+        came: list[object] = self._local.message.refs
         if not isinstance(index, int) or not 0 <= index < len(came):
             raise BadMessage(f"a message names its reference {index!r} of {len(came)}")
         return came[index]

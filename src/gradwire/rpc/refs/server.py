@@ -85,7 +85,7 @@ class RefServer:
 
 @final
 class PiggybackedAccepts:
-    """Accepts that travel with the answers of calls; see Note [An answer accepts]."""
+    """Accepts that are sent with the answers of calls; see Note [An answer accepts]."""
 
     def __init__(self, me: WorkerId, table: RefTable, lock: RLock, perform: Perform) -> None:
         self._me, self._table, self._lock, self._perform = me, table, lock, perform

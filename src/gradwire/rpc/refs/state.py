@@ -142,7 +142,7 @@ class RefTable:
         return RefHandle(ref, owner, fork, life)
 
     def pack(self, handle: RefHandle, to: WorkerId) -> ForkId:
-        """A new fork, about to travel to the worker `to`."""
+        """A new fork, about to be sent to the worker `to`."""
         child = ForkId(self._me, self._number())
         if handle.fork is None:
             self.owned.passed_on(handle.ref, child, to)

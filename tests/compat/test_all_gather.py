@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.agent.requests.timer import MonotonicClock
+from gradwire.compat.rpc.all_gather import AllGather
+from gradwire.compat.rpc.all_gather_state import Rounds
 from gradwire.errors import CallTimeout, PeerLost, UsageError
-from gradwire.rpc.all_gather import AllGather
-from gradwire.rpc.all_gather_state import Rounds
 from tests.leftovers import eventually
 
 NAMES = ["a", "b", "c"]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import final
 
 from gradwire.agent.requests.timer import Clock
+from gradwire.compat.rpc.all_gather_state import Rounds
 from gradwire.errors import CallTimeout, GradwireError, PeerLost
-from gradwire.rpc.all_gather_state import Rounds
+from gradwire.rpc.worker import Worker, part_of_each_worker
 
 Contribute = Callable[[str, str], None]
 """Send our value to this leader, for this round."""
@@ -152,3 +153,19 @@ class AllGather:
                 f"{self._name} waits {gathering} for {', '.join(lost)}, which was lost",
                 hint="gather from the remaining workers, or shut down with graceful=False",
             )
+
+
+@part_of_each_worker
+def all_gather(worker: Worker) -> AllGather:
+    """The all-gathers of a worker. From its start: a worker lost before the first one counts."""
+    agent, directory, seconds = worker.agent, worker.directory, worker.options.timeouts.connect
+
+    def reach(name: str) -> None:
+        agent.reach(directory.find(name).id, agent.clock.now() + seconds)
+
+    def present() -> list[str]:
+        return [info.name for info in directory.all()]
+
+    gathers = AllGather(worker.name, agent.clock, reach, present)
+    agent.on_peer_lost(lambda lost, _: gathers.peer_lost(directory.name(lost)))
+    return gathers
