@@ -44,5 +44,5 @@ def overheard(size: int, **options):
     said = Said()
     behavior = Behavior(channel=lambda channel: _Listening(channel, said.kinds))
     with cluster(size, behavior=behavior, **options) as workers:
-        said.learn(workers[0].worker.agent.kinds.types)
+        said.learn(decoder.type for decoder in workers[0].worker.agent.kinds._decoders.values())
         yield workers, said

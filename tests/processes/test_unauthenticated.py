@@ -157,7 +157,7 @@ def test_a_process_finds_its_secret_in_a_descriptor(no_secret):
 
 def look() -> tuple[bool, str, list[int]]:
     """Whether this process shows its secret, where that is, and who may read it."""
-    path = Path(current_worker.find()._options.secret)
+    path = Path(current_worker.find().options.secret)
     shown = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
     modes = [place.stat().st_mode & 0o777 for place in (path, path.parent)]
     return path.read_bytes() in shown, str(path), modes

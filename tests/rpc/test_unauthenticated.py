@@ -20,8 +20,9 @@ from gradwire import Limits, NotTrusted, Options, PeerLost, Timeouts, UsageError
 from gradwire.agent.links import handshake
 from gradwire.agent.links.handshake_state import HEAD_BYTES, VERSION, Dialling, body_length
 from gradwire.agent.messages import Hello
-from gradwire.agent.peers.directory import Directory, WorkerInfo
+from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.secret import Secret, find_secret, fresh_secret
+from gradwire.agent.peers.state import Member
 from gradwire.rpc.join import join
 from gradwire.rpc.worker import Worker
 from gradwire.testing import cluster
@@ -300,7 +301,7 @@ def lonely():
     network = MemoryNetwork()
     transports = Transports({"memory": network})
     mine, theirs = network.listen("memory://w0"), network.listen("memory://w1")
-    members = [(WorkerInfo(f"w{n}", n), f"memory://w{n}") for n in range(2)]
+    members = [Member(n, f"w{n}", f"memory://w{n}") for n in range(2)]
     secret = fresh_secret()
     worker = Worker(Directory(0, members), "job", secret, transports, mine, Options())
     worker.test_secret = secret

@@ -44,6 +44,8 @@ class Behavior:
     """the error that the future of a callback raises, for what the callback raised"""
     channel: Callable[[Channel], Channel] = lambda channel: channel
     """a wrapper around each channel of this worker"""
+    parts: tuple[Callable[[Any], object], ...] = ()
+    """`worker.part(…)` of each is made before the worker serves"""
 
 
 NATIVE = Behavior()

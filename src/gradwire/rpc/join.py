@@ -74,10 +74,7 @@ def join(
     the others in their directories.
     """
     check_name(name)
-    if world_size is not None and not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is not between 0 and {world_size - 1}")
-    if not 0 <= rank <= LAST_WORKER:
-        raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
+    _check_rank(name, rank, world_size)
     secret, refusals = find_secret(options), Refusals()
     transports = transports_for(options, name, refusals)
     listener = listen(transports, options)
@@ -107,6 +104,13 @@ def join(
     except BaseException:
         listener.close()
         raise
+
+
+def _check_rank(name: str, rank: int, world_size: int | None) -> None:
+    if world_size is not None and not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is not between 0 and {world_size - 1}")
+    if not 0 <= rank <= LAST_WORKER:
+        raise UsageError(f"rank {rank} of {name} is not between 0 and {LAST_WORKER}")
 
 
 def rendezvous_store(options: Options, rank: int | None, world_size: int | None) -> Store:

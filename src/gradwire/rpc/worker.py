@@ -58,17 +58,7 @@ _CLOSE_SECONDS = 1.0
 _log = logging.getLogger("gradwire")
 
 T = TypeVar("T")
-Part = TypeVar("Part", bound="Callable[[Worker], object]")
 Exposed = Iterable[ModuleType | Any]
-
-
-_PARTS: list[Callable[[Worker], object]] = []
-
-
-def part_of_each_worker(kind: Part) -> Part:
-    """Decorator of a layer above: make `worker.part(kind)` before the worker serves."""
-    _PARTS.append(kind)
-    return kind
 
 
 class OwnGenerator(NamedTuple):
@@ -121,7 +111,7 @@ class Worker:
         self.agent = self._agent(connections, clock, registry, interceptor)
         self._graceful_shutdown = self._make_shutdown(transports, secret)
         self._serve(registry)
-        for part in _PARTS:
+        for part in behavior.parts:
             self.part(part)
         self.agent.start(lambda: self.engine.contexts.opened)
 

@@ -14,7 +14,7 @@ from typing import final
 from gradwire.agent.requests.timer import Clock
 from gradwire.compat.rpc.all_gather_state import Rounds
 from gradwire.errors import CallTimeout, GradwireError, PeerLost
-from gradwire.rpc.worker import Worker, part_of_each_worker
+from gradwire.rpc.worker import Worker
 
 Contribute = Callable[[str, str], None]
 """Send our value to this leader, for this round."""
@@ -155,7 +155,6 @@ class AllGather:
             )
 
 
-@part_of_each_worker
 def all_gather(worker: Worker) -> AllGather:
     """The all-gathers of a worker. From its start: a worker lost before the first one counts."""
     agent, directory, seconds = worker.agent, worker.directory, worker.options.timeouts.connect
