@@ -7,7 +7,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from typing import TypeVar
+
+T = TypeVar("T")
 
 IS_LONG = os.environ.get("GRADWIRE_LONG") == "1"
 _TODAY = datetime.now(UTC).toordinal()
@@ -24,3 +28,9 @@ def seeds(every: int, today: int) -> range:
 def count(every: int, today: int) -> int:
     """How often, or how long, something is done."""
     return every if IS_LONG else today
+
+
+def part_of(cases: Iterable[T], parts: int) -> list[T]:
+    """All of them in a long run, else one of so many parts, each day another."""
+    all_cases = list(cases)
+    return all_cases if IS_LONG else all_cases[_TODAY % parts :: parts]

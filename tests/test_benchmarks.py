@@ -17,6 +17,7 @@ from benchmarks.bare import BARE
 from benchmarks.measure import Run, Summary, row
 from benchmarks.report import facts, load, save, spoken, table
 from benchmarks.sides import BlockFailed, World
+from tests import strength
 
 ALONE = {"two_trainers": {GRADWIRE}, "protected": {GRADWIRE}, "bare": {BARE}}
 """Whose numbers they are, if not of both sides."""
@@ -38,7 +39,7 @@ def run():
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", strength.part_of(QUESTIONS, 3))
 def test_a_question_has_rows_of_both_sides(question, run):
     rows = list(ask(question, run))
 

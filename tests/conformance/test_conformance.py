@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import strength
 from tests.conformance import plan
 from tests.conformance.report import is_as_expected, line, reason, table
 from tests.conformance.runner import Outcome, Verdict
@@ -20,10 +21,14 @@ PASSED = Outcome(CASE, Verdict.PASS, 1.25, "", "")
 FAILED = Outcome(CASE, Verdict.FAIL, 1.25, "Traceback\n\nValueError: no\n", "")
 
 
+SUITES_OF_TORCH = ["DistAutogradTest", "DistOptimizerTest", "RemoteModuleTest"]
+"""The others, and all of these, are played by `make conformance`."""
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS + 10)
-@pytest.mark.parametrize("suite", ["DistAutogradTest", "DistOptimizerTest", "RemoteModuleTest"])
+@pytest.mark.parametrize("suite", strength.part_of(SUITES_OF_TORCH, 3))
 def test_a_suite_of_torch_passes(suite):
     done = subprocess.run(
         [sys.executable, "-m", "tests.conformance", "--class", suite, "--quiet"],

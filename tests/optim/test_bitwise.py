@@ -7,10 +7,11 @@ import torch
 
 import gradwire
 from gradwire.testing import cluster
+from tests import strength
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
 
-STEPS = 50
+STEPS = strength.count(50, 16)
 CLASSES = {
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (torch.optim.Adam, {"lr": 0.01}),

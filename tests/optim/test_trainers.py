@@ -7,10 +7,11 @@ import torch
 
 import gradwire
 from gradwire.testing import cluster
+from tests import strength
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
 
-STEPS = 200
+STEPS = strength.count(200, 50)
 SECONDS = 250.0
 
 

@@ -15,9 +15,9 @@ from tests.oracle import dice
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import KINDS, draw, features_of
 
-PROGRAMS = strength.seeds(600, 120)
+PROGRAMS = strength.seeds(600, 60)
 BATCHES = [PROGRAMS[n : n + 60] for n in range(0, len(PROGRAMS), 60)]
-TOGETHER = strength.seeds(200, 40)
+TOGETHER = strength.seeds(200, 20)
 OPTIONS = Options(timeouts=Timeouts(call=30, backward=15))
 
 

@@ -11,7 +11,7 @@ from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import KINDS, features_of
 
-PROGRAMS = strength.seeds(48, 16)
+PROGRAMS = strength.seeds(48, 8)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from gradwire.rpc.refs import refs
 from gradwire.rpc.refs.owner_state import DuplicateFilter, Owned
 from gradwire.rpc.refs.state import RefTable
 from gradwire.testing.simulate.batch import run
+from tests import strength
 
 MUTANTS = {}
 
@@ -141,7 +142,7 @@ def a_lost_root_leaves_its_passes_behind(patch):
     patch.setattr(Participant, "coordinator_lost", lambda self, worker: lambda: None)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", strength.part_of(MUTANTS, 3))
 def test_a_deliberate_mistake_is_found_within_a_thousand_seeds(name, monkeypatch):
     """By the seed that found it last, if that still does."""
     break_it, liveness, seed = MUTANTS[name]
