@@ -107,7 +107,7 @@ def a_fork_that_was_dropped_is_counted_again(patch):
 
 @mutant(False, 50)
 def what_a_lost_worker_held_stays_counted(patch):
-    lost = Owned._lost_to
+    lost = Owned._drop_forks_of
 
     def kept(self, ref, worker):
         forks = dict(self.values[ref].forks)
@@ -116,7 +116,7 @@ def what_a_lost_worker_held_stays_counted(patch):
             self.values[ref].forks = forks
         return actions
 
-    patch.setattr(Owned, "_lost_to", kept)
+    patch.setattr(Owned, "_drop_forks_of", kept)
 
 
 @mutant(False, 0)
