@@ -55,9 +55,9 @@ def an_edge_is_left_out_of_a_pass(patch):
 
 
 @mutant(False, 0)
-def a_new_life_counts_from_where_the_old_one_did(patch):
-    patch.setattr(engine, "first_of", lambda life: 0)
-    patch.setattr(refs, "first_of", lambda life: 0)
+def a_new_incarnation_counts_from_where_the_old_one_did(patch):
+    patch.setattr(engine, "first_of", lambda incarnation: 0)
+    patch.setattr(refs, "first_of", lambda incarnation: 0)
 
 
 @mutant(False, 40)

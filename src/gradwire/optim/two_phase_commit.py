@@ -27,7 +27,7 @@ from gradwire.optim.messages import (
 )
 from gradwire.optim.shard import Options, Shard
 from gradwire.options import Timeout
-from gradwire.rpc.refs.permissions import check_life
+from gradwire.rpc.refs.permissions import check_incarnation
 from gradwire.rpc.rref import RRef
 
 Answers = dict[WorkerId, Any]
@@ -127,7 +127,7 @@ class TwoPhaseCommit:
         phase = "commit" if isinstance(message, Commit) else "step"
         worker = self._worker
         try:
-            check_life(worker.directory, self._shards[owner].handle)
+            check_incarnation(worker.directory, self._shards[owner].handle)
             _, promise = worker.agent.request(
                 owner, message, deadline=deadline, description=what, phase=phase
             )

@@ -249,7 +249,7 @@ class Contexts:
             return list(self._open)
 
     def _check_young(self, id: ContextId) -> None:
-        """See Note [Contexts and lives], agent/peers/directory.py."""
+        """See Note [Contexts and incarnations], agent/peers/directory.py."""
         why = self._maybe_too_old(id)
         if why is not None:
             raise StaleIncarnation(
