@@ -90,10 +90,10 @@ def in_one_process():
 def main():
     training = Training()
     losses = [training.step(n) for n in range(STEPS)]
-    lives = gradwire.incarnation("w1"), gradwire.incarnation("w2")
+    incarnations = gradwire.incarnation("w1"), gradwire.incarnation("w2")
 
-    print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}; lives of w1 and w2 before this one: {lives}")
-    assert lives == (1, 1)
+    print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}; incarnations of w1 and w2: {incarnations}")
+    assert incarnations == (1, 1)
     assert training.restored >= 2
     assert losses == in_one_process()
 

@@ -65,11 +65,11 @@ def test_a_second_init_is_refused(options):
 
 
 def test_again_and_again_under_other_names_and_ranks(tmp_path):
-    for life in range(6):
-        options = TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/{life}")
-        size = 1 if life % 2 else None
-        rank = 0 if size else life
-        world.init_rpc(f"w-{life}", rank=rank, world_size=size, rpc_backend_options=options)
+    for n in range(6):
+        options = TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/{n}")
+        size = 1 if n % 2 else None
+        rank = 0 if size else n
+        world.init_rpc(f"w-{n}", rank=rank, world_size=size, rpc_backend_options=options)
         assert world.get_worker_info().id == rank
         assert world._get_current_rpc_agent().is_static_group == bool(size)
         world.shutdown()

@@ -1,5 +1,5 @@
 """One round of the kill loop: a step is begun, one worker dies at one point of it, the others must
-say so, leave nothing, and be exact in the next step, without it and with its next life.
+say so, leave nothing, and be exact in the next step, without it and with its next incarnation.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def test_a_worker_that_is_gone_before_commit_is_named(workers):
 
     with (
         workers[0].worker.events.subscribe(give_up),
-        pytest.raises(StepFailed, match="w1 have stepped; w2 had given the step up") as e,
+        pytest.raises(StepFailed, match="w1 have stepped; w2 had aborted the step") as e,
     ):
         optimizer.step()
 

@@ -82,7 +82,7 @@ def _until_back():
 
 
 def lose_and_go_on(directory):
-    """One life of w1 after the other, and what w0 and w2 see of it."""
+    """One incarnation of w1 after the other, and what w0 and w2 see of it."""
     seen = {"at first": until_back()}
     value = gradwire.remote("w1", Layer, args=(3.0,))
     ours = gradwire.RRef(5)
@@ -115,7 +115,7 @@ def lose_and_go_on(directory):
 
 
 def first_dies():
-    """w0 dies with a value of its own; its next life finds those that the others have kept."""
+    """w0 dies with a value of its own; its next incarnation finds those that others have kept."""
     if gradwire.incarnation() == 0:
         gradwire.rpc_sync("w1", keep, (gradwire.incarnation(),))
         die()

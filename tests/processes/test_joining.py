@@ -67,13 +67,13 @@ def test_a_process_joins_again_under_another_number(hosts, tmp_path):
     (host,) = hosts.take(1)
     options = Options(init_method=f"file://{tmp_path}/meeting", timeouts=TIMEOUTS)
 
-    for life in range(4):
-        mine = life % WORLD
-        again = replace(options, init_method=f"{options.init_method}{life}")
-        host.begin(_greet, {}, f"host{life}", 1 - mine, again)
-        heard = _greet({}, f"test{life}", mine, again)
+    for n in range(4):
+        mine = n % WORLD
+        again = replace(options, init_method=f"{options.init_method}{n}")
+        host.begin(_greet, {}, f"host{n}", 1 - mine, again)
+        heard = _greet({}, f"test{n}", mine, again)
         assert heard == host.finish()
-        assert heard[mine] == f"test{life}"
+        assert heard[mine] == f"test{n}"
 
 
 @pytest.mark.parametrize("meeting", ["tcp", "file"])

@@ -66,18 +66,18 @@ def test_processes_come_and_go(hosts, place, here):
     one, two = hosts.take(2)
     gradwire.init_rpc("first", 0, options=options, expose=[far])
 
-    for life in range(2):
+    for n in range(2):
         one.begin(_come, "one-1", 1, options, environment)
         assert one.finish() == ["first", "one-1"]
-        two.begin(_come, f"two:{life}", 2, options, environment)
-        assert two.finish() == ["first", "one-1", f"two:{life}"]
+        two.begin(_come, f"two:{n}", 2, options, environment)
+        assert two.finish() == ["first", "one-1", f"two:{n}"]
 
         assert gradwire.rpc_sync("one-1", far.here) == "one-1"
-        assert gradwire.rpc_sync(2, far.here) == f"two:{life}"
+        assert gradwire.rpc_sync(2, far.here) == f"two:{n}"
 
         one.begin(_go, environment)
         one.finish()
-        assert _names() == ["first", f"two:{life}"]
+        assert _names() == ["first", f"two:{n}"]
         with pytest.raises(UnknownWorker, match="could not find destination name one-1"):
             gradwire.rpc_sync("one-1", far.here)
         two.begin(_go, environment)
@@ -105,12 +105,12 @@ def test_a_killed_member_is_lost_and_its_place_is_free(hosts, tmp_path, here):
 
 
 def test_a_process_is_many_workers_one_after_the_other(tmp_path):
-    for life in range(12):
-        open_world = life % 2 == 0
-        options = Options(init_method=f"file://{tmp_path}/{life}", timeouts=TIMEOUTS)
-        rank = life if open_world else 0
-        gradwire.init_rpc(f"life-{life}", rank, None if open_world else 1, options, expose=[far])
-        assert gradwire.rpc_sync(rank, far.here) == f"life-{life}"
+    for n in range(12):
+        open_world = n % 2 == 0
+        options = Options(init_method=f"file://{tmp_path}/{n}", timeouts=TIMEOUTS)
+        rank = n if open_world else 0
+        gradwire.init_rpc(f"w-{n}", rank, None if open_world else 1, options, expose=[far])
+        assert gradwire.rpc_sync(rank, far.here) == f"w-{n}"
         assert gradwire.get_worker_info().id == rank
         gradwire.shutdown()
 

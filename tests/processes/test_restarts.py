@@ -27,7 +27,7 @@ def run(main, *args, restarts, listen="auto"):
 
 
 @pytest.mark.parametrize("listen", ["auto", "tcp://127.0.0.1:0"])
-def test_a_worker_that_died_is_back_in_a_new_life(tmp_path, caplog, listen):
+def test_a_worker_that_died_is_back_as_a_new_incarnation(tmp_path, caplog, listen):
     caplog.set_level(logging.WARNING, "gradwire")
 
     seen = run(far.lose_and_go_on, str(tmp_path), restarts=3, listen=listen)
@@ -39,7 +39,7 @@ def test_a_worker_that_died_is_back_in_a_new_life(tmp_path, caplog, listen):
     for step in ("old pass", "old context", "through another"):
         kind, text = seen[step]
         assert kind == "StaleIncarnation", step
-        assert "was opened before this life of w1 began" in text
+        assert "was opened before this incarnation of w1 began" in text
     for step in ("old reference", "passed on", "method"):
         kind, text = seen[step]
         assert kind == "StaleIncarnation", step

@@ -90,7 +90,9 @@ def test_a_backward_ends_at_its_deadline_and_what_it_did_is_put_back_later(worke
         with stopped(workers["w1"]):
             with in_time(), pytest.raises(BackwardTimeout, match="not done: w1"):
                 run(context, loss)
-            until = r"c\d+\.\d+ cannot be differentiated until w1 confirms that p0\.1 was put back"
+            until = (
+                r"c\d+\.\d+ cannot be differentiated until w1 confirms that p0\.1 was rolled back"
+            )
             with in_time(), pytest.raises(UsageError, match=until) as refused:
                 _native(context, loss)
         assert "hint: try again when it has answered, or close the context" in str(refused.value)

@@ -30,5 +30,5 @@ def through(names):
     return gradwire.rpc_sync(names[0], through, args=(names[1:],))
 
 
-def life():
-    return gradwire.rpc.api._here().directory.myself.life
+def incarnation():
+    return gradwire.rpc.api._here().directory.myself.incarnation

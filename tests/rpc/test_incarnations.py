@@ -1,4 +1,4 @@
-"""A worker that is started again under its name: what is lost with its earlier life, what is not.
+"""A worker that is started again under its name: what the earlier incarnation takes with it.
 
 In one process; tests/processes/test_restarts.py has the same over real ones.
 """
@@ -21,7 +21,7 @@ from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 from tests.rpc import far_incarnations as far
 
-BEGAN = r"was opened before this life of w1 began"
+BEGAN = r"was opened before this incarnation of w1 began"
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def number() -> torch.Tensor:
     return torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 
 
-def test_new_calls_reach_the_new_life(workers, w0):
+def test_new_calls_reach_the_new_incarnation(workers, w0):
     assert gradwire.rpc_sync("w1", far.here) == ("w1", 0)
 
     workers.restart(1)
@@ -55,7 +55,7 @@ def test_new_calls_reach_the_new_life(workers, w0):
     assert workers[1].run(gradwire.rpc_sync, "w0", far.here) == ("w0", 0)
 
 
-def test_what_waited_for_the_earlier_life_fails_at_once(workers, w0):
+def test_what_waited_for_the_earlier_incarnation_fails_at_once(workers, w0):
     GATES["lives"] = gate = threading.Event()
     waiting = gradwire.rpc_async("w1", far.gated, args=("lives",))
     restarting = Background(lambda: workers.restart(1))
@@ -68,7 +68,7 @@ def test_what_waited_for_the_earlier_life_fails_at_once(workers, w0):
     assert gradwire.rpc_sync("w1", far.here) == ("w1", 1)
 
 
-def test_old_references_name_worker_reference_and_life(workers, w0):
+def test_old_references_name_worker_reference_and_incarnation(workers, w0):
     value, function = gradwire.remote("w1", far.kept, args=(5,)), far.fetched
     assert value.to_here() == 5
     again = gradwire.rpc_sync("w2", far.kept, args=(value,))
@@ -93,16 +93,16 @@ def test_old_references_name_worker_reference_and_life(workers, w0):
 
 
 def test_a_reference_that_a_third_worker_held_is_stale_where_it_arrives(workers, w0):
-    """Whoever passes it has not heard of the new life yet; who receives it has."""
+    """Whoever passes it has not heard of the new incarnation yet; who receives it has."""
     value = gradwire.remote("w1", far.kept, args=(5,))
     value.to_here()
     handle = value.handle
     workers.restart(1)
 
     w2 = workers[2].worker.refs
-    stale = w2.arrived([gradwire.rpc.messages.Reference(handle.ref, 1, handle.fork, handle.life)])[
-        0
-    ]
+    stale = w2.arrived(
+        [gradwire.rpc.messages.Reference(handle.ref, 1, handle.fork, handle.incarnation)]
+    )[0]
 
     with pytest.raises(StaleIncarnation, match="belongs to incarnation 0 of w1"):
         w2.wait_until_counted(stale, 1e9)
@@ -125,7 +125,7 @@ def test_values_of_survivors_stay(workers, w0):
     assert_nothing_left(workers)
 
 
-def test_contexts_and_passes_of_the_earlier_life_fail_clearly(workers, w0):
+def test_contexts_and_passes_of_the_earlier_incarnation_fail_clearly(workers, w0):
     x = number()
     with gradwire.context() as context:
         y = gradwire.rpc_sync("w1", far.doubled, args=(x,))
@@ -163,7 +163,7 @@ def test_what_does_not_lead_through_the_lost_worker_goes_on(workers, w0):
         assert gradwire.get_gradients(context)[x] == 2
 
 
-def test_an_old_context_does_not_reach_the_new_life_by_a_worker_that_never_knew_it(workers, w0):
+def test_an_old_context_reaches_no_new_incarnation_by_a_worker_that_never_knew_it(workers, w0):
     """w2 hears of the context after the restart, so it has nothing to be careful about."""
     x = number()
     with gradwire.context():
@@ -195,13 +195,13 @@ def test_an_opener_that_is_started_again_loses_its_contexts_everywhere(workers, 
         assert x.grad == 2
 
 
-def test_a_context_of_an_earlier_life_is_not_opened_by_what_is_late_of_it(workers, w0):
+def test_a_context_of_an_earlier_incarnation_is_not_opened_by_what_is_late_of_it(workers, w0):
     """w2 has not heard of the context before its opener was started again."""
     left_open = gradwire.context()
     id = workers[1].run(lambda: contextvars.copy_context().run(left_open.__enter__))
     workers.restart(1)
 
-    with pytest.raises(StaleIncarnation, match="belongs to an earlier life of w1"):
+    with pytest.raises(StaleIncarnation, match="belongs to an earlier incarnation of w1"):
         workers[2].worker.engine.contexts.heard_of(id, 0)
 
     assert not len(workers[2].worker.engine.contexts)
@@ -251,7 +251,7 @@ def test_one_that_comes_back_while_others_leave_is_told_how_far_they_are(workers
     assert [one.result() for one in leaving] == [([], [], [])] * 3
 
 
-def test_who_serves_a_worker_that_died_waits_for_its_next_life(workers):
+def test_who_serves_a_worker_that_died_waits_for_its_next_incarnation(workers):
     serving = Background(lambda: workers[2].worker.serve_until_over(0, 1e9))
     workers.restart(0)
     assert serving.is_blocked()
@@ -269,11 +269,11 @@ OPTIONS = Options(listen="unix", timeouts=Timeouts(join=20, call=20))
 
 @pytest.fixture
 def world():
-    """come(rank, life) at one store; all are closed at the end."""
+    """come(rank, incarnation) at one store; all are closed at the end."""
     store, workers = HashStore(), []
 
-    def come(rank, life=0, size=2):
-        options = Options(listen="unix", timeouts=OPTIONS.timeouts, incarnation=life)
+    def come(rank, incarnation=0, size=2):
+        options = Options(listen="unix", timeouts=OPTIONS.timeouts, incarnation=incarnation)
         worker = join(f"w{rank}", rank, size, options, expose=[far], store=store)
         workers.append(worker)
         return worker
@@ -297,21 +297,21 @@ def test_a_closed_world_is_joined_again_without_meeting(world, rank):
     with pytest.raises(PeerLost):
         ask(survivor, rank)
 
-    back = world(rank, life=1)
+    back = world(rank, incarnation=1)
 
     assert ask(survivor, rank) == (f"w{rank}", 1)
     assert ask(back, survivor.name) == (survivor.name, 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_died_before_the_first_meeting_is_met_in_its_next_life(world, rank):
-    first = [Background(lambda n=n: world(n, life=int(n == rank))) for n in (0, 1)]
+def test_one_that_died_before_the_first_meeting_is_met_as_its_next_incarnation(world, rank):
+    first = [Background(lambda n=n: world(n, incarnation=int(n == rank))) for n in (0, 1)]
     one, two = (each.result() for each in first)
 
     assert ask(one, "w1") == ("w1", int(rank == 1))
     assert ask(two, "w0") == ("w0", int(rank == 0))
 
 
-def test_a_life_is_a_small_number():
+def test_an_incarnation_is_a_small_number():
     with pytest.raises(UsageError, match="incarnation=-1 is not between 0 and 65535"):
         Options(incarnation=-1)

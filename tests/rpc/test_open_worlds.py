@@ -87,10 +87,10 @@ def test_a_call_to_one_that_left_cannot_find_it(world):
 
 def test_all_legal_names_join_and_come_back(world):
     a = world("a-b:c_d-9", 0)
-    for life in range(3):
+    for n in range(3):
         b = world("-", 1)
         assert ask(b, "a-b:c_d-9", far.here) == "a-b:c_d-9"
-        assert ask(a, "-", far.here) == "-", life
+        assert ask(a, "-", far.here) == "-", n
         leave(b)
     assert names(a) == ["a-b:c_d-9"]
 
@@ -127,7 +127,7 @@ def test_one_that_is_alive_keeps_its_name_and_number(world):
     assert names(world("b", 1)) == ["a", "b"]
 
 
-def test_contexts_and_references_of_two_lives_are_not_mistaken_for_each_other(world):
+def test_contexts_and_references_of_two_incarnations_are_not_mistaken_for_each_other(world):
     a = world("a", 0)
     seen = set()
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_a_joiner_that_hangs_halfway_is_given_up_and_told_so(world):
     world("b", 2, options=Options(listen="unix", timeouts=Timeouts(join=2)))
 
     assert names(a) == ["a", "b"]
-    assert not roster_in(world.signed)[0].has(slow.life)
+    assert not roster_in(world.signed)[0].has(slow.incarnation)
 
 
 def test_one_that_lost_its_seat_does_not_believe_it_has_joined(world):
@@ -249,7 +249,7 @@ def test_a_rank_that_no_context_could_name_is_refused(world):
         world("a", 40000)
 
 
-def test_an_earlier_life_that_goes_on_is_not_heard_any_more(world):
+def test_an_earlier_incarnation_that_goes_on_is_not_heard_any_more(world):
     a, b = world("a", 0), world("b", 1)
     assert ask(a, "b", far.here) == ask(b, "b", far.here) == "b"
     b._graceful_shutdown.unregister(b.agent.clock.now() + 5)  # as if all thought that it was dead
@@ -259,7 +259,7 @@ def test_an_earlier_life_that_goes_on_is_not_heard_any_more(world):
 
     again = world("b", 1)
 
-    assert ask(a, "b", far.life) == again.directory.myself.life
+    assert ask(a, "b", far.incarnation) == again.directory.myself.incarnation
     assert eventually(lambda: a.refs.statistics().owned == 0)
     with pytest.raises(PeerLost, match="a was lost before"):
         ask(b, "a", far.here)

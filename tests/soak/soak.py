@@ -92,14 +92,14 @@ def _judged(folder: Folder, steps: int) -> Report:
 
 
 def _growth(samples: list[dict]) -> dict[str, int]:
-    """The most that one life of a worker went beyond what it used once it was warm."""
-    lives = defaultdict(list)
+    """The most that one incarnation of a worker went beyond what it used once it was warm."""
+    by_incarnation = defaultdict(list)
     for sample in samples:
-        lives[sample["worker"], sample["life"]].append(sample)
+        by_incarnation[sample["worker"], sample["incarnation"]].append(sample)
     grown = dict.fromkeys(SLACK, 0)
-    for life in lives.values():
+    for taken in by_incarnation.values():
         for what in SLACK:
-            warm = [sample[what] for sample in life[_WARM_SAMPLES:]]
+            warm = [sample[what] for sample in taken[_WARM_SAMPLES:]]
             if warm:
                 grown[what] = max(grown[what], max(warm) - warm[0])
     return grown

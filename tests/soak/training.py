@@ -60,7 +60,7 @@ def measure() -> dict[str, int]:
     status = Path("/proc/self/status").read_text()
     rss = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return {
-        "life": gradwire.incarnation(),
+        "incarnation": gradwire.incarnation(),
         "kilobytes": int(rss.split()[1]),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -89,7 +89,7 @@ class Model:
 
 
 class Folder:
-    """Where w0 finds what its earlier lives have done."""
+    """Where w0 finds what its earlier incarnations have done."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -111,7 +111,7 @@ class Folder:
         return torch.frombuffer(data, dtype=torch.float64)
 
     def until(self, seconds: float) -> float:
-        """When it is over: counted from the first life of w0, on the clock of the machine."""
+        """When it is over, from the first incarnation of w0 on; by the clock of the machine."""
         if not (self.path / "until").exists():
             self.note("until", when=time.monotonic() + seconds)
         return self.noted("until")[0]["when"]
@@ -172,7 +172,7 @@ def _is_sibling(pid: int) -> bool:
 
 
 class Training:
-    """One life of w0."""
+    """One incarnation of w0."""
 
     def __init__(self, folder: Folder, killer: Killer) -> None:
         self._folder, self._killer = folder, killer

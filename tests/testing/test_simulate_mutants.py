@@ -56,9 +56,9 @@ def an_edge_is_left_out_of_a_pass(patch):
 
 
 @mutant(False, 0)
-def a_new_life_counts_from_where_the_old_one_did(patch):
-    patch.setattr(engine, "first_of", lambda life: 0)
-    patch.setattr(refs, "first_of", lambda life: 0)
+def a_new_incarnation_counts_from_where_the_old_one_did(patch):
+    patch.setattr(engine, "first_of", lambda incarnation: 0)
+    patch.setattr(refs, "first_of", lambda incarnation: 0)
 
 
 @mutant(False, 40)
@@ -108,7 +108,7 @@ def a_fork_that_was_dropped_is_counted_again(patch):
 
 @mutant(False, 50)
 def what_a_lost_worker_held_stays_counted(patch):
-    lost = Owned._lost_to
+    lost = Owned._drop_forks_of
 
     def kept(self, ref, worker):
         forks = dict(self.values[ref].forks)
@@ -117,7 +117,7 @@ def what_a_lost_worker_held_stays_counted(patch):
             self.values[ref].forks = forks
         return actions
 
-    patch.setattr(Owned, "_lost_to", kept)
+    patch.setattr(Owned, "_drop_forks_of", kept)
 
 
 @mutant(False, 0)

@@ -112,7 +112,7 @@ class Agent:
     def start(self, contexts_opened: Callable[[], int]) -> None:
         """Begin to accept and serve; every handler is registered by now.
 
-        `contexts_opened` counts the contexts of this worker; see Note [Contexts and lives].
+        `contexts_opened` counts the contexts of this worker; see Note [Contexts and incarnations].
         """
         self._connections.start(
             on_frame=self._frame_came,
@@ -300,7 +300,7 @@ class Agent:
     ) -> Job | None:
         # See Note [What was before a loss] in links/connections.py.
         if channel not in self._connections.channels.get(worker, ()):
-            self._refusals.count("earlier life", self.directory.name(worker))
+            self._refusals.count("earlier incarnation", self.directory.name(worker))
             raise PeerLost("a message of an earlier connection is not read")
         interceptor = self.interceptor
         if not frame.flags & IS_ANSWER:

@@ -17,7 +17,7 @@ BytesUpTo64KiB = Annotated[bytes, msgspec.Meta(max_length=MOST_CONTENTS)]
 class Hello(Message, frozen=True, tag=0x01):
     """The first message each way after the handshake, which has exchanged names and job.
 
-    `life` is the incarnation: it differs from that of an earlier worker with the same number.
+    `incarnation` differs from that of an earlier worker with the same number.
     `address` is where the sender listens, and `note` its note, for a peer that does not know them
     yet. `since` is for a peer whose number was used before: the count of the sender's first context
     that is not older than this incarnation of the peer. `losses` is how often the sender has lost
@@ -25,7 +25,7 @@ class Hello(Message, frozen=True, tag=0x01):
     """
 
     worker: WorkerId
-    life: int = 0
+    incarnation: int = 0
     address: str = ""
     note: str = ""
     since: int = 0
@@ -78,4 +78,4 @@ class Cancel(Message, frozen=True, tag=0x07):
 class Left(Message, frozen=True, tag=0x05):
     """The sender has left an open world; answered with Done."""
 
-    life: int
+    incarnation: int

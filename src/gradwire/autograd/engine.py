@@ -63,7 +63,7 @@ class Engine:
         self._ref = weakref.ref(self)  # See Note [Nodes hold no context]
         self.limits = agent.limits
         self._edges = PeerLimit("edges", agent.limits.edges)
-        first = first_of(agent.directory.myself.life)
+        first = first_of(agent.directory.myself.incarnation)
         self.contexts = Contexts(
             me.id,
             me.name,

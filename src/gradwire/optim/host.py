@@ -25,7 +25,7 @@ class OptimizerHost:
         self.worker = worker
         self.versions = WeightVersions()
         self.locks = ParameterLocks(worker.agent.clock)
-        self._steps = itertools.count(first_of(worker.directory.myself.life))
+        self._steps = itertools.count(first_of(worker.directory.myself.incarnation))
         worker.engine.save_tensors_by(self.versions.hooks)
         worker.agent.kinds.add(Agreed)
         self.lost: dict[WorkerId, PeerLost] = {}

@@ -27,7 +27,7 @@ from gradwire.optim.messages import (
 )
 from gradwire.optim.shard import Options, Shard
 from gradwire.options import Timeout
-from gradwire.rpc.refs.permissions import check_life
+from gradwire.rpc.refs.permissions import check_incarnation
 from gradwire.rpc.rref import RRef
 
 Answers = dict[WorkerId, Any]
@@ -37,7 +37,7 @@ _TOLD_SECONDS = 1.0
 _GRACE_SECONDS = 0.01
 """The same, if the step failed at its deadline: enough for a shard that answers at once."""
 _ALONE_SHARE = 0.9
-"""Of the time left: a shard that waits for its lock in vain must report it before we time out."""
+"""The share of the remaining time for a single shard, so that its lock times out before we do."""
 
 
 @final
@@ -59,7 +59,7 @@ class TwoPhaseCommit:
 
     def run(self) -> None:
         """Step all shards, or raise StepFailed."""
-        if self._options is None:
+        if self._options is None:  # options that Prepare cannot carry are sent first
             given = (self._given,)
             self._check_prepared(ask(self._shards, "set_options", lambda _: given, self._left()))
         if len(self._shards) == 1:
@@ -75,7 +75,7 @@ class TwoPhaseCommit:
         outcome = self._outcome(owner, answer)
         if outcome is True:
             return
-        if isinstance(answer, Promise) and _is_silence(outcome):
+        if isinstance(answer, Promise) and _is_silence(outcome):  # it may have stepped
             self._check_committed({owner: outcome})
         self._check_prepared({owner: outcome})
 
@@ -83,7 +83,9 @@ class TwoPhaseCommit:
         known, step = dict(self._lost), self._step
         answers = self._tell({o: self._prepare(o) for o in self._shards}, self._deadline)
         self._check_prepared(answers)
-        if not all(answers.values()):  # See Note [Locks on many workers], optimizer.py
+        # If another step has locked one of them: abort, then lock in the order of the workers.
+        # See Note [Locks on many workers], optimizer.py.
+        if not all(answers.values()):
             limit = min(self._deadline, self._worker.agent.clock.now() + _ABORT_SECONDS)
             self._tell({o: self._abort(o) for o in self._shards}, limit)
             answers = {}
@@ -92,6 +94,7 @@ class TwoPhaseCommit:
                 answers |= self._tell({owner: message}, self._deadline)
                 self._check_prepared(answers)
         self._worker.events.emit("prepared", step)
+        # Owners that were lost since they prepared.
         lost = {o: e for o, e in self._lost.items() if known.get(o) is not e}
         self._check_prepared(answers | lost)
         seconds = self._left()
@@ -112,7 +115,7 @@ class TwoPhaseCommit:
         return max(0.001, self._deadline - self._worker.agent.clock.now())
 
     def _tell(self, messages: Mapping[WorkerId, StepMessage], deadline: float) -> Answers:
-        """Send all messages at once and return the answers; an exception is an answer too."""
+        """Send all messages at once; return the answers, for a failed shard its exception."""
         sent = {owner: self._send(owner, m, deadline) for owner, m in messages.items()}
         return {owner: self._outcome(owner, answer) for owner, answer in sent.items()}
 
@@ -124,7 +127,7 @@ class TwoPhaseCommit:
         phase = "commit" if isinstance(message, Commit) else "step"
         worker = self._worker
         try:
-            check_life(worker.directory, self._shards[owner].handle)
+            check_incarnation(worker.directory, self._shards[owner].handle)
             _, promise = worker.agent.request(
                 owner, message, deadline=deadline, description=what, phase=phase
             )
@@ -133,6 +136,7 @@ class TwoPhaseCommit:
             return error
 
     def _outcome(self, owner: WorkerId, answer: Promise[Outcome] | Exception) -> bool | Exception:
+        """The answer of a shard, or the exception in its place."""
         if isinstance(answer, Exception):
             return answer
         worker = self._worker
@@ -146,6 +150,7 @@ class TwoPhaseCommit:
     # -- results
 
     def _check_prepared(self, answers: Answers) -> None:
+        """Drop the step everywhere and raise StepFailed if an owner failed to prepare."""
         asked = {owner: answers[owner] for owner in self._shards if owner in answers}
         failed = {owner: a for owner, a in asked.items() if isinstance(a, Exception)}
         if not failed:
@@ -188,7 +193,7 @@ class TwoPhaseCommit:
         says = {
             "have stepped": stepped,
             "were lost, with their parameters": lost,
-            "had given the step up": late,
+            "had aborted the step": late,
             "may have stepped": unknown,
         }
         outcome = "; ".join(f"{self._names(who)} {what}" for what, who in says.items() if who)
@@ -209,7 +214,7 @@ class TwoPhaseCommit:
 
 
 def _is_silence(answer: object) -> bool:
-    """Whether a worker has not answered a message that was sent to it."""
+    """Whether a worker was lost or timed out, and has not reported such an error itself."""
     return isinstance(answer, PeerLost | CallTimeout) and not isinstance(answer, RemoteError)
 
 
@@ -219,7 +224,7 @@ def ask(
     args: Callable[[WorkerId], tuple[object, ...]],
     seconds: float | None = None,
 ) -> Answers:
-    """Call a method of each owner's shard, all at once; an exception is an answer too."""
+    """Call a method of all shards at once; return the results, for a failed shard its exception."""
     answers: Answers = {}
     with torch.no_grad():
         for owner, shard in shards.items():
@@ -231,6 +236,6 @@ def ask(
             if not isinstance(asked, Exception):
                 try:
                     answers[owner] = asked.wait()
-                except Exception as error:  # a worker's; with compat, of torch's types
+                except Exception as error:  # of any type: the worker's, under compat torch's
                     answers[owner] = error
     return answers

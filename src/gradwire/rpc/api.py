@@ -105,7 +105,7 @@ def incarnation(worker: To | None = None) -> int:
     is a number that no earlier worker had.
     """
     directory = _here().directory
-    return directory.life(directory.me.id if worker is None else directory.number(worker))
+    return directory.incarnation(directory.me.id if worker is None else directory.number(worker))
 
 
 def refusals() -> dict[str, int]:
@@ -113,7 +113,7 @@ def refusals() -> dict[str, int]:
 
     For `not exposed`, `bad message` and `over limit`, the first of each kind from each peer is
     logged with the reason. `late` counts messages for a call, a pass or a context that has ended,
-    `earlier life` messages that a worker sent before it was started again; both are ignored.
+    `earlier incarnation` messages that a worker sent before it was started again; both are ignored.
     """
     return _here().refusals.seen()
 

@@ -142,7 +142,7 @@ def _join_closed(
     clock = MonotonicClock()
     met = meet(store, me, world_size, options, clock)
     worker = make_worker(met.directory, met.job)
-    for other in reversed(met.directory.others() if me.life else []):
+    for other in reversed(met.directory.others() if me.incarnation else []):
         with suppress(PeerLost, DeadlinePassed):
             worker.agent.reach(other.id, clock.now() + options.timeouts.connect)
     return worker
@@ -167,7 +167,7 @@ def _join_open(
         worker.announce(limit)
     except BaseException:
         with suppress(RuntimeError):  # the store is gone, with all that is in it
-            roster.unregister({me.life}, limit)
+            roster.unregister({me.incarnation}, limit)
         if worker is not None:
             worker.shutdown(graceful=True, timeout=_UNDO_SECONDS)
         raise

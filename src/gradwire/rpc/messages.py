@@ -13,12 +13,12 @@ from gradwire.wire.tensor import TensorHeader
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """A reference in a body, to a value of this incarnation (`life`) of its owner."""
+    """A reference in a body, to a value of this incarnation of its owner."""
 
     ref: RefId
     owner: WorkerId
     fork: ForkId
-    life: int = 0
+    incarnation: int = 0
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):

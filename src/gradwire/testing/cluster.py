@@ -88,9 +88,9 @@ class Cluster(Sequence[ClusterWorker]):
         """
         worker = self._members[n].worker
         worker.close()
-        life = worker.directory.myself.life + 1
-        listener = self._transports.listen(f"memory://{worker.name}.{life}")
-        self._places[n] = Member(n, worker.name, listener.address, life)
+        incarnation = worker.directory.myself.incarnation + 1
+        listener = self._transports.listen(f"memory://{worker.name}.{incarnation}")
+        self._places[n] = Member(n, worker.name, listener.address, incarnation)
         born = self._start(n, listener)
         for other in born.directory.others():
             with suppress(PeerLost):  # it is not there either, and will look for us

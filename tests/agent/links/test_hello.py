@@ -18,7 +18,7 @@ A, B = Directory(0, MEMBERS), Directory(1, MEMBERS)
 
 def hello(directory):
     me = directory.myself
-    return Hello(me.id, me.life, me.address, me.note)
+    return Hello(me.id, me.incarnation, me.address, me.note)
 
 
 def test_two_workers_of_one_job_know_each_other():
@@ -52,34 +52,34 @@ def test_in_an_open_world_a_newcomer_introduces_itself():
 
     assert ours.admit(check_hello(hello(theirs), "c", ours, dialled=None)) == []
 
-    assert (ours.address(3), ours.life(3), ours.note(3)) == ("memory://c", 2, "a note")
+    assert (ours.address(3), ours.incarnation(3), ours.note(3)) == ("memory://c", 2, "a note")
     assert ours.find("c") == WorkerInfo("c", 3)
 
 
-def test_another_life_at_the_same_address_is_noticed():
+def test_another_incarnation_at_the_same_address_is_noticed():
     knows = [Member(0, "a", "memory://a", 1), Member(1, "b", "memory://b", 2)]
     later = Directory(1, [knows[0], Member(1, "b", "memory://b", 9)], is_open=True)
 
-    with pytest.raises(BadMessage, match="b is in another life than the one that was dialled"):
+    with pytest.raises(BadMessage, match="b is another incarnation than the one that was dialled"):
         check_hello(hello(later), "b", Directory(0, knows, is_open=True), dialled=1)
 
 
-def test_a_later_life_of_a_known_worker_is_let_in():
+def test_a_later_incarnation_of_a_known_worker_is_let_in():
     ours = Directory(0, [Member(0, "a", "memory://a"), Member(1, "b", "memory://b")])
     theirs = Directory(1, [Member(0, "a", "memory://a"), Member(1, "b", "memory://c", 2)])
     assert not ours.had_earlier(1)
 
     assert ours.admit(check_hello(hello(theirs), "b", ours, dialled=None)) == [1]
 
-    assert (ours.address(1), ours.life(1)) == ("memory://c", 2)
+    assert (ours.address(1), ours.incarnation(1)) == ("memory://c", 2)
     assert ours.had_earlier(1)
 
 
-BEGAN = "was opened before this life of b began"
-EARLIER = "belongs to an earlier life of a"
+BEGAN = "was opened before this incarnation of b began"
+EARLIER = "belongs to an earlier incarnation of a"
 
 
-def test_a_life_takes_part_in_what_is_younger_than_itself():
+def test_an_incarnation_takes_part_in_what_is_younger_than_itself():
     members = [Member(0, "a", "memory://a"), Member(1, "b", "memory://b", 1), Member(2, "c", "")]
     born, other = Directory(1, members), Directory(2, members)
 
@@ -94,7 +94,7 @@ def test_a_life_takes_part_in_what_is_younger_than_itself():
     assert of_a(6, 7, 8) == [BEGAN, None, None]
 
 
-def test_what_an_earlier_life_has_opened_is_over_for_all():
+def test_what_an_earlier_incarnation_has_opened_is_over_for_all():
     members = [Member(0, "a", "memory://a"), Member(1, "b", "memory://b")]
     directory = Directory(1, members)
     directory.greeted(0, 0, 0)

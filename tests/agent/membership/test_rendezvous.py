@@ -63,7 +63,7 @@ def test_the_same_place_serves_again_under_another_job(options):
 def test_a_round_in_which_nobody_else_came_is_not_joined_by_a_latecomer(options, tmp_path):
     soon = Options(init_method=options.init_method, timeouts=Timeouts(join=0.05))
     with pytest.raises(JoinTimeout, match="w0 timed out waiting for rank 1 to join"):
-        join(soon, 0, "a life that is over")
+        join(soon, 0, "an incarnation that is over")
 
     one, other = both(options, "here", "there")
 

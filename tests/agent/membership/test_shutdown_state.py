@@ -160,8 +160,8 @@ def test_one_that_was_gone_and_connects_is_waited_for_and_told_again():
     assert progress.is_untold(1)
 
 
-def test_a_refusal_that_is_heard_of_late_says_nothing_of_a_later_life():
-    """Nobody listened where the earlier life did; meanwhile the later one has said hello."""
+def test_a_refusal_that_is_heard_of_late_says_nothing_of_a_later_incarnation():
+    """Nobody listened where the earlier incarnation did; meanwhile the later one has said hello."""
     progress = ShutdownProgress([1])
     progress.disconnected(1)
     before = progress.epoch(1)

@@ -8,9 +8,7 @@ from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.agent.peers.state import Member
 from gradwire.errors import BadMessage, UnknownWorker
 
-A, B, C = (
-    Member(id, name, name, life) for id, name, life in [(0, "a", 1), (1, "b", 2), (2, "c", 3)]
-)
+A, B, C = (Member(id, name, name, n) for id, name, n in [(0, "a", 1), (1, "b", 2), (2, "c", 3)])
 
 
 def names(members):
@@ -25,16 +23,16 @@ def test_a_closed_world_admits_nobody_new():
         members.admit(C)
 
 
-def test_a_closed_world_admits_a_later_life_of_a_member():
+def test_a_closed_world_admits_a_later_incarnation_of_a_member():
     members = Directory(0, [A, B])
     later = Member(1, "b", "elsewhere", 3)
 
     assert not members.had_earlier(1)
     assert members.admit(later) == [1]
     assert members.admit(later) == []
-    assert (members.number("b"), members.address(1), members.life(1)) == (1, "elsewhere", 3)
+    assert (members.number("b"), members.address(1), members.incarnation(1)) == (1, "elsewhere", 3)
     assert members.had_earlier(1)
-    with pytest.raises(BadMessage, match="b speaks for an earlier life of b"):
+    with pytest.raises(BadMessage, match="b speaks for an earlier incarnation of b"):
         members.admit(B)
 
 
@@ -63,13 +61,13 @@ def test_one_that_left_is_remembered_by_number_only():
     for gone in ("b", 1):
         with pytest.raises(UnknownWorker):
             members.find(gone)
-    assert (members.name(1), members.life(1)) == ("b", 2)
+    assert (members.name(1), members.incarnation(1)) == ("b", 2)
 
 
 @pytest.mark.parametrize(
     "later", [Member(1, "b", "", 9), Member(1, "other", "", 9), Member(7, "b", "", 9)]
 )
-def test_a_later_life_takes_the_place_of_one_that_left_or_died(later):
+def test_a_later_incarnation_takes_the_place_of_one_that_left_or_died(later):
     left, died = Directory(0, [A, B], is_open=True), Directory(0, [A, B], is_open=True)
     left.left(1, 2)
 
@@ -86,16 +84,16 @@ def test_it_may_take_the_places_of_two():
 
 
 @pytest.mark.parametrize("has_left", [True, False])
-def test_an_earlier_life_does_not_come_back(has_left):
+def test_an_earlier_incarnation_does_not_come_back(has_left):
     members = Directory(0, [A, Member(1, "b", "", 9)], is_open=True)
     if has_left:
         members.left(1, 9)
 
-    with pytest.raises(BadMessage, match="b speaks for an earlier life of b"):
+    with pytest.raises(BadMessage, match="b speaks for an earlier incarnation of b"):
         members.admit(B)
 
 
-def test_a_late_goodbye_of_an_earlier_life_is_old_news():
+def test_a_late_goodbye_of_an_earlier_incarnation_is_old_news():
     members = Directory(0, [A, Member(1, "b", "", 9)], is_open=True)
 
     assert not members.left(1, 2)

@@ -133,7 +133,7 @@ def test_a_forged_roster_is_not_parsed(place):
     assert put_roster(place, roster, text)
     assert roster_in(place)[0] == roster
 
-    place.inner.set("gradwire/roster", '{"job": "x", "lives": 1, "seats": []}')
+    place.inner.set("gradwire/roster", '{"job": "x", "last_incarnation": 1, "entries": []}')
 
     with pytest.raises(NotTrusted, match="'gradwire/roster'"):
         roster_in(place)

@@ -241,7 +241,7 @@ def failed_meanwhile():
     with pytest.raises(ValueError, match="refused by a hook") as failed:
         (a + b).sum().backward(retain_graph=True)
     assert failed.value.__notes__ == [
-        "w1 has not confirmed that p0.1 was put back: "
+        "w1 has not confirmed that p0.1 was rolled back: "
         "until then c0.0 cannot be differentiated again"
     ]
     return a
@@ -253,7 +253,7 @@ def test_a_context_is_used_again_when_it_was_put_back_everywhere(workers, monkey
         with pytest.raises(UsageError) as refused:
             a.sum().backward(retain_graph=True)
         assert str(refused.value) == (
-            "c0.0 cannot be differentiated until w1 confirms that p0.1 was put back\n"
+            "c0.0 cannot be differentiated until w1 confirms that p0.1 was rolled back\n"
             "hint: try again when it has answered, or close the context and begin again"
         )
         goes_on.set()
@@ -269,7 +269,7 @@ def test_a_context_is_used_again_when_it_was_put_back_everywhere(workers, monkey
 
 def test_a_context_that_was_not_put_back_in_time_is_not_used_again(workers, monkeypatch, caplog):
     monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
-    said = "w1 did not confirm that p0.1 was put back"
+    said = "w1 did not confirm that p0.1 was rolled back"
 
     def program(context):
         a = failed_meanwhile()
@@ -358,4 +358,4 @@ def test_a_run_that_ends_while_its_pass_fails_is_put_back_once(workers, caplog, 
 
     in_context(workers, program)
     assert [one.grad.tolist() for one in (leaf, *many)] == [[1, 1]] * 51
-    assert "put back" not in caplog.text
+    assert "rolled back" not in caplog.text

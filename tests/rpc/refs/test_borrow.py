@@ -119,7 +119,7 @@ def test_what_is_no_name_is_refused(workers, said):
         workers[1].worker.refs.lending.borrowed(said)
 
 
-def test_an_earlier_life_s_is_refused(workers):
+def test_one_of_an_earlier_incarnation_is_refused(workers):
     scope = CallScope(workers[1].worker, None, inbound=Source(0, None, 1))
     with scope, pytest.raises(StaleIncarnation, match="belongs to incarnation -1 of w1"):
         workers[1].worker.refs.lending.borrowed([0, 1, -1])

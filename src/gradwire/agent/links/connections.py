@@ -238,7 +238,7 @@ class Connections:
             losses = self._losses[peer]
         me = self._directory.myself
         since = self._contexts_opened() if self._directory.had_earlier(peer) else 0
-        said = Hello(me.id, me.life, me.address, me.note, since, losses)
+        said = Hello(me.id, me.incarnation, me.address, me.note, since, losses)
         channel.send(Frame(kind_of(Hello), 0, 0, encode(said), ()), deadline)
         return losses
 
@@ -253,7 +253,7 @@ class Connections:
         assert isinstance(theirs, Hello)
         self._admit(handshake.check_hello(theirs, name, self._directory, dialled=dialled))
         worker = theirs.worker
-        self._directory.greeted(worker, theirs.life, theirs.since)
+        self._directory.greeted(worker, theirs.incarnation, theirs.since)
         with self._peer_lock(worker):  # see Note [What was before a loss]
             if theirs.losses > self._their_losses[worker]:
                 self._their_losses[worker] = theirs.losses

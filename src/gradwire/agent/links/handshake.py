@@ -76,6 +76,6 @@ def check_hello(
     """The member that sent this Hello. BadMessage if it is not the worker that was dialled."""
     if dialled is not None and theirs.worker != dialled:
         raise BadMessage(f"{name} says that it is not number {dialled}, but {theirs.worker}")
-    if dialled is not None and theirs.life != directory.life(dialled):
-        raise BadMessage(f"{name} is in another life than the one that was dialled")
-    return Member(theirs.worker, name, theirs.address, theirs.life, theirs.note)
+    if dialled is not None and theirs.incarnation != directory.incarnation(dialled):
+        raise BadMessage(f"{name} is another incarnation than the one that was dialled")
+    return Member(theirs.worker, name, theirs.address, theirs.incarnation, theirs.note)

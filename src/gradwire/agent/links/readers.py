@@ -15,9 +15,9 @@ waits for is read within 16 ms, mostly 2 ms, even while a long request runs. A c
 for two looks gets a reader thread that blocks in it. When all have one, the watchdog sleeps too.
 
 A signal handler or a finalizer may run while its own thread holds a read lock, and wait for
-something. No other thread can read that channel meanwhile, so the inner wait continues to read it,
-whatever it waits for (see Note [Reading inside a read] in transport/sockets/reader.py). A thread
-never holds two read locks.
+something. No other thread can read that channel meanwhile, so the inner wait reads it, even if its
+answer comes on another channel (see Note [Reading inside a read] in transport/sockets/reader.py). A
+thread never holds two read locks.
 
 Note [Interrupts in the readers]: a finalizer or a signal handler may also run in the middle of the
 code of this file, and call into it again. CPython runs them only after a call, at a backward jump,
@@ -30,12 +30,12 @@ relies on that:
   3. A thread is woken by a SimpleQueue, whose `put` is reentrant. `threading.Event.set` is not: it
      holds a lock.
   4. A read lock is taken by `for has_lock in reader.lock_attempts: break`. One instruction of the
-     interpreter tries the lock and stores the result (see `threads.taking`), so there is no moment
-     at which this thread holds the lock without a local variable that says so.
-  5. Lines marked "one step" follow the line before them without a call in between. No interrupt can
-     come there, although a tracer can.
-  6. A reader thread or the watchdog that is interrupted by code that waits does not do its work
-     meanwhile. `hand_over` gives the work to another thread before the wait begins.
+     interpreter tries the lock and stores the result (see `threads.taking`), so whenever this
+     thread holds the lock, `has_lock` is true.
+  5. No call lies between a line marked "one step" and the line before it, so no interrupt runs
+     there (a trace function may).
+  6. If the interrupting code waits, the interrupted reader thread or watchdog does not work
+     meanwhile. `hand_over` first gives its work to another thread.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _READS_OF_BUSY_CHANNEL = 8
 """From one look of the watchdog to the next."""
 _LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
-"""After this a waiting thread blocks on its promise, which something else may settle as well."""
+"""How long a waiting thread reads the channel before it blocks on its promise."""
 
 Done = Callable[[], bool]
 OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
@@ -87,7 +87,7 @@ class ChannelReader:
         self.lock_attempts: Iterator[bool] = taking(self.read_lock)
         """each step tries the read lock; see Note [Interrupts in the readers]"""
         self.waiting: list[Done] = []
-        """what threads wait for that arrives on this channel"""
+        """the conditions that threads wait for on this channel"""
         self.reads = self.seen = channel.frames_received
         """frames handled so far, and at the last look of the watchdog"""
         self.idle_ticks = 0
@@ -96,7 +96,7 @@ class ChannelReader:
         self.running: list[None] = []
         """one entry for each reader thread that runs a job, or was interrupted between frames"""
         self.idle: list[SimpleQueue[None]] = []
-        """the wake queue of each sleeping reader thread; code that removes one must put into it"""
+        """wake queues of sleeping reader threads; to wake one, remove its queue and put an item"""
         self.has_ended = False
         self.own_thread_reads = False
         """whether a reader thread holds the read lock, so that it will see the next frame"""
@@ -123,8 +123,8 @@ class ChannelReader:
             return None
         # It was interrupted between two frames, or on its way into or out of its sleep, and cannot
         # read now. Its wake queue leaves the idle list, so that nobody wakes this thread instead of
-        # one that can read. If the queue is gone already, this thread was just woken to read:
-        # `ensure_reader` finds another one for that. It counts as busy, or `ensure_reader` would
+        # one that can read. If the queue is not in the list, this thread was just woken to read, or
+        # does not sleep yet. Mark it busy, so that `ensure_reader` finds a replacement and does not
         # rely on it.
         wake = _this_thread.wake
         if wake is not None:
@@ -235,10 +235,10 @@ class ChannelReaders:
         done: Done,
         block: Callable[[], object],
     ) -> None:
-        """Wait in a finalizer or signal handler, or after the short read was not enough.
+        """Wait after the short read, or inside a finalizer or signal handler.
 
-        The code that this thread interrupts may be in the middle of sending. Other threads must be
-        able to send meanwhile, so it releases the send locks that it holds.
+        If this thread was interrupted while sending, it holds a send lock. It releases the lock
+        during the wait, so that other threads can send.
         """
         check_may_wait("a wait")
         every = [channel for owner in tuple(_open_readers) for channel in tuple(owner._by_channel)]
@@ -267,11 +267,12 @@ class ChannelReaders:
     def _read_inside(self, reader: ChannelReader, done: Done) -> None:
         """Read until `done`, with a read lock that the interrupted code of this thread holds.
 
-        A frame that the interrupted code is handling stays with it. UsageError if it was
+        The interrupted code still handles the frame that it has taken. UsageError if it was
         interrupted at a point from which the read cannot be resumed.
         """
         # The interrupted code may have taken one frame that it has not counted yet. Each frame that
-        # is read here raises both counters: if the difference changes, a frame was lost here.
+        # is handled here increases both counters. If their difference has changed, a frame was
+        # taken here and not handled.
         outer = reader.channel.frames_received - reader.reads
         try:
             while not done():
@@ -303,14 +304,14 @@ class ChannelReaders:
                 break  # one step
             if not has_lock:  # one step
                 return
-            # Still the same step. With an interrupt between taking the lock and this note, an inner
-            # wait would find the lock taken, not know that its own thread holds it, and block.
+            # No interrupt can come before this store. Otherwise an inner wait would find the lock
+            # taken, not know that its own thread holds it, and block.
             this_thread.reads = reader  # one step
             self._read_for(reader, done)
         finally:
             if has_lock:
-                # The note goes first. In the other order an interrupt after the release would read
-                # while another thread holds the lock. There is none between these two lines.
+                # Clear `reads` before the release; otherwise interrupting code would think that its
+                # thread still holds the lock, and read beside the new holder.
                 this_thread.reads = None
                 reader.read_lock.release()  # one step
                 # From here nobody may be reading. An interrupt is harmless: it can take the lock.
@@ -330,8 +331,10 @@ class ChannelReaders:
                 if frame is None:
                     break
                 self._on_frame(reader.worker, reader.channel, frame, False)
-                reader.reads += 1  # after it was handled: until then an interrupt loses the frame
-        except Exception as error:  # not this wait's: a reader thread reports the end
+                reader.reads += 1  # only now, so that has_lost_a_frame notices an exception above
+        except (
+            Exception
+        ) as error:  # concerns the channel, not this wait; a reader thread reports it
             if reader.has_lost_a_frame():
                 reader.channel.close(str(error))
             _log_unexpected(reader, error)
@@ -373,16 +376,16 @@ class ChannelReaders:
             reader.own_thread_reads = True
             try:
                 frame = reader.channel.maybe_recv(math.inf)
-                assert frame is not None, "without a limit it waits until one comes"
+                assert frame is not None, "maybe_recv without a deadline returned None"
                 job = self._handle(reader, frame, may_run=True)
             except (PeerLost, BadMessage) as error:
                 self._end(reader, error)
-                return  # the read lock stays taken: nobody is to read a channel that has ended
+                return  # keep the lock, so that no thread reads the ended channel
             except Exception as error:  # a bug; still no channel may be left without a reader
                 _log.exception("reading from %s failed", reader.channel.remote)
                 self._end(reader, PeerLost(f"reading failed: {error!r}"))
                 return
-            # First the flag, for the watchdog (see `_check`); then the note before the lock, as in
+            # First the flag, for the watchdog: see `_check`. Then `reads` before the release, as in
             # _maybe_read_for.
             reader.own_thread_reads = False
             this_thread.reads = None
@@ -417,12 +420,12 @@ class ChannelReaders:
         if reader.idle:
             return False
         wake: SimpleQueue[None] = SimpleQueue()
-        # The note goes first: once the queue is in the list, another thread may count on it, so an
-        # interrupt from then on must know which queue to remove.
+        # Set `wake` first: once the queue is in the list, another thread may rely on it, so from
+        # then on interrupting code must know which queue to remove.
         _this_thread.wake = wake
         reader.idle.append(wake)
-        # The end is looked for after the append, and `_mark_ended` sets the flag before it empties
-        # the list. In any order, one of the two sees the other.
+        # This thread checks the flag after the append, and `_mark_ended` sets it before it empties
+        # the list. So either this thread sees the flag, or `_mark_ended` sees the queue.
         if reader.has_ended:
             self._mark_ended(reader)
         wake.get()
@@ -449,7 +452,7 @@ class ChannelReaders:
             return
         if len(reader.running) < len(reader.threads):
             return  # one of them runs no job: it will read, or has told the watchdog and sleeps
-        reader.threads.append(None)  # two at once may both add one: the second sleeps, or ends
+        reader.threads.append(None)  # two threads may each start one; the surplus sleeps or ends
         try:
             self._spawn("read on", lambda: self._read(reader), reader)
         except BaseException:
@@ -498,7 +501,7 @@ class ChannelReaders:
         for reader in tuple(self._watched):
             try:
                 is_quiet |= self._check(reader)
-            except Exception:  # such as no thread to be had: every channel depends on this one
+            except Exception:  # e.g. no thread left; all channels need the watchdog to go on
                 _log.exception("the watchdog failed to check a channel")
                 is_quiet = True
         return is_quiet
@@ -517,9 +520,9 @@ class ChannelReaders:
         if fresh >= _READS_OF_BUSY_CHANNEL:
             return False
         if reader.own_thread_reads:
-            # A reader thread that stops reading clears the flag, then adds its channel if it is not
-            # watched. If it checked that before this `pop`, it added nothing. It had already
-            # cleared the flag, so we look at the flag again and add the channel for it.
+            # A reader thread that stops reading clears the flag, then adds its channel unless it is
+            # watched. If it saw the channel watched just before this `pop`, it added nothing; but
+            # the flag is clear by now, so check it again.
             self._watched.pop(reader, None)
             if not reader.own_thread_reads:
                 self._watched[reader] = None

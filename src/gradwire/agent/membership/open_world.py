@@ -73,12 +73,12 @@ class RosterStore:
             alive = [m for m in roster.holders(name, id) if self.is_alive(m.address)]
             if alive:
                 raise _refusal(name, id, alive[0])
-            dead = {member.life for member in roster.holders(name, id)}
+            dead = {member.incarnation for member in roster.holders(name, id)}
             return roster.without(dead).with_member(name, id, address, note)
 
         me = self._change(with_me, limit).entries[-1].member
         if has_closed_world(self._store):
-            self.unregister({me.life}, limit)
+            self.unregister({me.incarnation}, limit)
             raise UsageError(MIXED, hint="meet at another init_method")
         return me
 
@@ -90,11 +90,11 @@ class RosterStore:
         pause = _LOOK_AGAIN_SECONDS
         while True:
             roster, _ = roster_in(self._store)
-            unannounced = roster.unannounced_before(member.life)
+            unannounced = roster.unannounced_before(member.incarnation)
             if not unannounced:
-                return roster.job, roster.before(member.life)
+                return roster.job, roster.before(member.incarnation)
             late = self._clock.now() >= limit
-            dead = {m.life for m in unannounced if late or not self.is_alive(m.address)}
+            dead = {m.incarnation for m in unannounced if late or not self.is_alive(m.address)}
             if dead:
                 self.unregister(dead, limit + _GRACE_SECONDS)
             else:
@@ -103,17 +103,17 @@ class RosterStore:
 
     def mark_announced(self, member: Member, dead: set[int], limit: float) -> None:
         """Note that all members know this one, and remove those found dead."""
-        life = member.life
-        roster = self._change(lambda roster: roster.without(dead).with_announced(life), limit)
-        if not roster.has(member.life):
+        mine = member.incarnation
+        roster = self._change(lambda roster: roster.without(dead).with_announced(mine), limit)
+        if not roster.has(mine):
             raise JoinTimeout(
                 f"{member.name} took so long to join that it was given up by another worker",
                 hint="a longer Timeouts(join=…) gives slow workers more time",
             )
 
-    def unregister(self, lives: set[int], limit: float) -> None:
+    def unregister(self, incarnations: set[int], limit: float) -> None:
         """Remove these incarnations from the roster."""
-        self._change(lambda roster: roster.without(lives), limit)
+        self._change(lambda roster: roster.without(incarnations), limit)
 
     def _change(self, decide: Callable[[Roster], Roster], limit: float) -> Roster:
         while True:
@@ -160,10 +160,10 @@ class Membership:
         """Connect to all members that registered earlier, and remove those that are dead."""
         dead: set[int] = set()
         for info in self._agent.directory.others():
-            life = self._agent.directory.life(info.id)
+            incarnation = self._agent.directory.incarnation(info.id)
             if not self._reached(info, deadline):
-                dead.add(life)
-                self._agent.directory.left(info.id, life)
+                dead.add(incarnation)
+                self._agent.directory.left(info.id, incarnation)
         self._roster.mark_announced(self._me, dead, deadline)
 
     def _reached(self, info: WorkerInfo, deadline: float) -> bool:
@@ -209,8 +209,8 @@ class Membership:
         late: list[str] = []
         told: set[int] = set()
         while True:
-            lives = {directory.life(info.id): info.id for info in directory.others()}
-            untold = {life: id for life, id in lives.items() if life not in told}
+            others = {directory.incarnation(info.id): info.id for info in directory.others()}
+            untold = {other: id for other, id in others.items() if other not in told}
             if not untold:
                 break
             told |= untold.keys()
@@ -225,13 +225,13 @@ class Membership:
     def unregister(self, deadline: float) -> None:
         """Leave the roster, so that later workers do not dial us. The store's host may be gone."""
         try:
-            self._roster.unregister({self._me.life}, deadline)
+            self._roster.unregister({self._me.incarnation}, deadline)
         except RuntimeError as error:
             _log.info("%s left, but stays in the roster: %s", self._me.name, error)
 
     def _tell(self, workers: Iterable[WorkerId], deadline: float) -> list[str]:
         """Send Left to these members at once; returns the names of those that answered late."""
-        left, what, sent = Left(self._me.life), f"the departure of {self._me.name}", []
+        left, what, sent = Left(self._me.incarnation), f"the departure of {self._me.name}", []
         for worker in workers:
             with suppress(GradwireError):
                 _, promise = self._agent.request(
@@ -247,6 +247,6 @@ class Membership:
             time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _serve_left(self, message: Left, _: Payload, source: Source) -> None:
-        self._agent.directory.left(source.worker, message.life)
+        self._agent.directory.left(source.worker, message.incarnation)
         limit = self._agent.clock.now() + _ANSWER_SECONDS
         self._agent.answer(source, Done(), deadline=limit)

@@ -57,7 +57,7 @@ class RendezvousEntry(msgspec.Struct, frozen=True):
     name: str
     address: str
     note: str = ""
-    life: int = 0
+    incarnation: int = 0
     world_size: int = 0
     """the world size that this worker was given"""
 
@@ -175,7 +175,7 @@ def meet(
 
 
 def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> Meeting:
-    is_again = me.life > 0
+    is_again = me.incarnation > 0
     if is_again:
         round = rounds.last_round()
     else:
@@ -186,7 +186,7 @@ def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> M
     # Written before the others are read: of two workers that come back at once, one finds the
     # other. An earlier incarnation may have died at any step of its own rendezvous.
     size = 0 if is_again else world_size
-    entry = RendezvousEntry(me.name, me.address, me.note, me.life, size)
+    entry = RendezvousEntry(me.name, me.address, me.note, me.incarnation, size)
     store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
     keys = [f"{round}/{other}" for other in range(world_size)]
     if is_again:
@@ -194,7 +194,7 @@ def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> M
     else:
         rounds.wait_for_entries(round, keys, job, world_size)
     entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
-    members = [Member(id, e.name, e.address, e.life, e.note) for id, e in enumerate(entries)]
+    members = [Member(id, e.name, e.address, e.incarnation, e.note) for id, e in enumerate(entries)]
     directory = Directory(me.id, members)
     store.set(f"{round}/read/{me.id}", "", job)
     if me.id == 0 and not is_again:  # the host of the store must not go while others read

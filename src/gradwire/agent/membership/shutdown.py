@@ -45,7 +45,7 @@ class GracefulShutdown:
         self._changed = threading.Condition()
         others = [info.id for info in agent.directory.others()]
         self._progress = ShutdownProgress(others)
-        self._lives = {worker: agent.directory.life(worker) for worker in others}
+        self._incarnations = {worker: agent.directory.incarnation(worker) for worker in others}
         self._phase = 0
         self._is_over = False
         agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
@@ -59,7 +59,7 @@ class GracefulShutdown:
             self._changed.notify_all()
 
     def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
-        """Wait until a peer's program is over, in this life or a later one; False if that is late.
+        """Wait until a peer's program is over, in this incarnation or a later one; False if late.
 
         The loss of the peer does not end the wait: it may come back.
         """
@@ -138,10 +138,10 @@ class GracefulShutdown:
             self._changed.notify_all()
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
-        life = self._agent.directory.life(worker)
+        incarnation = self._agent.directory.incarnation(worker)
         with self._changed:
-            is_back = life > self._lives.get(worker, life)
-            self._lives[worker] = life
+            is_back = incarnation > self._incarnations.get(worker, incarnation)
+            self._incarnations[worker] = incarnation
             if is_back:
                 self._progress.reborn(worker)
                 self._changed.notify_all()

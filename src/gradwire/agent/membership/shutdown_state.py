@@ -93,12 +93,12 @@ class ShutdownProgress:
         self._gone.discard(worker)
 
     def reborn(self, worker: WorkerId) -> None:
-        """A peer is back in a later life, which has reached no phase yet."""
+        """A peer is back as a later incarnation, which has reached no phase yet."""
         self.is_back(worker)
         self._phase[worker] = 0
 
     def has_reached(self, worker: WorkerId, phase: int) -> bool:
-        """Whether the present life of a peer has reached a phase."""
+        """Whether the present incarnation of a peer has reached a phase."""
         return self._phase.get(worker, 0) >= phase
 
     def blockers(self, missing: Iterable[WorkerId], silent: Iterable[WorkerId]) -> list[WorkerId]:

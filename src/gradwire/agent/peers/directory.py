@@ -90,10 +90,10 @@ class Directory:
         member = self._latest.get(worker)
         return f"worker {worker}" if member is None else member.name
 
-    def life(self, worker: WorkerId) -> int:
+    def incarnation(self, worker: WorkerId) -> int:
         """Its present incarnation, or the last one if it has left."""
         member = self._latest.get(worker)
-        return 0 if member is None else member.life
+        return 0 if member is None else member.incarnation
 
     def note(self, worker: WorkerId) -> str:
         """The text that it published beside its name and address."""
@@ -101,20 +101,20 @@ class Directory:
         return "" if member is None else member.note
 
     def had_earlier(self, worker: WorkerId) -> bool:
-        """Whether an earlier incarnation used this number. See Note [Contexts and lives]."""
+        """Whether an earlier incarnation used this number. See Note [Contexts and incarnations]."""
         return worker in self._gone
 
-    def greeted(self, worker: WorkerId, life: int, since: int) -> None:
+    def greeted(self, worker: WorkerId, incarnation: int, since: int) -> None:
         """Keep the `since` of a peer's Hello; the first one of each incarnation counts."""
         with self.lock:
             known = self._since.get(worker)
-            if known is None or known[0] < life:
-                self._since[worker] = life, since
+            if known is None or known[0] < incarnation:
+                self._since[worker] = incarnation, since
 
     def maybe_too_old(self, context: ContextId) -> str | None:
         """Why this incarnation must not take part in a peer's context; None if it may.
 
-        Note [Contexts and lives]: edges are numbered by worker and context. Two incarnations
+        Note [Contexts and incarnations]: edges are numbered by worker and context. Two incarnations
         of one worker in one context would use the same number twice, and a gradient could reach the
         wrong edge. So an incarnation takes part only in contexts that are younger than itself. Only
         their opener knows which those are: its first Hello says it. A worker that may have had an
@@ -124,12 +124,12 @@ class Directory:
         opener, me = opener_of(context), self.myself
         if opener == me.id:
             return None
-        if count_of(context) < first_of(self.life(opener)):
-            return f"belongs to an earlier life of {self.name(opener)}"
+        if count_of(context) < first_of(self.incarnation(opener)):
+            return f"belongs to an earlier incarnation of {self.name(opener)}"
         known = self._since.get(opener)
-        may_be_older = not self.is_open and me.life > 0
+        may_be_older = not self.is_open and me.incarnation > 0
         if may_be_older if known is None else count_of(context) < known[1]:
-            return f"was opened before this life of {me.name} began"
+            return f"was opened before this incarnation of {me.name} began"
         return None
 
     def admit(self, said: Member) -> list[WorkerId]:
@@ -141,7 +141,8 @@ class Directory:
         """
         with self.lock:
             known = self._by_id.get(said.id)
-            if known is not None and (known.name, known.life) == (said.name, said.life):
+            this = said.name, said.incarnation
+            if known is not None and (known.name, known.incarnation) == this:
                 return []
             replaced = [] if known is None else [known]
             namesake = self._by_name.get(said.name)
@@ -151,8 +152,9 @@ class Directory:
             if self.myself in replaced or not (self.is_open or is_back):
                 raise BadMessage(f"{said.name} claims the number of {self.name(said.id)}")
             earlier = [*replaced, *filter(None, [self._gone.get(said.id)])]
-            if any(said.life <= member.life for member in earlier):
-                raise BadMessage(f"{said.name} speaks for an earlier life of {self.name(said.id)}")
+            if any(said.incarnation <= member.incarnation for member in earlier):
+                name = self.name(said.id)
+                raise BadMessage(f"{said.name} speaks for an earlier incarnation of {name}")
             for member in replaced:
                 self._remove(member)
             self._add(said)
@@ -165,11 +167,11 @@ class Directory:
             self._add(replace(self._by_id[worker], address=address))
         return before
 
-    def left(self, worker: WorkerId, life: int) -> bool:
+    def left(self, worker: WorkerId, incarnation: int) -> bool:
         """Remove a worker that leaves; False if this incarnation is gone already."""
         with self.lock:
             known = self._by_id.get(worker)
-            if known is None or known.life != life:
+            if known is None or known.incarnation != incarnation:
                 return False
             self._remove(known)
         return True

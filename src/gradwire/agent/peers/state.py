@@ -1,7 +1,7 @@
 """A member of a job, and the `Roster` of all members that an open world shares.
 
-A worker is its number, its name and its incarnation (`life`). Number and name may be reused once
-their worker is gone. The incarnation is new then, and higher than any before it in the same job.
+A worker is its number, its name and its incarnation. Number and name may be reused once their
+worker is gone. The incarnation is new then, and higher than any before it in the same job.
 
 A `Roster` is a value: every change makes a new one, which the store takes only in place of the old
 one. A worker that joins first gets an entry in it. It is *announced* once every worker with an
@@ -26,7 +26,7 @@ class Member:
     id: WorkerId
     name: str
     address: str
-    life: int = 0
+    incarnation: int = 0
     note: str = ""
 
 
@@ -52,7 +52,7 @@ class Roster:
     """The members of an open world, in the order of their joining; the store holds it as JSON."""
 
     job: str
-    lives: int = 0
+    last_incarnation: int = 0
     entries: tuple[RosterEntry, ...] = ()
 
     def holders(self, name: str, id: WorkerId) -> list[Member]:
@@ -62,28 +62,32 @@ class Roster:
 
     def with_member(self, name: str, id: WorkerId, address: str, note: str = "") -> Roster:
         """The roster with one more member, in a new incarnation, as the last entry."""
-        member = Member(id, name, address, self.lives + 1, note)
-        return replace(self, lives=member.life, entries=(*self.entries, RosterEntry(member)))
+        new = self.last_incarnation + 1
+        entries = (*self.entries, RosterEntry(Member(id, name, address, new, note)))
+        return replace(self, last_incarnation=new, entries=entries)
 
-    def with_announced(self, life: int) -> Roster:
+    def with_announced(self, incarnation: int) -> Roster:
         """The roster in which this incarnation is announced."""
         entries = tuple(
-            replace(e, is_announced=True) if e.member.life == life else e for e in self.entries
+            replace(e, is_announced=True) if e.member.incarnation == incarnation else e
+            for e in self.entries
         )
         return replace(self, entries=entries)
 
-    def without(self, lives: Collection[int]) -> Roster:
+    def without(self, incarnations: Collection[int]) -> Roster:
         """The roster without these incarnations."""
-        return replace(self, entries=tuple(e for e in self.entries if e.member.life not in lives))
+        entries = tuple(e for e in self.entries if e.member.incarnation not in incarnations)
+        return replace(self, entries=entries)
 
-    def has(self, life: int) -> bool:
+    def has(self, incarnation: int) -> bool:
         """Whether this incarnation is still in the roster."""
-        return any(entry.member.life == life for entry in self.entries)
+        return any(entry.member.incarnation == incarnation for entry in self.entries)
 
-    def before(self, life: int) -> list[Member]:
+    def before(self, incarnation: int) -> list[Member]:
         """The members with earlier entries."""
-        return [entry.member for entry in self.entries if entry.member.life < life]
+        return [entry.member for entry in self.entries if entry.member.incarnation < incarnation]
 
-    def unannounced_before(self, life: int) -> list[Member]:
+    def unannounced_before(self, incarnation: int) -> list[Member]:
         """The members with earlier entries that are not announced yet."""
-        return [e.member for e in self.entries if e.member.life < life and not e.is_announced]
+        earlier = [e for e in self.entries if e.member.incarnation < incarnation]
+        return [e.member for e in earlier if not e.is_announced]

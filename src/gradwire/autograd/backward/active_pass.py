@@ -192,8 +192,8 @@ class CoordinatedPass(ActivePass):
         participants = sorted(edges.keys() - {id.worker})
         super().__init__(id, context, deadline, began, participants)
         self.run, self.edges = run, edges
-        self.around: list[Nested] | None = None
-        """the passes that end with the backward around this one, if it is inside another"""
+        self.outer: list[Nested] | None = None
+        """the nested passes of the outer backward, if there is one"""
         self.stops: frozenset[EdgeId] = frozenset()
         """the edges of the Recvs behind which the pass has nothing to run"""
         self.not_started: Sequence[WorkerId] = participants

@@ -1,4 +1,4 @@
-"""The coordinator of a pass: the worker whose backward met the first crossing.
+"""The coordinator of a pass: the worker on which the backward was called.
 
 It tells the participants to run, waits for them at the end of its own run, and tells them whether
 to keep or to revert what the pass has changed.
@@ -51,11 +51,14 @@ from gradwire.torch_private import current_run, is_profiled, keeps_graph, will_e
 from gradwire.wire.message import Buffer
 
 _END_SECONDS = 10.0
-"""How long a failed pass waits for a participant's rollback, before the deadline of the pass."""
+"""How long to wait for a connected participant's rollback, never beyond the deadline of the pass.
+
+Also how long the question whether a pass ended well may stay open, see `_serve_query`.
+"""
 _END_LATE_SECONDS = 1.5
-"""How long it waits for one that was lost, and how long the next pass waits for a rollback."""
+"""The same for one that is not connected, and for a new pass that finds an unfinished rollback."""
 _GRACE_SECONDS = 0.01
-"""How long it waits once the deadline is over: enough for an answer that is on its way."""
+"""The same if the deadline has passed: enough for an answer in flight."""
 
 
 @final
@@ -74,13 +77,13 @@ class Coordinator:
         self._outcomes = Outcomes()
 
     def begin_native(self, context: Context, met: EdgeId) -> CoordinatedPass:
-        """Begin the pass of a user's backward, which has met its first crossing of this context."""
+        """Begin the pass of a `loss.backward()` or `grad()` that has reached its first Recv."""
         self._check_whole(context)
-        # `met` is always executed: the engine does not list the node that a backward begins with
-        # among those it will execute.
+        # Include `met`: `will_execute` is false for the root node of a backward.
         everything = tuple(context.received)
         executed = [r for r in everything if r.edge == met or will_execute(r.node)]
         reached = [received for received in executed if leads_on(received)]
+        # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
         plain = any(will_execute(accumulator(received)) for received in reached)
         needed, stops = None, frozenset[EdgeId]()
         if not plain:
@@ -93,7 +96,7 @@ class Coordinator:
         modes = (keeps_graph(), torch.is_grad_enabled())
         active = self._begin(context, lineage, needed, destination, *modes)
         undo_log = undo_log_of_run()
-        active.stops, active.around = stops, undo_log.nested if undo_log else inside_now()
+        active.stops, active.outer = stops, undo_log.nested if undo_log else inside_now()
         return active
 
     def backward(
@@ -140,11 +143,11 @@ class Coordinator:
         create_graph: bool,
         timeout: Timeout = DEFAULT,
     ) -> CoordinatedPass:
-        """Begin a pass over these edges.
+        """Begin a pass over these edges; the other workers that own a Send among them take part.
 
-        Note [Starts leave with gradients]: Starts leave with the first gradients, since before
-        these a participant can do nothing. The worker to which the first gradients go gets both in
-        one message. Starts leave at the latest when this worker waits.
+        Note [Starts are sent with gradients]: Starts are sent with the first gradients, because a
+        participant can do nothing before. The receiver of these gradients gets both in one message.
+        The Starts are sent at the latest when this worker begins to wait.
         """
         mine = edges.get(self._me, 0)
         active = self._passes.begin(context, current_run(), edges, timeout)
@@ -174,7 +177,7 @@ class Coordinator:
         gradients: Gradients,
         payload: Sequence[Buffer],
     ) -> None:
-        """Send gradients, and Starts. See Note [Starts leave with gradients]."""
+        """Send gradients, and Starts. See Note [Starts are sent with gradients]."""
         not_started = active.take_not_started()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
@@ -182,7 +185,7 @@ class Coordinator:
             self._tell(active, [worker for worker in not_started if worker != peer])
 
     def send_starts(self, active: CoordinatedPass) -> None:
-        """This worker is about to wait: send the Starts that have not left."""
+        """This worker is about to wait: send the Starts that were not sent."""
         if active.not_started:
             self._tell(active, active.take_not_started())
 
@@ -199,7 +202,7 @@ class Coordinator:
         """The run here is over: wait for the participants, then let them keep their changes."""
         try:
             self.send_starts(active)
-            for worker in active.unfinished():  # by its own channel, which this thread reads
+            for worker in active.unfinished():  # on its channel, so that this thread can read it
                 is_through = partial(active.is_through, worker)
                 self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))
             if active.error is not None:
@@ -209,15 +212,15 @@ class Coordinator:
             self.give_up(active, error if isinstance(error, Exception) else None)
             raise
         self._passes.over(active)
-        if active.around is None or not active.changed_workers():
+        if active.outer is None or not active.changed_workers():
             self._end_well(active)
         else:
-            self._outcomes.put_off(active.id.n)
+            self._outcomes.defer(active.id.n)
             end_well, give_up = partial(self._end_well, active), partial(self._take_back, active)
-            active.around.append(Nested(end_well, give_up))
+            active.outer.append(Nested(end_well, give_up))
 
     def _take_back(self, active: CoordinatedPass) -> bool:
-        """Revert a pass that succeeded, because the backward around it has failed."""
+        """Revert a pass that succeeded, because the outer backward has failed."""
         self.give_up(active, None)
         self._outcomes.decide(active.id.n, well=False)
         return active.context.broken is None
@@ -250,12 +253,12 @@ class Coordinator:
             told.add_note(remark)
         if silent:
             told.add_note(
-                f"{silent} has not confirmed that {active.id} was put back: until then "
+                f"{silent} has not confirmed that {active.id} was rolled back: until then "
                 f"{active.context} cannot be differentiated again"
             )
 
     def _check_whole(self, context: Context, timeout: Timeout = DEFAULT) -> None:
-        """UsageError if no other pass may begin; waits a while for unfinished rollbacks."""
+        """Wait briefly for unfinished rollbacks; UsageError if the context accepts no new pass."""
         for pass_id, rollback in list(context.endings.items()):
             with self._waiting():
                 due = self._passes.due(timeout)
@@ -263,7 +266,7 @@ class Coordinator:
             if silent:
                 raise UsageError(
                     f"{context} cannot be differentiated until {silent} confirms that {pass_id} "
-                    "was put back",
+                    "was rolled back",
                     hint="try again when it has answered, or close the context and begin again",
                 )
         if context.broken is not None:
@@ -275,8 +278,8 @@ class Coordinator:
     def _serve_query(self, message: QueryPass, _: Payload, source: Source) -> None:
         """Answer a participant that has lost its connection to us: did the pass end well?
 
-        A pass that still runs has not ended well and cannot any more, as it needs the participant
-        that asks. A pass inside another backward ends as that one does: no answer until then.
+        A running pass must fail, because it needs the participant that asks. A nested pass shares
+        the outcome of the outer backward; there is no answer before that.
         """
         is_mine = message.pass_id.worker == self._me
         ended_well = is_mine and self._outcomes.of(message.pass_id.n, _END_SECONDS)

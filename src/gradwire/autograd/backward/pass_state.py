@@ -6,7 +6,7 @@ Rules of this file:
   2. Every edge is settled exactly once per pass and collected exactly once by the Send that waits
      for it. What is settled may be early (before the pass is known here), never twice.
   3. A pass ends once: done when every worker asked is done, failed with the first error.
-  4. A worker that has changed no leaf has nothing to keep or to put back: for it a pass is over
+  4. A worker that has changed no leaf has nothing to keep or to roll back: for it a pass is over
      with its run.
 
 A *run* is one execution of torch's engine over this worker's sends of the pass; it waits

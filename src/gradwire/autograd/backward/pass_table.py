@@ -29,7 +29,7 @@ class PassTable:
         self._directory, self.due, self._seconds = agent.directory, due, seconds
         self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
         self._lock = agent.directory.lock
-        self._count = first_of(agent.directory.myself.life)
+        self._count = first_of(agent.directory.myself.incarnation)
         self._by_id: dict[tuple[ContextId, PassId], AnyPass] = {}
         self._by_run: dict[int, AnyPass] = {}
         agent.timer.watch(self._expire)

@@ -102,7 +102,7 @@ class Rollback:
     def _mark_broken(self, worker: WorkerId) -> None:
         """The worker could not revert the pass, or did not answer: its gradients are unknown."""
         name, me = self._agent.directory.name(worker), self._agent.directory.me.name
-        self._context.broken = f"{name} did not confirm that {self._id} was put back"
+        self._context.broken = f"{name} did not confirm that {self._id} was rolled back"
         _log.error("%s: %s", me, self._context.broken)
 
     def _settle(self, worker: WorkerId) -> None:

@@ -61,7 +61,7 @@ class Context:
     broken: str | None = None
     """why nothing more can be differentiated here"""
     endings: dict[PassId, Rollback] = field(default_factory=dict)
-    """failed passes of our own that some worker has not put back yet"""
+    """failed passes of our own that some worker has not rolled back yet"""
     ended: set[PassId] = field(default_factory=set)
     passes: int = 0
     """how many that others began were heard of"""
@@ -249,7 +249,7 @@ class Contexts:
             return list(self._open)
 
     def _check_young(self, id: ContextId) -> None:
-        """See Note [Contexts and lives], agent/peers/directory.py."""
+        """See Note [Contexts and incarnations], agent/peers/directory.py."""
         why = self._maybe_too_old(id)
         if why is not None:
             raise StaleIncarnation(

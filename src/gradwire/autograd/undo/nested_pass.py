@@ -1,12 +1,12 @@
 """Passes that have ended inside another backward: their outcome depends on that backward.
 
 A Function may run a backward of its own, and that may cross. Its pass ends while the backward
-around it goes on, which may still fail; then the changes of the pass on other workers must be
-reverted too. So those workers hear how the pass ended only when the backward around it has ended.
+around it, the outer one, goes on and may still fail; then the changes of the pass on other workers
+must be reverted too. So those workers hear how the pass ended only when the outer one has ended.
 
-That backward is either a run with an undo log, or one of torch's own. In the first case the pass is
-kept or reverted with the undo log. In the second a callback is queued in the run: the engine calls
-it when the run has succeeded, and drops it when the run has failed.
+The outer backward is either a run with an undo log, or one of torch's own. In the first case the
+pass is kept or reverted with the undo log. In the second a callback is queued in the run: the
+engine calls it when the run has succeeded, and drops it when the run has failed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Outcomes:
     def __init__(self) -> None:
         self._well: dict[int, None] = {}
         self.undecided: dict[int, threading.Event] = {}
-        """of the passes that wait for the end of the backward around them"""
+        """of the passes that wait for the end of their outer backward"""
 
-    def put_off(self, n: int) -> None:
-        """The pass of this number ends as the backward around it does."""
+    def defer(self, n: int) -> None:
+        """The outer backward decides how the pass of this number ends."""
         self.undecided[n] = threading.Event()
 
     def decide(self, n: int, *, well: bool) -> None:
@@ -125,8 +125,8 @@ def inside() -> Iterator[None]:
 
 
 def _outer_succeeded(nested: Nested) -> None:
-    around = inside_now()
-    if around is None:
+    outer = inside_now()
+    if outer is None:
         nested.end_well()
     else:
-        around.append(nested)
+        outer.append(nested)

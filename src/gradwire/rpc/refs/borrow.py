@@ -35,7 +35,7 @@ class LentRef:
     def pack(self) -> list[int]:
         """Its name, as it is sent; called by the codec."""
         handle = self.handle
-        return [handle.ref.worker, handle.ref.n, handle.life]
+        return [handle.ref.worker, handle.ref.n, handle.incarnation]
 
 
 @final
@@ -71,17 +71,18 @@ class Lending:
         fork = handle.fork
         if fork is None or not self._table.is_lendable(fork):
             return None
-        return None if handle.life < self._directory.life(handle.owner) else LentRef(handle)
+        is_stale = handle.incarnation < self._directory.incarnation(handle.owner)
+        return None if is_stale else LentRef(handle)
 
     def borrowed(self, name: object) -> BorrowedRef:
         """The reference that a call names; called by the codec."""
         if type(name) is not list or [type(part) for part in name] != [int, int, int]:
             raise BadMessage(f"a call names {name!r:.100} where a reference was expected")
-        worker, n, life = name
+        worker, n, incarnation = name
         ref, inbound, me = RefId(worker, n), current_inbound(), self._directory.myself
         if inbound is None:
             raise BadMessage(f"{ref} was lent without a call")
-        if life < me.life:
-            raise stale_incarnation(ref, me.name, life, me.life)
+        if incarnation < me.incarnation:
+            raise stale_incarnation(ref, me.name, incarnation, me.incarnation)
         self._check(ref, inbound.worker)
-        return BorrowedRef(RefHandle(ref, me.id, None, life))
+        return BorrowedRef(RefHandle(ref, me.id, None, incarnation))

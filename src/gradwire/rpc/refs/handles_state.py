@@ -15,13 +15,13 @@ from gradwire.ids import ForkId, RefId, WorkerId
 class RefHandle(NamedTuple):
     """What one RRef object of this worker stands for. On the owner it has no fork.
 
-    `life` is the incarnation of the owner in which the value was made.
+    `incarnation` is that of the owner when the value was made.
     """
 
     ref: RefId
     owner: WorkerId
     fork: ForkId | None
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ state.py has the holder's half, the rules, and the other notes that this file re
 
 Note [A Fork is counted once]
 A holder asks the owner to count a fork (Fork) and repeats the request until it has the answer. A
-late copy must not count again what was dropped meanwhile. So requests are numbered in the order in
-which they are first sent, and each message to the owner says `acked_below`: all requests below this
-number are answered. A request with a lower number is a duplicate, so the owner stores, for each
-value, only the numbers from there on.
+late duplicate must not count a fork that was dropped meanwhile. So holders number their requests,
+and each message carries `acked_below`: the holder repeats no request with a lower number, as it has
+the answer. A request below it is a duplicate, so the owner remembers, for each holder, only granted
+requests from there on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RequestNumbers:
 
 @final
 class DuplicateFilter:
-    """Requests that holders may repeat; see Note [A Fork is counted once]."""
+    """The granted requests that each holder may still repeat; see Note [A Fork is counted once]."""
 
     def __init__(self) -> None:
         self._acked_below: dict[WorkerId, int] = {}
@@ -71,7 +71,7 @@ class DuplicateFilter:
         return n < self._acked_below.get(holder, 0)
 
     def forget_acked(self, holder: WorkerId, acked_below: int) -> list[_CountedFork]:
-        """A holder says what it will not repeat; returns the forks of those requests."""
+        """A holder has the answers below this number; returns the forks of these requests."""
         self._acked_below[holder] = max(acked_below, self._acked_below.get(holder, 0))
         recent = self._recent.get(holder, [])
         settled = []
@@ -100,13 +100,13 @@ class _OwnedValue:
     forks: dict[ForkId, WorkerId] = field(default_factory=dict)
     """forks that other workers hold"""
     requested: set[ForkId] = field(default_factory=set)
-    """forks that were counted on request, while the request may be repeated"""
+    """forks counted on request, while the request may be repeated or the value is awaited"""
     awaited: bool = False
     """whether its creating call has not arrived yet"""
     lost: WorkerId | None = None
     """the creator, if it was lost before its call arrived"""
     is_gone: bool = False
-    """whether it was forgotten before a reference to it arrived; `requested` is not known then"""
+    """whether it stands for a value that no longer exists; its `requested` is incomplete"""
 
 
 @final
@@ -125,7 +125,7 @@ class Owned:
         self.values[ref] = _OwnedValue(handles=1)
 
     def passed_on(self, ref: RefId, child: ForkId, to: WorkerId) -> None:
-        """A new fork is about to be sent; PeerLost if the value will never exist."""
+        """This worker passes it on in a new fork; PeerLost if the value will never be created."""
         value = self.values.get(ref)
         assert value is not None, f"{ref} is passed on without a handle"
         if value.lost is not None:
@@ -166,7 +166,8 @@ class Owned:
         """A holder has the answers to its requests below this number."""
         for ref, fork in self.requests.forget_acked(holder, acked_below):
             value = self.values.get(ref)
-            if value is not None and not value.awaited:  # its creating call may be late
+            # Keep it while awaited: the creating call may still arrive, and count the fork again.
+            if value is not None and not value.awaited:
                 value.requested.discard(fork)
 
     def fork_arrived(self, ref: RefId, fork: ForkId, holder: WorkerId, n: int = 0) -> Verdict:
@@ -190,11 +191,11 @@ class Owned:
         return self._maybe_forget(ref)
 
     def holder_lost(self, worker: WorkerId) -> list[Action]:
-        """A peer is gone, with what it held, requested and was about to create."""
+        """Drop the forks and requests of a lost peer, and fail the values that it was creating."""
         for ref, fork in self.requests.lost(worker):
             if ref in self.values:
                 self.values[ref].requested.discard(fork)
-        return [action for ref in list(self.values) for action in self._lost_to(ref, worker)]
+        return [action for ref in list(self.values) for action in self._drop_forks_of(ref, worker)]
 
     # Queries.
 
@@ -207,9 +208,11 @@ class Owned:
         ]
 
     def may_use(self, ref: RefId, worker: WorkerId) -> bool:
-        """Whether a worker may use a value: as its creator, as a holder, or if it was lost.
+        """Whether a worker may use a value: as its creator, as a holder, or as a lost worker.
 
-        True for an unknown value: there is nothing to protect.
+        When a worker is lost, its forks are dropped here, but its last messages may still arrive,
+        and so may requests to count forks that it made. True for an unknown value: there is nothing
+        to protect.
         """
         value = self.values.get(ref)
         if value is None or value.is_gone or worker in (self._me, ref.worker):
@@ -222,7 +225,7 @@ class Owned:
         return None if value is None else value.forks.get(fork)
 
     def forks_of(self, worker: WorkerId) -> int:
-        """How many forks a worker holds, or may ask for again."""
+        """Forks that count for its limit: those it holds, and dropped ones it may request again."""
         dropped = sum(self.holder_of(*counted) != worker for counted in self.requests.of(worker))
         return dropped + sum(
             holder == worker for value in self.values.values() for holder in value.forks.values()
@@ -241,7 +244,7 @@ class Owned:
         may_come = fork.worker == ref.worker and fork.worker not in self._lost
         return Verdict.NOT_YET if may_come else Verdict.NEVER
 
-    def _lost_to(self, ref: RefId, worker: WorkerId) -> list[Action]:
+    def _drop_forks_of(self, ref: RefId, worker: WorkerId) -> list[Action]:
         value = self.values[ref]
         value.forks = {fork: holder for fork, holder in value.forks.items() if holder != worker}
         if not (value.awaited and ref.worker == worker):
@@ -251,7 +254,8 @@ class Owned:
         return [Unreachable(ref, None, worker), *self._maybe_forget(ref)]
 
     def _maybe_forget(self, ref: RefId) -> list[Action]:
-        # An awaited value is kept though nobody holds it: `requested` must outlast the call.
+        # Keep an awaited value without holders: `requested` is needed until the creating call
+        # arrives.
         value = self.values[ref]
         if value.handles or value.forks or value.awaited:
             return []

@@ -32,25 +32,25 @@ def check_passed(
     for came in references:
         if came.fork.worker != source:
             raise BadMessage(f"w{source} passed {came.fork}, which it did not make")
-        if came.owner == me.id and came.life < me.life:
-            raise stale_incarnation(came.ref, me.name, came.life, me.life)
+        if came.owner == me.id and came.incarnation < me.incarnation:
+            raise stale_incarnation(came.ref, me.name, came.incarnation, me.incarnation)
         if came.owner == me.id:
             check_use(table, came.ref, source)
 
 
-def stale_incarnation(ref: RefId, owner: str, life: int, now: int) -> StaleIncarnation:
+def stale_incarnation(ref: RefId, owner: str, then: int, now: int) -> StaleIncarnation:
     """The error for a reference to a value of an earlier incarnation of its owner."""
     return StaleIncarnation(
-        f"{ref} belongs to incarnation {life} of {owner}, which was restarted as incarnation {now}",
+        f"{ref} belongs to incarnation {then} of {owner}, which was restarted as incarnation {now}",
         hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
     )
 
 
-def check_life(directory: Directory, handle: RefHandle) -> None:
+def check_incarnation(directory: Directory, handle: RefHandle) -> None:
     """StaleIncarnation if the owner was restarted since the value was made."""
-    now = directory.life(handle.owner)
-    if handle.life < now:
-        raise stale_incarnation(handle.ref, directory.name(handle.owner), handle.life, now)
+    now = directory.incarnation(handle.owner)
+    if handle.incarnation < now:
+        raise stale_incarnation(handle.ref, directory.name(handle.owner), handle.incarnation, now)
 
 
 def check_use(table: RefTable, ref: RefId, source: WorkerId) -> None:

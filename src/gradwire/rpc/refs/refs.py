@@ -110,7 +110,7 @@ class Refs:
         self.make = make
         self._lock = agent.directory.lock
         self._counted = threading.Condition(self._lock)
-        self._table = RefTable(me.id, first=first_of(me.life))
+        self._table = RefTable(me.id, first=first_of(me.incarnation))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
         self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
@@ -131,7 +131,7 @@ class Refs:
     def keep_here(self, content: Content | None = None) -> RefHandle:
         """A new value of this worker; without `content` it is made later."""
         with self._lock:
-            handle = self._table.create(self._me.id, self._me.life)
+            handle = self._table.create(self._me.id, self._me.incarnation)
             promise = self._values[handle.ref] = Promise()
         if content is not None:
             promise.settle(content)
@@ -140,7 +140,7 @@ class Refs:
     def keep_elsewhere(self, owner: WorkerId) -> RefHandle:
         """A new value that a call is about to create on another worker."""
         with self._lock:
-            return self._table.create(owner, self._agent.directory.life(owner))
+            return self._table.create(owner, self._agent.directory.incarnation(owner))
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
         """The value of this worker that `ref` points to, maybe not made yet.
@@ -246,16 +246,16 @@ class Refs:
     def pack(self, handle: RefHandle) -> int:
         """Add a reference to the message being packed; returns its index."""
         message: MessageRefs = self._local.message
-        permissions.check_life(self._agent.directory, handle)
+        permissions.check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_asking, handle, message.deadline)
         with self._lock:
             fork = self._table.pack(handle, message.to)
-        message.refs.append(Reference(handle.ref, handle.owner, fork, handle.life))
+        message.refs.append(Reference(handle.ref, handle.owner, fork, handle.incarnation))
         return len(message.refs) - 1
 
     def wait_until_counted(self, handle: RefHandle, deadline: float) -> None:
         """Wait until the owner has counted a handle: a fetch may overtake the creating call."""
-        permissions.check_life(self._agent.directory, handle)
+        permissions.check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_uncounted, handle, deadline)
 
     def _wait_while(
@@ -284,7 +284,7 @@ class Refs:
         """The same for the references of one message."""
         for came in references:
             if came.owner != self._agent.directory.me.id:
-                handle = RefHandle(came.ref, came.owner, came.fork, came.life)
+                handle = RefHandle(came.ref, came.owner, came.fork, came.incarnation)
                 self.wait_until_counted(handle, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
@@ -326,11 +326,11 @@ class Refs:
         actions: list[Action] = []
         with self._lock:
             for came in references:
-                stale = came.life < self._agent.directory.life(came.owner)
+                stale = came.incarnation < self._agent.directory.incarnation(came.owner)
                 if not stale:  # the sender may know that the owner is back; else asking will tell
                     self._table.peer_joined(came.owner)
                 handle, more = self._table.arrived(
-                    came.ref, came.owner, came.fork, came.life, is_stale=stale
+                    came.ref, came.owner, came.fork, came.incarnation, is_stale=stale
                 )
                 handles.append(handle)
                 if handle.fork is None:

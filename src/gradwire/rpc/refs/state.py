@@ -131,15 +131,15 @@ class RefTable:
 
     # Making, passing and ending handles.
 
-    def create(self, owner: WorkerId, life: int = 0) -> RefHandle:
+    def create(self, owner: WorkerId, incarnation: int = 0) -> RefHandle:
         """A new value: here at once, on another worker when the creating call arrives there."""
         ref = RefId(self._me, self._number())
         if owner == self._me:
             self.owned.made(ref)
-            return RefHandle(ref, owner, None, life)
+            return RefHandle(ref, owner, None, incarnation)
         fork = ForkId(self._me, self._number())
         self._held[fork] = _HeldFork(ref, fork, owner, _Stage.CREATING)
-        return RefHandle(ref, owner, fork, life)
+        return RefHandle(ref, owner, fork, incarnation)
 
     def pack(self, handle: RefHandle, to: WorkerId) -> ForkId:
         """A new fork, about to be sent to the worker `to`."""
@@ -158,7 +158,13 @@ class RefTable:
         return self._child_settled(child)
 
     def arrived(
-        self, ref: RefId, owner: WorkerId, fork: ForkId, life: int = 0, *, is_stale: bool = False
+        self,
+        ref: RefId,
+        owner: WorkerId,
+        fork: ForkId,
+        incarnation: int = 0,
+        *,
+        is_stale: bool = False,
     ) -> tuple[RefHandle, list[Action]]:
         """A reference arrived with a call or an answer of the worker that made the fork.
 
@@ -166,13 +172,13 @@ class RefTable:
         """
         if owner == self._me:
             actions = self.owned.returned(ref, fork)
-            return RefHandle(ref, owner, None, life), actions + self._accept(fork)
+            return RefHandle(ref, owner, None, incarnation), actions + self._accept(fork)
         if fork in self._held:
             raise BadMessage(f"{fork} arrived twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
         held = self._held[fork] = _HeldFork(ref, fork, owner, stage)
         actions = self._mark_unreachable(held, owner) if is_stale else self._first_actions(held)
-        return RefHandle(ref, owner, fork, life), actions
+        return RefHandle(ref, owner, fork, incarnation), actions
 
     def handle_ended(self, handle: RefHandle) -> list[Action]:
         """The RRef object is gone. Must be reported once."""

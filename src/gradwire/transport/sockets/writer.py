@@ -1,13 +1,13 @@
 """The sending half of a channel over a stream socket: frames in, bytes out.
 
-The first send of a frame does not block: if no byte can go out before the deadline, the frame is
-not sent at all. A frame that has begun must be finished, or no other could follow: `send` continues
-until the deadline, and after that a new thread sends the rest.
+A frame begins with a non-blocking send. If the kernel accepts no byte before the deadline, the
+frame is not sent. A frame that has begun must be finished, or no other could follow: `send`
+continues until the deadline, and after that a new thread sends the rest.
 
-A thread must hold the send lock. A finalizer or a signal handler may interrupt it
-anywhere and send too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`,
-which change in the same step as the system call: see Note [Reading inside a read] in reader.py.
-An inner send first sends this rest.
+A thread must hold the send lock. A finalizer or a signal handler may interrupt it anywhere and send
+too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`, which are updated
+with no interrupt after the system call: see Note [Reading inside a read] in reader.py. A send that
+interrupts another one on its thread sends this rest first.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class FrameWriter:
         self._is_blocked = False
         """whether a send is in progress that an inner send cannot continue"""
         self._is_opaque = not isinstance(sock, socket.socket)
+        """whether it is a TLS stream, whose progress is unknown after an interrupt"""
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send a frame; see `Channel.send`.
@@ -103,7 +104,7 @@ class FrameWriter:
             try:
                 sends = map(self._sock.send, (small,), _AT_ONCE_)
                 stock = (small, sends)
-                del stock  # see Note [Reading inside a read]
+                del stock  # the send reuses these tuples: see Note [Reading inside a read]
                 if self._closer.close_reason is None and self._unsent is None:
                     self._is_blocked = self._is_opaque
                     (sent,) = sends
@@ -178,7 +179,7 @@ class FrameWriter:
         self._send(parts, ancillary, deadline)
 
     def release_send_lock(self) -> bool:
-        """See `Channel.release_send_lock`; an interrupted send checks its state at each step."""
+        """See `Channel`. The interrupted send rereads its state before each step."""
         if self._sender != get_ident() or self._is_blocked:
             return False
         self._sender = 0
@@ -186,10 +187,9 @@ class FrameWriter:
         return True
 
     def reacquire_send_lock(self) -> None:
-        """See `Channel.release_send_lock`."""
+        """See `Channel`."""
         me = get_ident()
-        # A closed channel sends nothing, and in a forked process the holder may not exist: then
-        # do not wait forever.
+        # On a closed channel wait at most 1 s: after a fork the holder may not exist.
         patience = -1 if self._closer.close_reason is None else 1
         (_,) = map(self._sending.acquire, (True,), (patience,))
         self._sender = me
@@ -209,6 +209,7 @@ class FrameWriter:
 
     def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Finish a frame begun before, then begin this one and send it until the deadline."""
+        # True while no byte of this frame is in doubt: an exception then leaves the channel usable.
         is_waiting = True
         try:
             while self._go_on(deadline):
@@ -231,8 +232,8 @@ class FrameWriter:
         """Send the rest of a frame; at the deadline, keep a copy of it to be sent later."""
         if self._go_on(deadline):
             return
-        # The caller of `send` may change its buffers when it returns. An inner send may run between
-        # any two steps here, hence the loop.
+        # The caller of `send` may change its buffers when it returns. An inner send may send more
+        # of them meanwhile, so copy again until `_sent` is unchanged.
         owned: list[Buffer] = []
         sent = -1
         while self._unsent is mine and self._sent != sent:
@@ -256,7 +257,8 @@ class FrameWriter:
     def _go_on(self, deadline: float) -> bool:
         """Finish the frame that has begun; False if the deadline passed before.
 
-        The main thread polls: a signal handler could not send while a send blocks.
+        The main thread polls instead of blocking: a handler that interrupts a blocking send could
+        not send.
         """
         blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
         while (unsent := self._unsent) is not None:
@@ -282,8 +284,7 @@ class FrameWriter:
         except PeerLost:
             pass  # the reader of the channel will find out
         finally:
-            # An interrupt of the sending thread at this moment may have ended the channel and
-            # released the lock.
+            # If an interrupt has just ended the channel, the lock may be released already.
             with suppress(RuntimeError):
                 self._release()
 
@@ -294,7 +295,7 @@ class FrameWriter:
         length, sends = sum(map(len, parts)), self._sends(parts, ancillary, _AT_ONCE)
         try:
             stock = (parts, parts), (parts, parts, parts)
-            del stock  # see Note [Reading inside a read]
+            del stock  # the send reuses these tuples: see Note [Reading inside a read]
             if self._unsent is not None:
                 return False
             self._is_blocked = self._is_opaque
@@ -320,7 +321,7 @@ class FrameWriter:
         length, sends = sum(map(len, rest)), self._sends(rest, (), flags)
         try:
             stock = (rest, rest), (rest, rest, rest)
-            del stock  # see Note [Reading inside a read]
+            del stock  # the send reuses these tuples: see Note [Reading inside a read]
             if self._unsent is not unsent or self._sent != sent:
                 return
             self._is_blocked = self._is_opaque or flags == _PATIENTLY
@@ -342,8 +343,8 @@ class FrameWriter:
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False
         self._unsent = None  # no frame can follow it
-        # A peer that closed may have sent answers before that are not read yet: then only
-        # sending is over, and recv will find the end.
+        # The peer may have sent answers before it closed, so keep the channel open for reading;
+        # `recv` will find its end.
         if not isinstance(error, ConnectionError):
             self._closer.end(close_reason_of(error))
         return PeerLost(self._closer.close_reason or close_reason_of(error))
