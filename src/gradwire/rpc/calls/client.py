@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import OUTERMOST, Clock, Cut, extent_of, nested
+from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
@@ -291,7 +291,7 @@ class Calls:
             carries = self._carries_modes
             inference = carries and torch.is_inference_mode_enabled()
             anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
-            extent = extent_of(deadline) if type(deadline) is Cut else OUTERMOST
+            extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
             call, promise = self._agent.request(
                 to,
