@@ -112,7 +112,8 @@ class Agent:
     def start(self, contexts_opened: Callable[[], int]) -> None:
         """Begin to accept and serve; every handler is registered by now.
 
-        `contexts_opened` counts the contexts of this worker; see Note [Contexts and incarnations].
+        `contexts_opened` counts the contexts of this worker; see Note [Contexts and incarnations],
+        peers/directory.py.
         """
         self._connections.start(
             on_frame=self._frame_came,
@@ -198,7 +199,7 @@ class Agent:
         try:
             self._connections.to(to, deadline)
         except (PeerLost, DeadlinePassed) as error:
-            raise self._named(error, to, "a greeting", "connect") from error
+            raise self._named(error, to, "the handshake", "connect") from error
 
     def hang_up(self, worker: WorkerId, reason: str) -> None:
         """Close the connection to a worker, which counts as lost until it is needed again."""
@@ -260,13 +261,13 @@ class Agent:
         return bool(self._connections.channels.get(worker))
 
     def check_asker(self, source: Source) -> None:
-        """PeerLost if the peer that sent a request is lost: nobody would release its result.
+        """Raise PeerLost if the peer that sent a request is gone: nobody would release its result.
 
-        Call it, and add the entry, under the lock that the `on_peer_lost` listener takes: then the
-        listener finds the entry.
+        Hold the lock of the `on_peer_lost` listener around this check and the insertion of per-peer
+        state, or check after the insertion; otherwise the listener can run in between and miss it.
         """
         if source.channel not in self._connections.channels.get(source.worker, ()):
-            raise PeerLost(f"{self.directory.name(source.worker)} was lost after it had asked")
+            raise PeerLost(f"the caller {self.directory.name(source.worker)} was lost")
 
     def describe(self, error: BaseException) -> Failure:
         """An exception of this worker as data."""
@@ -315,9 +316,9 @@ class Agent:
     def wait(
         self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
     ) -> None:
-        """Call `block` to wait until `done`, while messages of this peer are being read.
+        """Wait until `done`: read this peer's channel for a while if no thread does, then `block`.
 
-        A thread of the pool is not counted while it waits.
+        A waiting pool thread does not count against the pool's size limit.
         """
         if not done():
             self._wait(peer, done, block)
@@ -325,7 +326,7 @@ class Agent:
     def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
         """The outcome of a promise that a message of this peer settles. hot: every call"""
         if not promise.settled:
-            is_settled = partial(getattr, promise, "settled")  # asked often: no frame of Python
+            is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
             self._wait(peer, is_settled, promise.wait)
         return promise.wait()
 
@@ -338,7 +339,7 @@ class Agent:
         if pool is None or pool.limit is None:
             readers.wait(channel, done, block)
             return
-        with pool.waiting():  # the pool is another worker's, if our finalizer runs on its thread
+        with pool.waiting():  # not ours if a finalizer runs on a pool thread of another worker
             readers.wait(channel, done, block)
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
@@ -403,7 +404,7 @@ class Agent:
             call = CallId(self.directory.me.id, pending.n)
             pending.promise.settle(request_errors.lost(name, call, pending, reason, link, now))
         orphans = self.dispatch.inbound_on(channel)
-        self._cancellation.stop(orphans, f"{name}, which asked, was lost")
+        self._cancellation.stop(orphans, f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)
 

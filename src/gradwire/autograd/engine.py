@@ -188,7 +188,7 @@ class Engine:
         if isinstance(active, CoordinatedPass):
             self.coordinator.send(active, peer, message, payload)
         elif active.is_last() and peer == active.id.worker:
-            active.held = message, payload
+            active.held = message, payload  # sent by Participant._tell_done
         else:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 

@@ -2,8 +2,8 @@
 
 A step has two halves. `Prepare` computes the new values and the new state without changing the
 parameters (step.py), and may fail. `Commit` puts them in place and cannot fail; `Abort` drops them.
-So the steps of many shards are committed only when all of them are prepared. They are messages
-rather than methods that a peer may call, because StepServer checks who has made the step.
+So the steps of many shards are committed only when all of them are prepared. They are messages,
+not methods that a peer may call, because StepServer checks that the sender started the step.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class Shard:
         args: tuple[object, ...],
         kwargs: Options,
     ) -> None:
-        check_class(cls)  # again, as any peer may ask
+        check_class(cls)  # here too: any peer can call this constructor
         self._here = optimizer_host()
         self._here.worker.part(StepServer)
         self._groups: list[Group] = []
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+        """parameter -> proxy Parameter that torch's optimizer updates; see step.py"""
         self._prepared: dict[StepId, Prepared] = {}
         made = [self._make_group(group) for group in groups]
         self._optimizer = cast(Any, cls)(made, *args, **kwargs)
@@ -99,7 +100,7 @@ class Shard:
         return self.options()
 
     def drop_group(self, number: int) -> None:
-        """Remove a group that could not be added elsewhere."""
+        """Roll back `add_group` after it failed, here or on another owner."""
         dropped = [group for group in self._groups if group.number == number]
         self._groups = [group for group in self._groups if group.number != number]
         del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
@@ -109,7 +110,7 @@ class Shard:
 
     def _prepare_stepping(self) -> None:
         """Compute once what every step needs."""
-        self._names = frozenset(map(id, self._stand_ins))
+        self._lock_keys = frozenset(map(id, self._stand_ins))
         self._pairs: Pairs = list(self._stand_ins.items())
         self._stepper = Stepper(self._optimizer, self._stand_ins)
         self._here.versions.register(self._stand_ins)
@@ -137,13 +138,13 @@ class Shard:
     # -- a step
 
     def _prepare(self, message: Prepare, deadline: float) -> bool:
-        """Compute the step. False if another step has locked a parameter, unless we `wait`.
+        """Compute the step. False if another holds a parameter lock and `message.wait` is false.
 
         If the shard is `alone`, no other worker takes part, and the step is committed at once.
         """
         step, alone = message.step, message.alone
         locks = self._here.locks
-        lock = locks.acquire(step, self._names, deadline, wait=message.wait)
+        lock = locks.acquire(step, self._lock_keys, deadline, wait=message.wait)
         if lock is None:
             return False
         try:
@@ -256,7 +257,7 @@ class Shard:
         """A block with all parameters locked, so that no step changes them."""
         here = self._here
         step, deadline = here.next_step(), here.worker.deadline(DEFAULT)
-        lock = here.locks.acquire(step, self._names, deadline, wait=True)
+        lock = here.locks.acquire(step, self._lock_keys, deadline, wait=True)
         assert lock is not None
         try:
             yield
@@ -296,7 +297,7 @@ class StepServer:
         return min(now + message.seconds, self._worker.step_deadline(DEFAULT))
 
     def _shard(self, message: StepMessage, source: Source, deadline: float) -> Shard:
-        """The shard of a step; the peer must hold a reference to it, and have made the step."""
+        """The shard of a step; the peer must hold a reference to it, and have started the step."""
         ref, step, asker = message.shard, message.step, source.worker
         if step.worker != asker:
             raise BadMessage(f"w{asker} sent a message for {step}, which is another worker's")

@@ -52,16 +52,16 @@ class _Pipe:
     """One direction of a channel: a queue of frames that holds about `capacity` bytes.
 
     None marks the end of the queue, and is put back for the next `get`. `put` and `get` take no
-    lock, except to wait for room: a finalizer or a signal handler may interrupt either, and call
-    them again or wait for the peer, which must not be blocked. Counters are changed without a call
-    in between, which is one step under the GIL.
+    lock, except to wait for room: a finalizer or a signal handler may interrupt either and re-enter
+    it, or wait for the peer; a held lock would then deadlock. Each counter update contains no
+    function call, so under CPython's GIL no other thread runs in the middle of it.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
-        # Released when an item was put in, to wait for one with a timeout. SimpleQueue.get(timeout)
-        # would not do: Python 3.11 forgets the timeout when a signal handler runs meanwhile.
+        # A binary semaphore: `_append` releases it, `_get` acquires it with a timeout. Python 3.11
+        # forgets the timeout of SimpleQueue.get when a signal handler runs meanwhile.
         self._nonempty = threading.Lock()
         self._put_bytes = self._got_bytes = 0
         self._waiting = 0
@@ -121,7 +121,10 @@ class _Pipe:
         return item
 
     def _take(self, block: tuple[bool]) -> _Item | None:
-        """Remove and count an item; see Note [Reading inside a read] in sockets/reader.py."""
+        """Remove and count an item, in one step: a signal handler must not lose it.
+
+        See Note [Reading inside a read] in sockets/reader.py.
+        """
         (item,) = map(self._items.get, block)
         if item is not None:
             self.frames_received += 1
@@ -137,7 +140,8 @@ class _Pipe:
             except Empty:
                 if left <= 0 or done():
                     raise
-            self._nonempty.acquire(timeout=min(left, longest))  # released before: found above
+            # If it was released before this, the next iteration finds the item.
+            self._nonempty.acquire(timeout=min(left, longest))
 
     def end(self) -> None:
         """Accept no more items; those in the queue can still be read."""

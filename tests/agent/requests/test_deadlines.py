@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gradwire.agent.requests.timer import Cut, explain_cut, nested
+from gradwire.agent.requests.timer import ShortenedDeadline, explain_shortening, nested
 from gradwire.options import FOREVER
 
 
@@ -40,31 +40,31 @@ def test_one_that_asks_for_less_gets_what_it_asks_for():
 
     assert found == 3.0
     assert type(found) is float
-    assert explain_cut(found) == ""
+    assert explain_shortening(found) == ""
 
 
 def test_one_that_asks_for_less_begins_anew():
     inner = nested(nested(10.0, 0.0, 5.0), 0.0, 60.0)
 
-    assert isinstance(inner, Cut)
+    assert isinstance(inner, ShortenedDeadline)
     assert (inner.depth, inner.room) == (1, 0.5)
 
 
 @pytest.mark.parametrize("room", [-1e9, 0.0, 1e9])
 def test_what_a_peer_says_does_not_matter_much(room):
-    found = nested(Cut(10.0, 3, room, 10.0), 4.0, 60.0)
+    found = nested(ShortenedDeadline(10.0, 3, room, 10.0), 4.0, 60.0)
 
     assert 7.0 <= found <= 10.0
 
 
 def test_there_is_always_something_left():
-    due = Cut(10.0, 1, 1.0, 60.0)
+    due = ShortenedDeadline(10.0, 1, 1.0, 60.0)
 
     assert 9.9999 < nested(due, 9.9999, 60.0) <= 10.0
 
 
 def test_an_error_says_what_was_asked_for():
-    assert explain_cut(nested(10.0, 0.0, 60.0)) == (
+    assert explain_shortening(nested(10.0, 0.0, 60.0)) == (
         ", all that the call around it had left (60 s were asked for)"
     )
-    assert "(no deadline was asked for)" in explain_cut(nested(10.0, 0.0, FOREVER))
+    assert "(no deadline was asked for)" in explain_shortening(nested(10.0, 0.0, FOREVER))

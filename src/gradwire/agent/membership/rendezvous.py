@@ -1,8 +1,8 @@
 """How the workers of a closed world exchange names and addresses: through one of torch's stores.
 
 Each worker writes its own entry and reads the others', all signed (peers/signed_store.py). The
-store is needed only to join; its host keeps it open until it leaves. An open world keeps a roster
-in the store instead: see open_world.py.
+store is needed only to join; the hosting process keeps it open until it has opened or joined
+another. An open world keeps a roster in the store instead: see open_world.py.
 
 A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
 them wait: it polls, and sleeps in Python.
@@ -82,10 +82,10 @@ def open_store(
     url = options.init_method
     if urlparse(url).scheme not in ("env", "tcp", "file"):
         raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
-    limit, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
-    _await_server(url, rank, limit)
+    deadline, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
+    _await_server(url, rank, deadline)
     while True:
-        seconds = timedelta(seconds=max(0.001, limit - time.monotonic()))
+        seconds = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
             store, _, _ = next(iter(found))
@@ -95,20 +95,20 @@ def open_store(
         except RuntimeError as error:
             if _PORT_IS_TAKEN not in str(error).lower():
                 raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
-            if not is_again or time.monotonic() >= limit:
+            if not is_again or time.monotonic() >= deadline:
                 raise UsageError(
                     f"no rendezvous at {url}: something else listens at its port", hint=_ANOTHER
                 ) from error
-        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
 
 
-def _await_server(url: str, rank: int | None, limit: float) -> None:
+def _await_server(url: str, rank: int | None, deadline: float) -> None:
     """Wait until the store's host listens; torch's client would wait in C++."""
     server = rendezvous_server(url, rank)
     pause = _LOOK_AGAIN_SECONDS
     while server is not None:
-        left = limit - time.monotonic()
+        left = deadline - time.monotonic()
         try:
             socket.create_connection(
                 server, timeout=min(max(left, 0.001), _CONNECT_SECONDS)
@@ -119,9 +119,9 @@ def _await_server(url: str, rank: int | None, limit: float) -> None:
                 host, port = server
                 raise JoinTimeout(
                     f"no rendezvous at {url}: nobody answers at {host}:{port}: {error}",
-                    hint="start rank 0, which serves it; a longer Timeouts(join=…) waits longer",
+                    hint="start rank 0, which serves it, or increase Timeouts(join=…)",
                 ) from error
-        time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
@@ -169,8 +169,8 @@ def meet(
     except DistNetworkError as error:
         raise PeerLost(
             "the rendezvous store was lost before every worker had joined: the process that "
-            "hosts it, mostly rank 0, has ended",
-            hint=f"what it printed says why; {_OWN_RANK}",
+            "hosts it, usually rank 0, has exited",
+            hint=f"see that process's output for the cause; {_OWN_RANK}",
         ) from error
 
 
@@ -181,7 +181,7 @@ def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> M
     else:
         _refuse_open_world(store)
         round = rounds.open_round() if me.id == 0 else rounds.find_round()
-        _refuse_open_world(store)  # of two that begin at once, each has written before it reads
+        _refuse_open_world(store)  # again: of two that begin at once, at least one sees the other
     job = store.get(round)
     # Written before the others are read: of two workers that come back at once, one finds the
     # other. An earlier incarnation may have died at any step of its own rendezvous.
@@ -214,9 +214,9 @@ class _Rounds:
     has given it up: then they wait for the next.
     """
 
-    def __init__(self, store: SignedStore, me: Member, limit: float, clock: Clock) -> None:
+    def __init__(self, store: SignedStore, me: Member, deadline: float, clock: Clock) -> None:
         self._store, self._name, self._rank = store, me.name, me.id
-        self._limit, self._clock = limit, clock
+        self._deadline, self._clock = deadline, clock
         self._checked: set[str] = set()
         """entries whose world size was compared and is the same"""
 
@@ -304,21 +304,22 @@ class _Rounds:
         missing: str | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until all keys are set; the error names the ranks at the end of those that are not.
+        """Wait until all keys are set.
 
+        On timeout the error lists the missing ranks, taken from the end of each unset key.
         `look` is called at each poll, and ends the wait by raising.
         """
         pause = _LOOK_AGAIN_SECONDS
         while not self._store.has(keys):
             if look is not None:
                 look()
-            left = self._limit - self._clock.now()
+            left = self._deadline - self._clock.now()
             if left <= 0:
                 unset = [key for key in keys if not self._store.has([key])]
                 ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
                 raise JoinTimeout(
                     f"{self._name} timed out waiting for rank {ranks} to join",
-                    hint="start every rank, or a longer Timeouts(join=…) waits longer",
+                    hint="start every rank, or increase Timeouts(join=…)",
                 )
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire.agent.requests.promise import Pending
-from gradwire.agent.requests.timer import explain_cut
+from gradwire.agent.requests.timer import explain_shortening
 from gradwire.errors import CallTimeout, DeadlinePassed, GradwireError, NotTrusted, PeerLost
 from gradwire.ids import CallId
 
@@ -12,7 +12,8 @@ def late(name: str, call: CallId, pending: Pending, silence: float) -> CallTimeo
     """The deadline has passed; `silence` is for how long the worker has sent nothing at all."""
     waited = pending.deadline - pending.opened
     silent = f"; it has given no sign of life for {silence:.3g} s" if silence else ""
-    within, cut = f"within {max(0.0, float(f'{waited:.2g}')):g} s", explain_cut(pending.deadline)
+    within = f"within {max(0.0, float(f'{waited:.2g}')):g} s"
+    cut = explain_shortening(pending.deadline)
     longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
     error = CallTimeout(
         f"{name} did not answer {call} ({pending.description}) {within}{cut}{silent}",

@@ -69,7 +69,7 @@ the other half is spread over 300 levels, and deeper ones have no margin.
 
 
 @final
-class Cut(float):
+class ShortenedDeadline(float):
     """A deadline that an enclosing call has set, earlier than was asked for."""
 
     __slots__ = ("asked", "depth", "room")
@@ -83,20 +83,21 @@ class Cut(float):
 
     def __new__(cls, moment: float, depth: int, room: float, asked: float) -> Self:
         """The moment, with the reason for it."""
-        cut = super().__new__(cls, moment)
-        cut.depth, cut.room, cut.asked = depth, room, asked
-        return cut
+        self = super().__new__(cls, moment)
+        self.depth, self.room, self.asked = depth, room, asked
+        return self
 
 
 def nested(due: float, now: float, seconds: float) -> float:
     """The end of a wait for so many seconds, inside one that ends at `due`."""
     left = due - now
-    if type(due) is Cut:
+    if type(due) is ShortenedDeadline:
         depth, room = due.depth, min(max(due.room, 0.0), left)  # a peer sent it: it may be wrong
     else:
         depth, room = 0, min(left / _SHARE, _MOST_SECONDS)
     limit = max(due - room * (_used(depth + 1) - _used(depth)), now + left / 2)
-    return now + seconds if now + seconds <= limit else Cut(limit, depth + 1, room, seconds)
+    wanted = now + seconds
+    return wanted if wanted <= limit else ShortenedDeadline(limit, depth + 1, room, seconds)
 
 
 def _used(depth: int) -> float:
@@ -106,12 +107,12 @@ def _used(depth: int) -> float:
 
 def extent_of(deadline: float) -> tuple[int, float]:
     """The depth and the room of a deadline, which travel with a call. hot: every call"""
-    return (deadline.depth, deadline.room) if type(deadline) is Cut else OUTERMOST
+    return (deadline.depth, deadline.room) if type(deadline) is ShortenedDeadline else OUTERMOST
 
 
-def explain_cut(deadline: float) -> str:
+def explain_shortening(deadline: float) -> str:
     """What an error adds about a deadline that is not the one that was asked for."""
-    if type(deadline) is not Cut:
+    if type(deadline) is not ShortenedDeadline:
         return ""
     asked = f"{deadline.asked:g} s were" if deadline.asked < FOREVER else "no deadline was"
     return f", all that the call around it had left ({asked} asked for)"

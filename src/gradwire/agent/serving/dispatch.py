@@ -1,10 +1,11 @@
 """Finds the handler of a message, and runs it in its lane.
 
 control   at once, on the thread that reads: may not block, send or run user code
-service   on a thread of its own: may block and send; never waits behind user code
+service   on an unbounded thread pool: may block and send; never waits behind user code
 user      on the elastic pool
 
-A request that was short before is not queued: the thread that read it runs it.
+If requests of a kind were fast recently, the thread that reads one runs its handler itself instead
+of queueing it.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ class LatencyEstimate:
     def __init__(self) -> None:
         self._seconds: dict[Hashable, float] = {}
 
-    def is_short(self, what: Hashable) -> bool:
+    def is_short(self, key: Hashable) -> bool:
         """Whether to run it without handing it to another thread."""
-        return self._seconds.get(what, 1.0) < _SHORT_SECONDS
+        return self._seconds.get(key, 1.0) < _SHORT_SECONDS
 
-    def took(self, what: Hashable, seconds: float) -> None:
+    def took(self, key: Hashable, seconds: float) -> None:
         """Record that it ran for so long."""
-        before = self._seconds.get(what)
+        before = self._seconds.get(key)
         if before is None:
             if len(self._seconds) >= _MOST_KNOWN:  # peers choose the names: bound their number
                 self._seconds.clear()
-            self._seconds[what] = seconds
+            self._seconds[key] = seconds
         else:
-            self._seconds[what] = before + _WEIGHT * (seconds - before)
+            self._seconds[key] = before + _WEIGHT * (seconds - before)
 
 
 class Registered(NamedTuple):
@@ -83,7 +84,7 @@ class Registered(NamedTuple):
 
     handler: Callable[[Message, Payload, Source], None]
     lane: Lane
-    what: Callable[[Message], Hashable]
+    latency_key: Callable[[Message], Hashable]
     refuse: Callable[[Message], None]
 
 
@@ -96,7 +97,7 @@ class Interceptor(Protocol):
     def around(
         self, frame: Frame, registered: Registered, run: Callable[..., None]
     ) -> tuple[Registered, Callable[..., None]]:
-        """What to use in place of the handler of a frame, and of `Dispatch._run` around it."""
+        """The replacements for the handler of a frame, and for `Dispatch._run` around it."""
 
     def take_answer(
         self,
@@ -139,16 +140,16 @@ class Dispatch:
         message_type: type[M],
         handler: Handler[M],
         lane: Lane,
-        what: Callable[[M], Hashable] = type,
+        latency_key: Callable[[M], Hashable] = type,
         refuse: Callable[[M], None] = lambda _: None,
     ) -> None:
-        """Register the handler of a message type. If it raises, that is the answer to a request.
+        """Register the handler of a message type. What it raises is sent back as the answer.
 
-        Messages with the same `what` are expected to take equally long. A message whose request is
+        Messages with the same latency key share one latency estimate. A message whose request is
         cancelled before it runs is given to `refuse`, to release what it holds.
         """
         self._kinds.add(message_type)
-        registered = Registered(handler, lane, what, refuse)  # type: ignore[arg-type]
+        registered = Registered(handler, lane, latency_key, refuse)  # type: ignore[arg-type]
         self._registered[kind_of(message_type)] = registered
 
     def serve(
@@ -168,16 +169,16 @@ class Dispatch:
         if registered.lane is Lane.CONTROL:
             run(source, registered, message, payload)
             return None
-        what = registered.what(message)
+        key = registered.latency_key(message)
         if registered.lane is Lane.USER:
             self.inbound_requests.add(source)
             pool = self.user
         else:
             pool = self.service
-        if may_run and self._latency.is_short(what) and pool.has_room():
-            return partial(run, source, registered, message, payload, what, 0, pool)
+        if may_run and self._latency.is_short(key) and pool.has_room():
+            return partial(run, source, registered, message, payload, key, 0, pool)
         size = self._count(source.worker, frame)
-        pool.submit(partial(run, source, registered, message, payload, what, size))
+        pool.submit(partial(run, source, registered, message, payload, key, size))
         return None
 
     def inbound_on(self, channel: Channel) -> list[Source]:
@@ -191,7 +192,7 @@ class Dispatch:
             raise OverLimit(
                 f"{self._unserved.taken(peer)} bytes of messages wait to be served, and {size} "
                 f"more have come: the limit is {self._most_unserved}",
-                hint="wait for answers before sending more, or raise Limits(unserved=…) there",
+                hint="wait for answers between sends, or raise the receiver's Limits(unserved=…)",
             )
         return size
 
@@ -201,14 +202,14 @@ class Dispatch:
         registered: Registered,
         message: Message,
         payload: Payload,
-        what: Hashable = None,
+        latency_key: Hashable = None,
         size: int = 0,
         guest_of: ElasticPool | None = None,
     ) -> None:
         """Run a handler, or `refuse` the message if nobody waits for the answer any more.
 
-        `size` is what it counts for as unserved. With `guest_of`, it runs on a thread that counts
-        as one of this pool meanwhile.
+        `size` is what it counts for as unserved. If `guest_of` is set, the current (reader) thread
+        counts as a thread of that pool while the handler runs.
 
         hot: every message
         """
@@ -226,7 +227,7 @@ class Dispatch:
             self._on_error(source, error)
         finally:
             if began and lane is not Lane.CONTROL:
-                self._latency.took(what, time.monotonic() - began)
+                self._latency.took(latency_key, time.monotonic() - began)
             if lane is Lane.USER:
                 self.inbound_requests.discard(source)
             if size:

@@ -19,7 +19,7 @@ import torch
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
-from gradwire.agent.requests.timer import explain_cut
+from gradwire.agent.requests.timer import explain_shortening
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.walk import Lineage, numbers
@@ -153,7 +153,7 @@ class ActivePass:
         seconds = self.deadline - self._began
         error = BackwardTimeout(
             f"{self.id} of {self.context} was given up on {directory.me.name} "
-            f"after {seconds:.3g} s{explain_cut(self.deadline)}{waited}{unfinished}",
+            f"after {seconds:.3g} s{explain_shortening(self.deadline)}{waited}{unfinished}",
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))

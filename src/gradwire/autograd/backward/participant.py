@@ -3,14 +3,14 @@
 It runs when a Start arrives and answers RunDone or RunFailed. It keeps the undo log of its run
 until the coordinator says how the pass ended, or until it has lost the coordinator and asked.
 
-Note [Who may have us run]: the numbers of contexts and edges can be guessed, so any member can send
-a Start for a graph in which it has no part. Its run would use up the graph, or occupy a thread
-while it waits for gradients that nobody sends. This worker cannot know everyone who takes part: the
-peer to which it sent a tensor may have passed the result on. But the gradients of an edge come only
-from the worker to which that edge leads. So a Start from a worker that is not known in the context
-waits, without a thread, for the first gradients of its pass. In a correct pass they come, worker by
-worker, along the edges that lead to the coordinator, and before they come a run could do nothing
-but wait. If no edge leads to the coordinator they never come, and the deadline ends the pass.
+Note [Who may start a run here]: the numbers of contexts and edges can be guessed, so any member can
+send a Start for a graph in which it has no part. Its run would free the graph's saved tensors, or
+occupy a thread while it waits for gradients that nobody sends. This worker cannot know everyone who
+takes part: the peer to which it sent a tensor may have passed the result on. But the gradients of
+an edge come only from the worker to which that edge leads. So a Start from a worker that is not
+known in the context waits, without a thread, for the first gradients of its pass. In a legitimate
+pass they always come from a direct neighbour, because gradients propagate from the coordinator, and
+before they come a run could only wait. Otherwise they never come, and the deadline ends the pass.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ _ANSWER_SECONDS = 10.0
 _RUN_SECONDS = 60.0
 _IN_DOUBT_SECONDS = 30.0
 """How long an unreachable coordinator is asked how its pass ended; then it counts as dead."""
-_REFUSALS = 3
+_MOST_FAILED_QUERIES = 3
+"""After so many queries that could not be sent, it counts as dead at once."""
 _ASK_AGAIN_SECONDS = 0.05
 _SPAN = "gradwire backward %s of %s"
 _NO_CHECKPOINTS = (
@@ -74,7 +75,7 @@ _NO_CHECKPOINTS = (
     "`inputs` parameter to .backward(), and with a backward inside of these"
 )
 Run = Callable[[], bool]
-"""Takes part in a pass. True if the pass was parked instead: then it still counts as a run."""
+"""Takes part in a pass. True if the run was deferred; it then still occupies a slot of `_runs`."""
 Failed = Callable[[BaseException], None]
 
 
@@ -97,7 +98,7 @@ class Participant:
         self._rollbacks = PeerLimit("runs", agent.limits.runs)
         """rollbacks that wait, each on a thread, for the run here to be over"""
         self._in_doubt: dict[ParticipantPass, Promise[None]] = {}
-        """the passes of lost coordinators, until their changes are kept or reverted"""
+        """the passes of lost coordinators, until they are committed or rolled back"""
         agent.handle(Start, self._serve_start, Lane.SERVICE)
         agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
 
@@ -106,19 +107,19 @@ class Participant:
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
         coordinator = source.worker
         _check_coordinator(start.pass_id, coordinator)
-        limit = self.deadline(start.seconds)
-        failed = partial(self._tell_failed, start, coordinator, limit)
+        deadline = self.deadline(start.seconds)
+        failed = partial(self._tell_failed, start, coordinator, deadline)
         try:
             self._runs.take(coordinator)
         except OverLimit as error:
             self._agent.noting.note(coordinator, error)
             failed(error)
             return
-        run = partial(self._begin, start, payload, source, limit, failed)
+        run = partial(self._begin, start, payload, source, deadline, failed)
         self._attempt(coordinator, run, failed)
 
     def deadline(self, seconds: float) -> float:
-        """When a pass fails here: its coordinator may ask for less time than we allow, not more."""
+        """The local deadline of a pass: the coordinator's timeout, capped by ours."""
         return self._agent.clock.now() + min(seconds, self._seconds)
 
     def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
@@ -132,12 +133,12 @@ class Participant:
                 self._runs.give_back(coordinator)
 
     def _begin(
-        self, start: Start, payload: Payload, source: Source, limit: float, failed: Failed
+        self, start: Start, payload: Payload, source: Source, deadline: float, failed: Failed
     ) -> bool:
-        """Take part, now or later; True if later. See Note [Who may have us run]."""
+        """Take part, now or later; True if later. See Note [Who may start a run here]."""
         coordinator = source.worker
         context = self._contexts.maybe(start.context) or self._find(start, coordinator)
-        found = self._passes.heard_of(context, start.pass_id, limit)
+        found = self._passes.heard_of(context, start.pass_id, deadline)
         if found is None:  # the pass failed before its Start arrived
             self._agent.noting.came_late(coordinator)
             return False
@@ -149,25 +150,25 @@ class Participant:
             raise
         active.start_arrived()
         if self._in_doubt:
-            self._wait_while_in_doubt(active, limit - self._agent.clock.now())
+            self._wait_while_in_doubt(active, deadline - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(context, first.edge, coordinator):
             active.settle(first, payload, self._agent.limits)
-        run = partial(self._take_part_and_tell, active, start, limit)
+        run = partial(self._take_part_and_tell, active, start, deadline)
         is_known = coordinator in context.callers or coordinator in context.called
         if is_known or coordinator == opener_of(context.id) or not sends_of(active, start)[0]:
             return run()
         attempt = partial(self._attempt, coordinator, run, failed)
         return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
 
-    def _take_part_and_tell(self, active: ParticipantPass, start: Start, limit: float) -> bool:
+    def _take_part_and_tell(self, active: ParticipantPass, start: Start, deadline: float) -> bool:
         try:
             self._take_part(active, start)
         except BaseException:
-            # Its changes are reverted. The coordinator may never end the pass: remove it now.
+            # It is rolled back. The coordinator may never end the pass: remove it now.
             self._passes.over(active)
             raise
-        self._tell_done(active, start.pass_id.worker, limit)
+        self._tell_done(active, start.pass_id.worker, deadline)
         return False
 
     def _wait_while_in_doubt(self, active: ParticipantPass, seconds: float) -> None:
@@ -180,7 +181,10 @@ class Participant:
             try:
                 doubt.wait(seconds)
             except TimeoutError:
-                raise DeadlinePassed(f"an earlier pass than {active.id} is not over yet") from None
+                raise DeadlinePassed(
+                    f"{active.id} timed out waiting for an earlier pass of the same coordinator to "
+                    "be committed or rolled back"
+                ) from None
 
     def _find(self, start: Start, coordinator: WorkerId) -> Context:
         try:
@@ -189,7 +193,7 @@ class Participant:
             self._agent.noting.came_late(coordinator)
             raise
 
-    def _tell_done(self, active: ParticipantPass, coordinator: WorkerId, limit: float) -> None:
+    def _tell_done(self, active: ParticipantPass, coordinator: WorkerId, deadline: float) -> None:
         """Tell the coordinator. If the run has changed nothing, the pass is over here."""
         assert active.undo_log is not None, "its run is over"
         has_changed = active.undo_log.has_changed
@@ -197,18 +201,18 @@ class Participant:
             self._passes.over(active)
         if active.held is None:
             done = RunDone(active.context.id, active.id, has_changed)
-            self._agent.tell(coordinator, done, deadline=limit, phase="backward")
+            self._agent.tell(coordinator, done, deadline=deadline, phase="backward")
         else:
             message, payload = active.held
             last = replace(message, last=True, has_changed=has_changed)
-            self._agent.tell(coordinator, last, payload, deadline=limit, phase="backward")
+            self._agent.tell(coordinator, last, payload, deadline=deadline, phase="backward")
 
     def _tell_failed(
-        self, start: Start, coordinator: WorkerId, limit: float, error: BaseException
+        self, start: Start, coordinator: WorkerId, deadline: float, error: BaseException
     ) -> None:
         failed = RunFailed(start.context, start.pass_id, self._agent.describe(error))
         try:
-            self._agent.tell(coordinator, failed, deadline=limit, phase="backward")
+            self._agent.tell(coordinator, failed, deadline=deadline, phase="backward")
         except GradwireError:
             self._agent.events.emit("untold", start.pass_id)
 
@@ -230,7 +234,7 @@ class Participant:
             raise
         finally:
             # The pass may have failed on another thread meanwhile. A rollback that waited for this
-            # run reverts it as well; the undo log lets only the first of the two do it.
+            # run rolls it back as well; the undo log lets only the first of the two do it.
             has_failed = active.run_over()
             if has_failed:
                 undo_log.undo()
@@ -275,11 +279,11 @@ class Participant:
     # -- the coordinator is lost
 
     def coordinator_lost(self, worker: WorkerId) -> Job:
-        """A job that keeps or reverts what the passes of a lost coordinator have changed here.
+        """A job that commits or rolls back the passes of a lost coordinator here.
 
         A pass whose run is over here may have ended well, and the message was lost with the
         connection. So the coordinator is asked; if nobody answers, nobody can rely on the pass, and
-        it is reverted. Until the job is done no pass of the same coordinator begins here.
+        it is rolled back. Until the job is done no pass of the same coordinator begins here.
         """
         begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
         if not begun:  # or an earlier loss is being handled
@@ -294,7 +298,7 @@ class Participant:
         try:
             for active in begun:
                 if active.wait_for_run(_RUN_SECONDS) and active.undo_log is not None:
-                    if self._ended_well(worker, active):
+                    if self._ask_whether_ended_well(worker, active):
                         active.undo_log.keep()
                     else:
                         active.undo_log.undo()
@@ -304,13 +308,13 @@ class Participant:
                 del self._in_doubt[active]
             doubt.settle(None)
 
-    def _ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
+    def _ask_whether_ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
         agent = self._agent
-        limit = agent.clock.now() + _IN_DOUBT_SECONDS
+        deadline = agent.clock.now() + _IN_DOUBT_SECONDS
         query = QueryPass(active.context.id, active.id)
-        refused = 0
-        while agent.clock.now() < limit and refused < _REFUSALS:
-            until = min(limit, agent.clock.now() + _ANSWER_SECONDS)
+        failed = 0
+        while agent.clock.now() < deadline and failed < _MOST_FAILED_QUERIES:
+            until = min(deadline, agent.clock.now() + _ANSWER_SECONDS)
             try:
                 _, promise = agent.request(
                     coordinator, query, deadline=until, description=f"end of {active.id}"
@@ -319,7 +323,7 @@ class Participant:
             except DeadlinePassed:
                 continue
             except GradwireError:  # the coordinator is gone, or cannot be reached from here
-                refused += 1
+                failed += 1
                 threading.Event().wait(_ASK_AGAIN_SECONDS)
                 continue
             if isinstance(outcome, Answer):
@@ -352,17 +356,17 @@ class Participant:
 
     def _roll_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
         try:
-            is_reverted = self._is_reverted(message, failure)
+            is_undone = self._undo(message, failure)
         finally:
             self._rollbacks.give_back(source.worker)
-        if is_reverted:  # else the coordinator reports that this worker did not confirm
+        if is_undone:  # else the coordinator reports that this worker did not confirm
             self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
 
-    def _is_reverted(self, message: PassEnded, failure: Failure) -> bool:
+    def _undo(self, message: PassEnded, failure: Failure) -> bool:
         found = self._passes.maybe(message.context, message.pass_id)
         context = self._contexts.maybe(message.context)
         if found is None and context is not None:
-            # Adds the pass if its Start is still on the way, so that the Start comes too late.
+            # Record the pass as failed (a tombstone), so that a Start that comes later is ignored.
             found = self._passes.heard_of(context, message.pass_id)
         if found is None:
             return True
@@ -383,11 +387,13 @@ class Participant:
 def _check_coordinator(pass_id: PassId, source: WorkerId) -> None:
     """BadMessage if a pass is begun or ended by another worker than its coordinator."""
     if pass_id.worker != source:
-        raise BadMessage(f"w{source} speaks for {pass_id}, which is another worker's")
+        raise BadMessage(f"w{source} sent a message for {pass_id} but is not its coordinator")
 
 
 def _participated(active: AnyPass) -> ParticipantPass:
     """The pass, which began elsewhere: `_check_coordinator` has compared its id with the sender."""
     if not isinstance(active, ParticipantPass):
-        raise BadMessage(f"{active.id} began here")
+        raise BadMessage(
+            f"{active.id} is coordinated by this worker, so no peer may start or end it"
+        )
     return active

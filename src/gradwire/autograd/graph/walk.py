@@ -3,20 +3,22 @@
 Note [The order of waiting]
 
 A Send waits in its backward, on the thread that executes the engine run, so its place in the
-engine's queue matters. An edge has a depth, one more than the deepest edge it depends on. The depth
-of a node is that of the deepest edge it depends on, and never changes. The number of a Send is its
-depth; the number of every other node of a run that crosses is greater than its depth. Then workers
-do not dead-lock:
+engine's queue matters. Each edge has a depth that is greater than the depth of every edge it
+depends on (`Context.next_depth`). The depth of a node is that of the deepest edge it depends on,
+and never changes; the depth of a Send is that of its edge. torch's engine runs ready nodes by
+sequence number, highest first. The sequence number of a Send is set to its depth; that of every
+other node of an engine run that contains a Send or Recv is greater than its depth. Then workers do
+not deadlock:
 
  1. A run executes on one thread, from one queue, which gives the ready node with the greatest
-    number (std::priority_queue in torch's ReadyQueue; the nodes of a run inside another come
+    number (std::priority_queue in torch's ReadyQueue; nodes of a reentrant (nested) backward come
     first). So when a Send of depth k waits, no node of depth k or more is ready in its run: such a
     node would have a greater number, and so would a Send of an edge that depends on this one.
  2. Suppose that waiting Sends wait for ever. Take the deepest, over all workers, of depth k. Its
-    gradients are missing because a node that depends on its edge has not run. Of these nodes take
-    one that depends on no other of them being run first: it is ready, its depth is at least k, and
-    if it is a Send its depth is greater than k. Its run does not execute it, so it waits in a Send;
-    by (1) in one deeper than k. But k is the deepest. A run that has not begun begins when its
+    gradients are missing because a node that depends on its edge has not run. Among these nodes
+    take one that waits for none of the others: it is ready, its depth is at least k, and if it is a
+    Send its depth is greater than k. Its run has not executed it, so the run is blocked in a Send;
+    by (1) that Send is deeper than k, a contradiction. A run that has not begun begins when its
     Start arrives, and one that executes a node of the user's goes on when that returns.
  3. Passes do not wait for each other: each has a run of its own on every worker, and a run inside
     another waits for what belongs to its own pass.
@@ -24,10 +26,10 @@ do not dead-lock:
 Two things make (1) true. Numbers are right before a run begins: those of the nodes behind a Send
 are set when the Send is made, by a walk to the Recvs (`Walk`), and those of the nodes between the
 roots of a run and the first Recvs when the run begins (`engine_run.number_nodes`). It does not
-matter which threads made the nodes. And numbers do not change while the queue holds them, which
-std::priority_queue could not bear: a number is changed at most once, to one more than the depth, by
-the first walk; another walk finds it greater than the depth and leaves it. What failed runs leave
-in a queue is dropped.
+matter which threads made the nodes. And numbers do not change while their nodes are in the queue,
+which would corrupt std::priority_queue: a number is changed at most once, to one more than the
+depth, by the first walk; another walk finds it greater than the depth and leaves it. What failed
+runs leave in a queue is dropped.
 
 Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
 made by threads that entered the context or received what they used, see below. Where they are not,
@@ -35,12 +37,12 @@ and a Send would wait before a Recv of the same depth or a greater one has run, 
 (`reach.check_order`): by (1) that happens only if the order is wrong.
 
 The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
-its worker sent before, as long as there is room: so the workers of a pipeline take its
-micro-batches in one order, the last first, as one process would, and none waits for one that comes
-late while another has come. Ordinary numbers are per thread and start at 0. A thread that enters a
-context makes room for the depths of most programs, and one that receives moves its count above the
-depth it received: so most nodes keep the numbers that torch gave them, and run in the order that
-they would have in one process.
+its worker sent before, up to depth ROOM/2. So all pipeline workers process micro-batches in the
+same order, last first, as one process would, and none blocks on a gradient that has not arrived
+while another is available. torch counts sequence numbers per thread, from 0. A thread that enters a
+context advances its sequence counter past ROOM, and one that receives advances it past the depth it
+received: so most nodes keep the numbers that torch gave them, and run in the order that they would
+have in one process.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ Lineage = dict[WorkerId, int]
 """The edges a tensor depends on, through all workers; never changed in place.
 
 One bitset per worker: the n-th bit stands for that worker's n-th edge of the context. 10 000 edges
-are 1.3 kB, and the operations on them are single instructions.
+are 1.3 kB, and a union or intersection is one Python integer operation.
 """
 NOTHING: Lineage = {}
 
@@ -77,9 +79,9 @@ class Landmarks(NamedTuple):
 
     accumulators: list[Node]
     checkpoints: list[Node]
-    """those whose backward runs a backward of its own"""
+    """those of reentrant activation checkpoints, whose backward runs another backward"""
     sinks: list[Node]
-    """those of data-parallel modules that may not use all of their parameters"""
+    """DDP's sink nodes (`find_unused_parameters=True`)"""
 
 
 NO_LANDMARKS = Landmarks([], [], [])
@@ -111,7 +113,7 @@ class Walk:
     def __init__(self, recv: type[Node], recv_origin: RecvOrigin) -> None:
         self._recv, self._recv_origin = recv, recv_origin
         self.known: dict[Node, Origin] = {}
-        # In dicts, as a node that two threads visit at once is met once.
+        # Dicts as ordered sets: a node that two threads visit at once must be listed once.
         self._met: tuple[dict[Node, None], dict[Node, None], dict[Node, None]] = ({}, {}, {})
 
     def landmarks(self) -> Landmarks:
@@ -119,7 +121,7 @@ class Walk:
         return Landmarks(*map(list, self._met))
 
     def origin(self, nodes: Iterable[Node | None]) -> Origin:
-        """What these depend on together; lifts the nodes on the way. hot: for each new node"""
+        """What these depend on; raises sequence numbers above the depth. hot: for each new node"""
         known = self.known
         return _together([known.get(n) or self._visit(n) for n in nodes if n is not None])
 
@@ -164,7 +166,7 @@ class Walk:
 
 
 def reachable_from(roots: Iterable[Node]) -> list[Node]:
-    """These nodes and all behind them."""
+    """These nodes and all nodes reachable through next_functions."""
     found = dict.fromkeys(roots)
     left = list(found)
     while left:
@@ -186,17 +188,17 @@ def _together(origins: list[Origin]) -> Origin:
 @final
 class _ThreadDepth(threading.local):
     above = 0
-    """a depth above which this thread makes its nodes; it may have come further"""
+    """a lower bound of this thread's sequence counter"""
 
 
 _thread = _ThreadDepth()
 
 
 def lift_this_thread(depth: int) -> None:
-    """Make nodes until those of this thread get numbers above a depth.
+    """Create nodes until this thread's sequence numbers are above a depth.
 
-    Only making a node moves or shows a thread's count. A thread that stays with a context makes
-    one for each edge.
+    Torch has no API to read or set a thread's sequence counter. A thread that stays in one context
+    creates about one extra node per edge.
     """
     if depth <= _thread.above:
         return
@@ -222,7 +224,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def node_of(tensor: torch.Tensor) -> Node:
-    """The node that has made a tensor, which has one."""
+    """The grad_fn of a tensor; it must not be None."""
     node = tensor.grad_fn
     assert node is not None
     return node
@@ -232,7 +234,7 @@ def node_of(tensor: torch.Tensor) -> Node:
 
 
 def union(lineages: Iterable[Lineage]) -> Lineage:
-    """All edges of all of them. One that is alone, or holds the rest, is given back as it is."""
+    """The union of all; if only one of them is not empty, that object itself is returned."""
     total = NOTHING
     for lineage in lineages:
         if lineage is total or not lineage:

@@ -1,6 +1,6 @@
 """A call, on the worker that makes it: encode, send, wait. The callee's side is server.py.
 
-docs/concepts/calls.md lists the functions that a call passes on both workers.
+docs/concepts/calls.md lists the functions that a call goes through on both workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import OUTERMOST, Clock, Cut, extent_of, nested
+from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
@@ -69,7 +69,7 @@ class SentCall(msgspec.Struct, frozen=True):
     call: CallId
     promise: Promise[Outcome]
     size: int
-    """how many bytes of the window it takes"""
+    """its bytes in the flow-control window"""
     checkpointed: CheckpointedCall | None
     """its record, if it is made inside of an activation checkpoint"""
 
@@ -183,7 +183,7 @@ class Calls:
         return self._engine.depth_of(current_context(), value)
 
     def lift_above(self, value: object) -> None:
-        """Let this thread create nodes above those of a value that another thread may have made."""
+        """Raise this thread's sequence numbers above the depth of another thread's value."""
         lift_this_thread(self._depth_of(value))
 
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
@@ -206,7 +206,7 @@ class Calls:
         """A copy of a value that another worker owns."""
         directory, owner = self._agent.directory, handle.owner
         with fetch_span(directory.me.name, directory.name(owner)):
-            with waiting():  # a checkpointed remote() is answered only when its value is made
+            with waiting():  # in a checkpoint, remote() is answered after the function has returned
                 self._refs.wait_until_counted(handle, deadline)
                 context = self._engine.calling(current_context(), owner)
                 message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
@@ -257,7 +257,7 @@ class Calls:
         deadline: float,
         keep: Kept | None = None,
     ) -> Promise[Outcome]:
-        """Send a call that this thread does not wait for; its answer leaves the window."""
+        """Send a call that this thread does not wait for; its answer releases its bytes."""
         sent = self._send_call(to, target, context, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
         if context is not None or self._agent.events.are_heard:
@@ -272,13 +272,13 @@ class Calls:
         deadline: float,
         keep: Kept | None = None,
     ) -> SentCall:
-        """Encode a call, enter the window and send it. The caller leaves the window.
+        """Encode a call, reserve its bytes in the window (the caller releases them), and send it.
 
         hot: each call
         """
         _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
-        draws = None if checkpointed is None else checkpointed.draws
+        draws = None if checkpointed is None else checkpointed.draws  # see messages.Draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._bodies.encode(value, to=to, context=context, place=place, deadline=deadline)
         body, size, counted = packed.body, packed.size, False
@@ -291,7 +291,7 @@ class Calls:
             carries = self._carries_modes
             inference = carries and torch.is_inference_mode_enabled()
             anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
-            extent = extent_of(deadline) if type(deadline) is Cut else OUTERMOST
+            extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
             call, promise = self._agent.request(
                 to,
@@ -320,7 +320,7 @@ class Calls:
     ) -> None:
         """Undo the effects of encoding a call that could not be sent.
 
-        `size` is what it has taken of the window.
+        `size` is what it has reserved in the window.
         """
         if size:
             self._window.give_back(to, size)
@@ -399,7 +399,7 @@ Deadline = Callable[[Timeout], float]
 
 
 def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
-    """The deadline of a wait that begins now, before that of the call which this code serves.
+    """The deadline of a wait that begins now; never later than that of the call being served.
 
     Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
 

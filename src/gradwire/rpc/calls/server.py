@@ -17,7 +17,7 @@ import torch
 from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
-from gradwire.agent.requests.timer import Cut
+from gradwire.agent.requests.timer import ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_scalar_root
@@ -72,7 +72,7 @@ class CallServer:
     def _serve(self, call: Call, payload: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + call.seconds
         if call.depth > 0:
-            deadline = Cut(deadline, call.depth, call.room, call.seconds)
+            deadline = ShortenedDeadline(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return

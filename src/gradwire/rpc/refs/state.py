@@ -14,26 +14,28 @@ The owner's half is in owner_state.py, the holder's in this file.
     SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
     SendAccept   holder -> maker    "the fork you made for me no longer needs its parent"
     SendDrop     holder -> owner    "I no longer hold this fork"
-    AskMaker     holder -> maker    "the owner does not know the value: may it still be created?"
+    AskMaker     holder -> maker    "the owner has no such value: is its creating call pending?"
 
-All four may be lost, repeated, late and overtaken. The calls and answers that carry references
-arrive at most once, may be late, and are lost only together with a peer. Why no value is dropped
-too early or kept for ever:
+All four may be dropped, duplicated, delayed or reordered. The calls and answers that carry
+references arrive at most once, may be late, and are lost only together with a peer. Why no value is
+dropped too early or kept for ever:
 
   * A fork is released only when it is counted, its handle has ended, and every fork made from it
     is accepted. So while a fork is not counted yet, its parent keeps the value alive.
   * A Drop is only sent once the owner has counted the fork, so it never overtakes the counting.
   * A repeated Fork must not count again what was dropped: see Note [A Fork is counted once],
-    owner_state.py. Forks that the owner made need no request, and leave nothing behind.
+    owner_state.py. Forks that the owner made need no registration and no tombstone.
 
 Note [A fork may come before its value]
 The creator may pass on a reference while the creating call is still on its way. So a Fork, or the
 reference itself, can reach the owner first. Such a Fork is answered NOT_YET and asked again. It
-cannot be counted in advance, as it looks the same as a late copy about a value long forgotten. The
-creating call, or the value, may also be lost with a connection. Then the creator keeps nothing of
-the fork, and answers so when it is asked (AskMaker). A reference arrives once, so its value is
-awaited. Workers other than the creator may pass on only counted forks: an unknown value in a fork
-of theirs is a forgotten one, and the answer is NEVER.
+cannot be counted in advance: it cannot be told apart from a delayed duplicate for a value already
+deleted. The creating call, or the value, may also be lost with a connection. Then the creator keeps
+nothing of the fork, and answers so when it is asked (AskMaker). If the reference itself reaches the
+owner before the value, the owner waits for the value: messages that carry references are never
+duplicated, so it cannot be stale. Workers other than the creator may pass on only counted forks: if
+such a fork names a value that the owner does not know, the value has been deleted, and the answer
+is NEVER.
 
 Note [A creation that timed out is asked about]
 Its call may still be on the way. An owner that does not know the value would ignore a Drop, and the
@@ -195,6 +197,7 @@ class RefTable:
 
     def creation_answered(self, fork: ForkId) -> list[Action]:
         """The owner answered the creating call: it has counted the fork, or never will."""
+        # Counted in both cases: the owner ignores the Drop of a fork that it does not know.
         return self._counted(held) if (held := self._creating(fork)) else []
 
     def creation_timed_out(self, fork: ForkId) -> list[Action]:
@@ -324,7 +327,7 @@ class RefTable:
         return None if made is None else made.to
 
     def acked_below(self, owner: WorkerId) -> int:
-        """All requests to this owner below this number are answered."""
+        """Returns n such that every request to this owner numbered below n is answered."""
         return self._requests.acked_below(owner)
 
     def unsettled(self) -> bool:

@@ -7,12 +7,13 @@ Note [Reading inside a read]
 A signal handler or a finalizer may interrupt a read of its own thread, and make a call whose answer
 comes over the same channel. This inner read must continue where the outer one was interrupted. So
 the state is consistent wherever other code can run: every change of position is a sequence of
-instructions in which CPython runs no other code, that is, without a call, a backward jump or a new
-container. `(self._end,) = map(read, …)` is one: it reads and stores the count in one step. Before
-each such sequence a reader checks that `_epoch` has not changed since it began, and starts again if
-it has. A frame belongs to the reader that moves `_start` past it. A read cannot be resumed if it
-blocks in the kernel, or if it is not a single call into C (TLS): then `_is_blocked` is set, and an
-inner read raises Reentered. So the main thread, where signal handlers run, polls and never blocks.
+instructions in which CPython runs no other code, that is, without a call instruction, a backward
+jump or a new container. `(self._end,) = map(read, …)` is one: the unpacking makes the C call, and
+no handler can run before its result is stored. Before each such sequence a reader checks that
+`_epoch` has not changed since it began, and starts again if it has. A frame belongs to the reader
+that moves `_start` past it. A read cannot be resumed if it blocks in the kernel, or if it is not a
+single call into C (TLS): then `_is_blocked` is set, and an inner read raises Reentered. So the main
+thread, where signal handlers run, polls and never blocks.
 
 Python 3.11 also collects garbage inside C functions that allocate containers. A read allocates a
 tuple of its arguments and, with descriptors, some for its result; no finalizer may run then, as the
@@ -90,7 +91,7 @@ _NOT_SUMMED: Final = 4
 class FrameReader:
     """Reads frames from a socket, into a read-ahead buffer and into payload blocks.
 
-    `receiving` is the lock of the reading thread, which `closer` checks too.
+    `receiving` is held while a thread reads; `closer` closes the socket only while it is free.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class FrameReader:
         self._rest: _Rest | None = None
         """the unread rest of a frame that a reader has taken"""
         self._beside: Received | None = None
-        """the last read that brought descriptors, until they are stored"""
+        """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
         self._unclaimed = deque[int]() if shared is None else shared.unclaimed
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
@@ -236,6 +237,7 @@ class FrameReader:
         left = until - time.monotonic()
         if left <= 0 or done():
             return False
+        # 0.0 is rounded up to a millisecond; then the caller polls `done` again.
         wait_until_ready(self._sock, select.POLLIN, left if done is never else 0.0)
         return True
 
@@ -307,22 +309,22 @@ class FrameReader:
             if self._epoch != epoch:  # an inner read took it and overwrote the buffer
                 return None
             raise
-        lies_beside = self._shared is not None and bool(prefix.flags & IN_BLOCK)
+        in_shared_memory = self._shared is not None and bool(prefix.flags & IN_BLOCK)
         head_end = PREFIX.size + prefix.head_length
-        ahead = head_end + (NOTE.size if lies_beside else 0)
+        ahead = head_end + (NOTE.size if in_shared_memory else 0)
         if not self._fill(ahead, epoch):
             return None
         start = self._start
         head = bytes(self._ahead[start + PREFIX.size : start + head_end])
         note = bytes(self._ahead[start + head_end : start + ahead])
-        rest = _Rest(self._block_for(0 if lies_beside else prefix.payload_length))
-        is_new = lies_beside and NOTE.unpack(note)[1]
+        rest = _Rest(self._block_for(0 if in_shared_memory else prefix.payload_length))
+        is_new = in_shared_memory and NOTE.unpack(note)[1]
         unclaimed = self._unclaimed
         descriptor: int | None = None
         if self._epoch != epoch:
             return None
-        # Take the frame in one step: from here on an inner read completes the bytes of it, and
-        # returns the one after it.
+        # Take the frame in one step: from here on an inner read first reads the rest of its
+        # payload, and then returns the next frame.
         self.frames_received += 1
         self._epoch = epoch + 1
         self._rest = rest
@@ -513,7 +515,7 @@ class Spin:
         return now >= self._rests_until
 
     def should_continue(self) -> bool:
-        """Whether to poll once more; after a failure, rest twice as long as after the last."""
+        """Whether to poll once more. If not, disable spinning, with exponential backoff."""
         now = self._now()
         was_descheduled = now - self._last > _DESCHEDULED_SECONDS
         self._last = now
