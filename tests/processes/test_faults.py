@@ -61,8 +61,9 @@ def test_f3_a_worker_frozen_in_a_backward_is_named_and_what_it_sends_late_change
 
     faults.thaw(others["w1"])
 
-    assert gradwire.rpc_sync("w1", faults.fired) == {"stop before-send Gradients": True}
+    # Call nothing on w1 before: an answer could hold its send lock, and late gradients do not wait.
     assert eventually(lambda: _frames_of(Gradients) > heard)
+    assert gradwire.rpc_sync("w1", faults.fired) == {"stop before-send Gradients": True}
     assert x.grad is None
     gradwire.rpc_sync("w1", faults.disarm)
     faults.disarm()
