@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from gradwire.agent.requests.promise import Pending, RequestTable
 
@@ -47,7 +46,7 @@ def test_a_lost_channel_fails_what_went_over_it_and_nothing_else():
     assert table.answered(unsent) is not None
 
 
-def test_what_was_made_for_an_errand_ends_with_it():
+def test_what_was_made_for_an_inbound_request_ends_with_it():
     table, inbound = RequestTable(), object()
     made = table.opened(replace(pending(), inbound=inbound))
     free = table.opened(pending())

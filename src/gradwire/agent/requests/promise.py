@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, TypeVar, final
+
+import msgspec
 
 from gradwire.errors import BadMessage
 from gradwire.ids import WorkerId
@@ -97,8 +98,7 @@ class Promise(Generic[T]):
         callback(self._outcome)  # type: ignore[arg-type]  # settled, so it is a T
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """One request without an answer."""
 
     peer: WorkerId
