@@ -10,7 +10,8 @@ SECONDS ?= 600
 ROUNDS ?= 500
 MINUTES ?= 30
 TIMES ?= 20
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+# One more process than cores: many tests wait.
+PARALLEL ?= -n $$($(PY) -c 'import os; print(min(8, os.cpu_count() + 1))') --dist loadfile
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
