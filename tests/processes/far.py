@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import gradwire
 from gradwire.compat import autograd as dist_autograd
 from gradwire.current import current_worker
+from gradwire.testing import faults
 
 # What a process keeps between calls; `forget` empties it.
 _kept: dict[str, object] = {}
@@ -485,7 +486,7 @@ def is_anomaly_enabled(further=None):
 def freeze_until_left(name) -> str:
     """A worker stands still until the process of this one is over."""
     frozen = gradwire.rpc_sync(name, pid)
-    os.kill(frozen, signal.SIGSTOP)
+    faults.freeze(frozen)
     thaw = f"while kill -0 {os.getpid()}; do sleep 0.05; done; kill -CONT {frozen}"
     quiet = subprocess.DEVNULL
     subprocess.Popen(["sh", "-c", thaw], start_new_session=True, stdout=quiet, stderr=quiet)

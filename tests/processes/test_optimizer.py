@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import pytest
@@ -13,6 +11,7 @@ import gradwire
 from gradwire import PeerLost, StepFailed
 from gradwire.current import current_worker
 from gradwire.optim.host import optimizer_host
+from gradwire.testing import faults
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -77,7 +76,7 @@ def test_a_worker_killed_after_others_have_committed_is_told_from_them(workers):
     killer = threading.Thread(target=kill_when_w1_has_stepped)
 
     def freeze():
-        os.kill(workers["w2"].pid, signal.SIGSTOP)
+        faults.freeze(workers["w2"])
         killer.start()
 
     with gradwire.context() as context:

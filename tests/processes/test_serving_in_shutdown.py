@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import pytest
 
 import gradwire
 from gradwire.agent.peers.secret import write_secret
+from gradwire.testing import faults
 from gradwire.testing.faults import frozen
 from gradwire.testing.proxy import FaultProxy
 from tests.leftovers import eventually
@@ -203,7 +203,7 @@ def test_a_worker_that_gives_up_names_whom_and_fails(start):
     server, trainer = start(1, dead=1.0, timeout="2"), start(0, dead=1.0)
     assert trainer.stdout.readline() == "trains\n"
     _call(trainer)
-    os.kill(trainer.pid, signal.SIGSTOP)
+    faults.freeze(trainer)
     said, _ = server.communicate(timeout=60)
     assert f"{gradwire.DeadlinePassed.__name__}: w1 shut down without w0, which did not" in said
     assert server.returncode == 1

@@ -181,3 +181,26 @@ def test_who_is_unheard_is_the_cause_of_those_that_may_wait_for_it():
     progress.disconnected(3)
     assert progress.blockers([1, 2, 3], [2]) == [2, 3]
     assert progress.blockers([1], []) == [1]
+
+
+def test_one_that_is_ready_has_to_know_that_we_are():
+    progress = ShutdownProgress([1, 2])
+    assert progress.unconfirmed() == []
+    for worker in (1, 2):
+        progress.reached(worker, READY)
+    assert progress.unconfirmed() == [1, 2]
+    progress.confirmed(1)
+    assert progress.may_be_gone(1)
+    assert not progress.may_be_gone(2), "it waits for us, if our word was lost"
+    assert progress.unconfirmed() == [2]
+    progress.peer_lost(2)
+    assert progress.unconfirmed() == []
+
+
+def test_a_later_incarnation_has_confirmed_nothing():
+    progress = ShutdownProgress([1])
+    progress.reached(1, READY)
+    progress.confirmed(1)
+    progress.reborn(1)
+    progress.reached(1, READY)
+    assert progress.unconfirmed() == [1]

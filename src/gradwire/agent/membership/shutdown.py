@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, final
 
-from gradwire.agent.agent import Agent
+from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.membership.shutdown_state import (
     OVER,
     QUIET,
@@ -15,7 +16,8 @@ from gradwire.agent.membership.shutdown_state import (
     ShutdownDeadline,
     ShutdownProgress,
 )
-from gradwire.agent.messages import Leaving
+from gradwire.agent.messages import Done, Leaving
+from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
@@ -23,6 +25,8 @@ from gradwire.ids import WorkerId
 _LOOK_AGAIN_SECONDS = 0.005
 _TELL_SECONDS = 10.0
 _TELL_AGAIN_SECONDS = 0.5
+_CONFIRM_SECONDS = 5.0
+"""How long to wait for peers that are ready to confirm that we are: they may be gone already."""
 
 
 class ShutdownResult(NamedTuple):
@@ -48,7 +52,7 @@ class GracefulShutdown:
         self._incarnations = {worker: agent.directory.incarnation(worker) for worker in others}
         self._phase = 0
         self._is_over = False
-        agent.handle(Leaving, self._serve_leaving, Lane.CONTROL)
+        agent.handle(Leaving, self._serve_leaving, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
 
@@ -95,6 +99,7 @@ class GracefulShutdown:
         look()
         self._tell_all(READY)
         late = late or self._wait_for(READY, deadline)  # the first failed phase names the cause
+        self._wait_until_confirmed(self._agent.clock.now() + _CONFIRM_SECONDS)
         return self._result(late)
 
     def _result(self, missing: list[WorkerId]) -> ShutdownResult:
@@ -119,9 +124,36 @@ class GracefulShutdown:
                 continue  # `_tell_again` tries already; a second try here would delay the others
             epoch = self._progress.epoch(info.id)
             try:
-                self._agent.tell(info.id, Leaving(phase), deadline=deadline, phase="shutdown")
+                self._tell(info.id, deadline)
             except GradwireError as error:
                 self._tell_failed(info.id, epoch, error)
+
+    def _tell(self, worker: WorkerId, deadline: float) -> Promise[Outcome] | None:
+        """Tell a peer our phase. The last one is a request: the peer confirms it."""
+        leaving = Leaving(self._phase)
+        if self._phase < READY:
+            self._agent.tell(worker, leaving, deadline=deadline, phase="shutdown")
+            return None
+        what = "the end of shutdown"
+        _, answer = self._agent.request(
+            worker, leaving, deadline=deadline, description=what, phase="shutdown"
+        )
+        answer.on_settled(partial(self._ready_answered, worker))
+        return answer
+
+    def _ready_answered(self, worker: WorkerId, outcome: Outcome) -> None:
+        if isinstance(outcome, Answer):
+            with self._changed:
+                self._progress.confirmed(worker)
+                self._changed.notify_all()
+
+    def _wait_until_confirmed(self, until: float) -> None:
+        with self._changed:
+            while self._progress.unconfirmed() and not self._is_over:
+                left = until - self._agent.clock.now()
+                if left <= 0:
+                    return
+                self._changed.wait(left)
 
     def _wait_for(self, phase: int, deadline: ShutdownDeadline) -> list[WorkerId]:
         with self._changed:
@@ -133,6 +165,10 @@ class GracefulShutdown:
         return []  # all have reached it, or another thread has closed this worker
 
     def _serve_leaving(self, message: Leaving, _: Payload, source: Source) -> None:
+        if source.request:  # before it counts: this worker may close as soon as it does
+            with suppress(GradwireError):
+                limit = self._agent.clock.now() + _TELL_SECONDS
+                self._agent.answer(source, Done(), deadline=limit)
         with self._changed:
             self._progress.reached(source.worker, message.phase)
             self._changed.notify_all()
@@ -145,8 +181,8 @@ class GracefulShutdown:
             if is_back:
                 self._progress.reborn(worker)
                 self._changed.notify_all()
-            is_ready = self._progress.has_reached(worker, READY)
-        if is_ready:
+            may_be_gone = self._progress.may_be_gone(worker)
+        if may_be_gone:
             self._is_gone(worker)
         elif self._phase:
             self._disconnected(worker)
@@ -181,7 +217,10 @@ class GracefulShutdown:
             epoch = self._progress.epoch(worker)
             deadline = self._agent.clock.now() + _TELL_SECONDS
             try:
-                self._agent.tell(worker, Leaving(self._phase), deadline=deadline, phase="shutdown")
+                answer = self._tell(worker, deadline)
+                outcome = None if answer is None else self._agent.wait_for(worker, answer)
+                if isinstance(outcome, GradwireError):
+                    raise outcome
             except GradwireError as error:
                 if _is_refusal(error):
                     self._is_refused(worker, epoch)

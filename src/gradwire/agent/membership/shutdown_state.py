@@ -2,8 +2,10 @@
 
 Three phases. *Over* (1): a worker's program has ended; it still serves. *Quiet* (2): all are over,
 and this worker has no request in flight. When all are quiet, no request will be made again. *Ready*
-(3): it has checked what the others left behind here, and they may close. Pure: the driver knows
-what is in flight.
+(3): it has checked what the others left behind here, and they may close. A worker closes when all
+are ready and have confirmed that they know it of this worker: its last message may be lost with a
+connection, and behind a proxy a closed port looks like a network that is cut. Pure: the driver
+knows what is in flight.
 
 Waiting for the programs of the others has no deadline: a worker that only serves does so inside
 `shutdown`. The time for shutting down begins when no program is known to run any more, because each
@@ -33,6 +35,8 @@ class ShutdownProgress:
         self._disconnected: set[WorkerId] = set()
         self._untold: set[WorkerId] = set()
         """peers that may not know our phase"""
+        self._confirmed: set[WorkerId] = set()
+        """peers that know that we are ready"""
         self._epochs: Counter[WorkerId] = Counter()
         """how often each peer was lost or came back"""
 
@@ -40,6 +44,19 @@ class ShutdownProgress:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
         self._disconnected.discard(worker)
         self._phase[worker] = max(phase, self._phase.get(worker, 0))
+
+    def confirmed(self, worker: WorkerId) -> None:
+        """A peer knows that we are ready."""
+        self._confirmed.add(worker)
+
+    def may_be_gone(self, worker: WorkerId) -> bool:
+        """Whether a peer has no reason to stay: it is ready, and knows that we are."""
+        return self.has_reached(worker, READY) and worker in self._confirmed
+
+    def unconfirmed(self) -> list[WorkerId]:
+        """The peers that are ready and may not know that we are."""
+        known = self._gone | self._confirmed
+        return sorted(w for w, p in self._phase.items() if p >= READY and w not in known)
 
     def peer_lost(self, worker: WorkerId) -> None:
         """A peer is gone for good. `lost_before_quiet` names it if it had not been quiet."""
@@ -96,6 +113,7 @@ class ShutdownProgress:
         """A peer is back as a later incarnation, which has reached no phase yet."""
         self.is_back(worker)
         self._phase[worker] = 0
+        self._confirmed.discard(worker)
 
     def has_reached(self, worker: WorkerId, phase: int) -> bool:
         """Whether the present incarnation of a peer has reached a phase."""
