@@ -28,7 +28,7 @@ test: $(STAMP) ## everything that must be green
 	$(PY) -m pytest $(PARALLEL)
 
 test-fast: $(STAMP) ## what runs inside one process and is short: for between two edits
-	$(PY) -m pytest -q -m "not slow and not processes" tests/wire tests/transport tests/agent tests/autograd tests/rpc tests/optim tests/nn
+	$(PY) -m pytest -q $(PARALLEL) -m "not slow and not processes" tests/wire tests/transport tests/agent tests/autograd tests/rpc tests/optim tests/nn
 
 long: $(STAMP) ## the tests with all seeds of the random suites, then oracle, simulator, kills and soak
 	GRADWIRE_LONG=1 $(PY) -m pytest $(PARALLEL)
