@@ -172,9 +172,12 @@ def thread(name: str, target: Callable[[], None], duty: Duty | None = None) -> t
 class Threads:
     """The threads of one worker that last as long as the worker."""
 
-    def __init__(self, name: str, lock: threading.RLock) -> None:
-        self._name, self._lock = name, lock
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._alive: set[threading.Thread] = set()
+        """No lock: each use of it is one step. To start a thread takes a lock of Python's own, and
+        a finalizer that interrupts its holder may wait for any lock that we would hold meanwhile.
+        """
 
     def spawn(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
         """Start `target` on a thread whose name says what it does."""
@@ -183,20 +186,21 @@ class Threads:
             try:
                 target()
             finally:
-                with self._lock:
-                    self._alive.discard(started)
+                self._alive.discard(started)
 
         started = thread(f"{self._name} {what}", run, duty)
-        with self._lock:  # or join() could find a thread that cannot be joined yet
-            started.start()  # see Note [Starting a thread]
-            self._alive.add(started)
+        self._alive.add(started)
+        try:
+            started.start()
+        except RuntimeError:  # the system has no thread left
+            self._alive.discard(started)
+            raise
 
     def join(self, seconds: float) -> None:
         """Join the threads that are alive now, each for at most so many seconds."""
-        with self._lock:
-            alive = self._alive - {threading.current_thread()}
-        for each in alive:
-            each.join(seconds)
+        for each in self._alive - {threading.current_thread()}:
+            with suppress(RuntimeError):  # it is being started, and will see that all is closed
+                each.join(seconds)
 
 
 # -- locks

@@ -24,7 +24,7 @@ import gradwire
 from gradwire.current import current_worker
 from gradwire.options import Options, Timeouts
 from tests.leftovers import eventually
-from tests.storm import forks, hazards, rounds
+from tests.storm import forks, hazards, rounds, stuck
 from tests.storm.notes import NOTES
 
 TIMEOUTS = Timeouts(
@@ -52,6 +52,7 @@ def join(directory: str, name: str, rank: int, listen: str) -> None:
     )
     gradwire.init_rpc(name, rank, options=options, expose=[rounds])
     rounds.reset()
+    stuck.watch(directory, name)
 
 
 def episode(seed: int, seconds: float, kinds: list[str]) -> dict:

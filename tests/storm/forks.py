@@ -33,6 +33,14 @@ def check_original() -> None:
         os._exit(3)
 
 
+def leave_if_it_hides_an_exit(error: BaseException | None) -> None:
+    """A SystemExit inside of `Condition.wait` may become a RuntimeError: CPython's own."""
+    while error is not None and not is_original():
+        if isinstance(error, SystemExit):
+            os._exit(0)
+        error = error.__context__
+
+
 def unraisable(what: object) -> None:
     """Python drops what a finalizer or the callback of a weak reference raises: leave all the same.
 

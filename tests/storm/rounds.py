@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import gradwire
-from tests.storm import forks, hazards
+from tests.storm import forks, hazards, stuck
 from tests.storm.notes import NOTES
 
 WEIGHTS = {"w0": 2.0, "w1": 3.0, "w2": 5.0}
@@ -105,6 +105,7 @@ def one(chance: random.Random, kinds: list[str]) -> None:
     try:
         RUNNERS[runner](lambda: _one(plan))
     except Exception as error:
+        forks.leave_if_it_hides_an_exit(error)
         NOTES.wrong(f"a round raised {type(error).__name__}: {error}")
     if "forks" in kinds and chance.random() < 0.1:
         forks.fork(chance)
@@ -167,7 +168,8 @@ def timed(what: str, function: Callable):
     """What the function returns; it is wrong if that takes longer than its deadline."""
     began = time.monotonic()
     try:
-        return function()
+        with stuck.Wait():
+            return function()
     finally:
         took = time.monotonic() - began
         NOTES.done(what)

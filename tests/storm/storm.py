@@ -173,9 +173,8 @@ class Storm:
         for man, one in zip(self._crew, said, strict=True):
             self.done += Counter(one["done"])
             wrong += [f"{man.name}: {what}" for what in one["wrong"]]
-            if one["wrong"] and "not ended" in str(one["wrong"]):
-                wrong.append(man.log())
         if wrong:
+            wrong += [f"--- {man.name}\n{man.log()}" for man in self._crew]
             raise Violation("\n".join([f"under {', '.join(kinds)}:", *wrong]))
         self._check_clean(kinds)
         self._check_refused()

@@ -585,6 +585,69 @@ def test_an_interrupt_within_a_send_ends_the_channel(pair, seconds):
     theirs.close()
 
 
+class SocketWithFinalizer(socket.socket):
+    """A socket on which something runs in the middle of the first send, with the send lock held."""
+
+    inner: Callable[[], object] | None = None
+
+    def send(self, data: bytes, flags: int = 0) -> int:
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner()
+        return super().send(data, flags)
+
+
+def test_two_sends_that_interrupt_sends_the_other_way_round_both_finish(pair):
+    """Each thread holds the send lock of one channel, and its finalizer sends on the other."""
+    others = socket.socketpair()
+    socks = [SocketWithFinalizer(fileno=each[0].detach()) for each in (pair, others)]
+    channels = [as_channel(sock) for sock in socks]
+    both_hold_theirs = threading.Barrier(2, timeout=5)
+    for sock, other in zip(socks, reversed(channels), strict=True):
+        sock.inner = lambda other=other: (both_hold_theirs.wait(), other.send(FRAME, soon()))
+
+    second = Background(lambda: channels[1].send(FRAME, soon()))
+    channels[0].send(FRAME, soon())
+    second.result()
+
+    for theirs in (pair[1], others[1]):
+        assert read_exactly(theirs, 2 * len(BYTES)) == 2 * BYTES
+    for each in (*channels, *others):
+        each.close()
+
+
+def test_no_interrupt_at_the_entry_of_a_function_keeps_the_send_lock():
+    """Python runs signal handlers there, so a KeyboardInterrupt may come before the first line."""
+    entered = 0
+    while True:
+        ours, theirs = socket.socketpair()
+        channel = as_channel(ours)
+        entered += 1
+        left = entered
+
+        def at_entry(frame: FrameType, event: str, _: object) -> None:
+            nonlocal left
+            left -= "gradwire" in frame.f_code.co_filename
+            if not left:
+                sys.settrace(None)
+                raise Interrupted
+
+        sys.settrace(at_entry)
+        try:
+            channel.send(FRAME, soon())
+            is_over = True
+        except Interrupted:
+            is_over = False
+        finally:
+            sys.settrace(None)
+        channel.close()
+        theirs.close()
+        assert ours.fileno() == -1, f"kept after an interrupt at the {entered}. entry"
+        if is_over:
+            break
+    assert entered > 1
+
+
 # --- listeners ---
 
 

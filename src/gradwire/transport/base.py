@@ -114,16 +114,6 @@ class Channel(Protocol):
         which ends the channel. After PeerLost it is unknown how much of the frame arrived.
         """
 
-    def release_send_lock(self) -> bool:
-        """Release the send lock that this thread holds; False if it holds none.
-
-        For a finalizer or signal handler that interrupted a send and must wait: other threads can
-        send meanwhile. It must call `reacquire_send_lock` afterwards.
-        """
-
-    def reacquire_send_lock(self) -> None:
-        """Acquire the send lock again; see `release_send_lock`."""
-
     def recv(self) -> Frame:
         """Block for the next frame; its payload is one block of memory.
 

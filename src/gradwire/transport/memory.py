@@ -200,13 +200,6 @@ class MemoryChannel:
         data, self._raw = self._raw[:length], self._raw[length:]
         return data
 
-    def release_send_lock(self) -> bool:
-        """See `Channel.release_send_lock`; there is no send lock here."""
-        return False
-
-    def reacquire_send_lock(self) -> None:
-        """See `Channel.release_send_lock`."""
-
     def send(self, frame: Frame, deadline: float) -> None:
         """Copy the payload into one block and queue it; see `Channel.send`."""
         prefix = encode_prefix(frame)

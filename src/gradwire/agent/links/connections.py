@@ -81,7 +81,8 @@ class Connections:
         self._clock, self._refusals = clock, refusals
         self._acceptor = Acceptor(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
-        self._removed = threading.Condition()  # not the worker's lock, which wait() would release
+        self._removed_lock = threading.RLock()  # not the worker's, which wait() would release
+        self._removed = threading.Condition(self._removed_lock)
         self._dial_locks: dict[WorkerId, threading.RLock] = {}
         self._peer_locks: dict[WorkerId, threading.RLock] = {}
         """each is held while its worker's first channel, or its loss, is reported: in this order"""
@@ -91,7 +92,7 @@ class Connections:
         self._losses: Counter[WorkerId] = Counter()
         self._their_losses: Counter[WorkerId] = Counter()
         """how often we lost each peer, and how often its present incarnation lost us, as it says"""
-        self._threads = Threads(f"gradwire {directory.me.name}", directory.lock)
+        self._threads = Threads(f"gradwire {directory.me.name}")
         self._closed = False
         call_after_fork(self)
 
@@ -158,7 +159,7 @@ class Connections:
             return channel not in self.channels.get(worker, ())
 
         def sleep() -> None:
-            with self._removed:
+            with self._removed_lock:
                 while not has_ended() and (left := until - self._clock.now()) > 0:
                     self._removed.wait(left)
 
@@ -287,7 +288,7 @@ class Connections:
         with self._lock:
             channels = self.channels.pop(worker, [])
             self._losses[worker] += bool(channels)
-            with self._removed:
+            with self._removed_lock:
                 self._removed.notify_all()
         for channel in channels:
             channel.close(str(error))

@@ -56,6 +56,7 @@ from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.threads import MAKE_IT_ELSEWHERE, check_may_wait, taking
 from gradwire.transport.base import Channel, Reentered
+from gradwire.transport.sockets.writer import reacquire_send_locks, release_send_locks
 from gradwire.wire.message import IS_ANSWER, Frame
 
 _log = logging.getLogger("gradwire")
@@ -155,8 +156,6 @@ class _ThisThread(threading.local):
 
 
 _this_thread = _ThisThread()
-_open_readers: dict[ChannelReaders, None] = {}
-"""those of all workers of the process that are open; hot: used by each wait that lasts"""
 
 
 @final
@@ -171,16 +170,14 @@ class ChannelReaders:
         self._watched: dict[ChannelReader, None] = {}
         """those the watchdog looks at; a dict, as its order is deterministic and a set's is not"""
         self._wake_watchdog: SimpleQueue[None] = SimpleQueue()
-        self._watchdog = object()
+        self._watchdog: object | None = None
         """the token of the current watchdog thread; a thread with an older one ends"""
         self._is_watching = self._closed = False
 
     def open(self, worker: WorkerId, channel: Channel, name: str) -> None:
         """Read this channel from now on."""
-        if not self._closed:  # here, so that a worker which never opened one leaves nothing behind
-            if self not in _open_readers:
-                self._spawn_watchdog()
-            _open_readers[self] = None
+        if self._watchdog is None and not self._closed:
+            self._spawn_watchdog()
         # After the `append` and before the `spawn`, `threads` counts a thread that does not exist.
         # A finalizer that waited there would rely on it, so none runs meanwhile.
         with threads.no_collection():
@@ -195,7 +192,6 @@ class ChannelReaders:
     def close(self) -> None:
         """Wake every thread, so that it sees that its channel was closed."""
         self._closed = True
-        _open_readers.pop(self, None)
         for reader in tuple(self._by_channel.values()):
             self._mark_ended(reader)
         self._wake_watchdog.put(None)
@@ -208,7 +204,6 @@ class ChannelReaders:
     def forked(self) -> None:
         """In a forked process, which has none of the threads: read nothing."""
         self._closed = True
-        _open_readers.pop(self, None)
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
@@ -241,8 +236,7 @@ class ChannelReaders:
         during the wait, so that other threads can send.
         """
         check_may_wait("a wait")
-        every = [channel for owner in tuple(_open_readers) for channel in tuple(owner._by_channel)]
-        lent = [channel for channel in every if channel.release_send_lock()]
+        lent = release_send_locks()
         try:
             if held is not None and held is reader:
                 self._read_inside(reader, done)
@@ -256,8 +250,7 @@ class ChannelReaders:
             if not done():
                 block()
         finally:
-            for channel in lent:
-                channel.reacquire_send_lock()
+            reacquire_send_locks(lent)
 
     def hand_over(self, _: object) -> None:
         """The calling watchdog thread is about to wait: replace it."""

@@ -46,7 +46,8 @@ class GracefulShutdown:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not `with condition`: Ctrl-C inside of it keeps the lock
+        self._changed = threading.Condition(self._lock)
         others = [info.id for info in agent.directory.others()]
         self._progress = ShutdownProgress(others)
         self._incarnations = {worker: agent.directory.incarnation(worker) for worker in others}
@@ -58,7 +59,7 @@ class GracefulShutdown:
 
     def close(self) -> None:
         """Tell no peer anything any more, and wait for none."""
-        with self._changed:
+        with self._lock:
             self._is_over = True
             self._changed.notify_all()
 
@@ -67,7 +68,7 @@ class GracefulShutdown:
 
         The loss of the peer does not end the wait: it may come back.
         """
-        with self._changed:
+        with self._lock:
             while not self._progress.has_reached(worker, OVER):
                 left = deadline - self._agent.clock.now()
                 if left <= 0:
@@ -92,7 +93,7 @@ class GracefulShutdown:
         late = self._wait_for(OVER, deadline)
         let_go()
         while busy() and self._left(deadline) > 0:
-            with self._changed:
+            with self._lock:
                 self._changed.wait(_LOOK_AGAIN_SECONDS)
         self._tell_all(QUIET)
         late = late or self._wait_for(QUIET, deadline)
@@ -104,7 +105,7 @@ class GracefulShutdown:
 
     def _result(self, missing: list[WorkerId]) -> ShutdownResult:
         silent = [worker for worker in missing if self._agent.silence_of(worker)]
-        with self._changed:
+        with self._lock:
             late = self._progress.blockers(missing, silent)
             gone = self._progress.lost_before_quiet()
         name = self._agent.directory.name
@@ -113,7 +114,7 @@ class GracefulShutdown:
         return ShutdownResult([name(worker) for worker in late], lost, behind)
 
     def _left(self, deadline: ShutdownDeadline) -> float:
-        with self._changed:
+        with self._lock:
             return deadline.left(self._agent.clock.now(), self._progress)
 
     def _tell_all(self, phase: int) -> None:
@@ -143,12 +144,12 @@ class GracefulShutdown:
 
     def _ready_answered(self, worker: WorkerId, outcome: Outcome) -> None:
         if isinstance(outcome, Answer):
-            with self._changed:
+            with self._lock:
                 self._progress.confirmed(worker)
                 self._changed.notify_all()
 
     def _wait_until_confirmed(self, until: float) -> None:
-        with self._changed:
+        with self._lock:
             while self._progress.unconfirmed() and not self._is_over:
                 left = until - self._agent.clock.now()
                 if left <= 0:
@@ -156,7 +157,7 @@ class GracefulShutdown:
                 self._changed.wait(left)
 
     def _wait_for(self, phase: int, deadline: ShutdownDeadline) -> list[WorkerId]:
-        with self._changed:
+        with self._lock:
             while (missing := self._progress.missing(phase)) and not self._is_over:
                 left = deadline.left(self._agent.clock.now(), self._progress)
                 if left <= 0:
@@ -169,13 +170,13 @@ class GracefulShutdown:
             with suppress(GradwireError):
                 limit = self._agent.clock.now() + _TELL_SECONDS
                 self._agent.answer(source, Done(), deadline=limit)
-        with self._changed:
+        with self._lock:
             self._progress.reached(source.worker, message.phase)
             self._changed.notify_all()
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         incarnation = self._agent.directory.incarnation(worker)
-        with self._changed:
+        with self._lock:
             is_back = incarnation > self._incarnations.get(worker, incarnation)
             self._incarnations[worker] = incarnation
             if is_back:
@@ -196,7 +197,7 @@ class GracefulShutdown:
 
     def _peer_joined(self, worker: WorkerId) -> None:
         """A peer that was taken for gone may have connected: wait for it, and tell it our phase."""
-        with self._changed:
+        with self._lock:
             is_untold = self._progress.connected(worker)
             self._changed.notify_all()
         if is_untold:
@@ -204,7 +205,7 @@ class GracefulShutdown:
 
     def _disconnected(self, worker: WorkerId) -> None:
         """Tell the peer our phase again: the last message may be lost with the connection."""
-        with self._changed:
+        with self._lock:
             is_untold = self._progress.disconnected(worker)
             self._changed.notify_all()
         if is_untold:
@@ -230,17 +231,17 @@ class GracefulShutdown:
                 self._was_told(worker, epoch)
 
     def _was_told(self, worker: WorkerId, epoch: int) -> None:
-        with self._changed:
+        with self._lock:
             self._progress.told(worker, epoch)
             self._changed.notify_all()
 
     def _is_refused(self, worker: WorkerId, epoch: int) -> None:
-        with self._changed:
+        with self._lock:
             self._progress.refused(worker, epoch)
             self._changed.notify_all()
 
     def _is_gone(self, worker: WorkerId) -> None:
-        with self._changed:
+        with self._lock:
             self._progress.peer_lost(worker)
             self._changed.notify_all()
 

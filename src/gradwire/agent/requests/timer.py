@@ -147,7 +147,7 @@ class Timer:
         """Wake at this moment; cheap when an earlier one is already known."""
         if deadline >= self.armed:
             return
-        with self._wake:
+        with self.lock:
             if self._closed:
                 return
             self.armed = min(self.armed, deadline)
@@ -160,7 +160,7 @@ class Timer:
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""
-        with self._wake:
+        with self.lock:
             self._closed = True
             self._wake.notify()
             thread = self._thread
@@ -169,7 +169,7 @@ class Timer:
 
     def _loop(self) -> None:
         while True:
-            with self._wake:
+            with self.lock:
                 while not self._closed and self.clock.now() < self.armed:
                     self.clock.sleep(self._wake, None if self.armed == math.inf else self.armed)
                 if self._closed:

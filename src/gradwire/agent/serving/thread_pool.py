@@ -60,7 +60,7 @@ class ElasticPool:
     @property
     def active(self) -> int:
         """How many jobs run, wait or are queued."""
-        with self._changed:
+        with self.lock:
             return len(self._threads) - self._idle + len(self._jobs) + len(self.guests)
 
     def submit(self, job: Job) -> bool:
@@ -114,7 +114,7 @@ class ElasticPool:
 
     def close(self, timeout: float, *, drop_queued: bool) -> list[str]:
         """Take no more jobs and join the threads; the names of those that did not end."""
-        with self._changed:
+        with self.lock:
             self._closed = True
             if drop_queued:
                 self._jobs.clear()
@@ -161,7 +161,7 @@ class ElasticPool:
     def _loop(self) -> None:
         duties = threads.mine
         while True:
-            with self._changed:
+            with self.lock:
                 job = self._maybe_next()
                 self._idle -= 1
                 duties.duty = None
@@ -176,7 +176,7 @@ class ElasticPool:
                 _log.exception("%s: a job failed", self._name)
             mine.pool = None
             del job  # or it would keep what it holds alive while this thread is idle
-            with self._changed:
+            with self.lock:
                 self._busy -= 1
                 self._idle += 1
                 duties.duty = self

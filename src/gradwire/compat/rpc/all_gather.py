@@ -38,7 +38,8 @@ class AllGather:
     def __init__(self, name: str, clock: Clock, reach: Reach, present: Present) -> None:
         self._name, self._clock = name, clock
         self._reach, self._present = reach, present
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not `with condition`: Ctrl-C inside of it keeps the lock
+        self._changed = threading.Condition(self._lock)
         self._rounds = Rounds()
 
     def gather(
@@ -55,7 +56,7 @@ class AllGather:
         leader = min(names)
         followers = sorted(set(names) - {leader})
         present = self._present()
-        with self._changed:
+        with self._lock:
             round = self._rounds.entered(names)
             self._rounds.forget_without(present)
         try:
@@ -68,35 +69,35 @@ class AllGather:
                     raise
                 conclude(round, followers, values)
                 return values
-            with self._changed:
+            with self._lock:
                 self._rounds.is_back(leader)  # if it is not, contributing to it fails
             contribute(leader, round)
             return self._whole(round, names, [leader], seconds)
         finally:
-            with self._changed:
+            with self._lock:
                 self._rounds.over(round)
 
     def heard(self, round: str, name: str, value: object, names: Collection[str]) -> None:
         """The leader, this worker, receives a value."""
-        with self._changed:
+        with self._lock:
             self._rounds.contributed(round, name, value, names)
             self._changed.notify_all()
 
     def ended(self, round: str, values: Mapping[str, object]) -> None:
         """A follower, this worker, receives all values."""
-        with self._changed:
+        with self._lock:
             self._rounds.concluded(round, values)
             self._changed.notify_all()
 
     def failed(self, round: str, reason: str) -> None:
         """A follower, this worker, learns that the leader has given up."""
-        with self._changed:
+        with self._lock:
             self._rounds.failed(round, reason)
             self._changed.notify_all()
 
     def peer_lost(self, name: str) -> None:
         """The connection to this worker has ended."""
-        with self._changed:
+        with self._lock:
             self._rounds.lost(name)
             self._changed.notify_all()
 
@@ -105,7 +106,7 @@ class AllGather:
     ) -> dict[str, object]:
         limit = self._clock.now() + seconds
         while (values := self._wait(round, awaited, limit)) is None:
-            with self._changed:
+            with self._lock:
                 missing = ", ".join(self._rounds.missing(round, names))
                 lost = self._rounds.waits_in_vain(round, awaited)
             gathering = f"in an all-gather of {', '.join(sorted(names))}"
@@ -124,7 +125,7 @@ class AllGather:
 
     def _wait(self, round: str, awaited: Collection[str], limit: float) -> dict[str, object] | None:
         """All values; None if the limit has passed, or a worker that is waited for is lost."""
-        with self._changed:
+        with self._lock:
             while (values := self._rounds.whole(round)) is None:
                 failure = self._rounds.failure(round)
                 if failure is not None:
@@ -141,12 +142,12 @@ class AllGather:
                 self._reach(name)
             except GradwireError:
                 return False
-            with self._changed:
+            with self._lock:
                 self._rounds.is_back(name)
         return True
 
     def _check_none_lost(self, round: str, awaited: Collection[str], gathering: str) -> None:
-        with self._changed:
+        with self._lock:
             lost = self._rounds.waits_in_vain(round, awaited)
         if lost:
             raise PeerLost(

@@ -211,13 +211,6 @@ class SimulatedChannel:
         heard, self._said = self._said[:length], self._said[length:]
         return heard
 
-    def release_send_lock(self) -> bool:
-        """See `Channel.release_send_lock`; there is no send lock here."""
-        return False
-
-    def reacquire_send_lock(self) -> None:
-        """See `Channel.release_send_lock`."""
-
     def send(self, frame: Frame, deadline: float) -> None:
         """See `Channel.send`."""
         self._network.scheduler.me()

@@ -69,8 +69,6 @@ class SocketChannel:
         )
         self.maybe_recv, self.recv_raw = self._reader.maybe_recv, self._reader.recv_raw
         self.send, self.send_raw = self._writer.send, self._writer.send_raw
-        self.release_send_lock = self._writer.release_send_lock
-        self.reacquire_send_lock = self._writer.reacquire_send_lock
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_timeval(stall))

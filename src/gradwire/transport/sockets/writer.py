@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from threading import get_ident
 from typing import Final, TypeAlias, final
+from weakref import WeakValueDictionary
 
 from gradwire import threads
 from gradwire.errors import GradwireError, PeerLost, UsageError
@@ -49,6 +50,11 @@ _MOST_PARTS: Final = 1024
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
+_CONTENDED_SECONDS: Final = 0.05
+"""How long a thread waits for a send lock before it releases those that it holds."""
+
+_writers: WeakValueDictionary[int, FrameWriter] = WeakValueDictionary()
+"""all of this process, in the order in which a thread reacquires several send locks"""
 
 Unsent: TypeAlias = "bytes | list[Buffer]"
 
@@ -82,6 +88,7 @@ class FrameWriter:
         """whether a send is in progress that an inner send cannot continue"""
         self._is_opaque = not isinstance(sock, socket.socket)
         """whether it is a TLS stream, whose progress is unknown after an interrupt"""
+        _writers[id(self)] = self
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send a frame; see `Channel.send`.
@@ -95,11 +102,10 @@ class FrameWriter:
         me = get_ident()
         for has_lock in self._taking:  # noqa: B007
             break
-        if has_lock:
-            self._sender = me
-        elif not self._acquire(deadline, me):
-            self._send_inside([small], (), deadline)
+        if not has_lock:
+            self._transmit([small], (), deadline)
             return
+        self._sender = me
         try:
             try:
                 sends = map(self._sock.send, (small,), _AT_ONCE_)
@@ -117,12 +123,24 @@ class FrameWriter:
             except BaseException as error:
                 self._failed_midway(error)
                 raise
-            if self._unsent is not small:
-                self._send([small], (), deadline)
-            else:
-                self._finish_by(deadline, small)
+            self._send_rest(small, deadline)
         finally:
-            self._release()
+            # As in `_release`; but a KeyboardInterrupt may come when a function is entered, before
+            # its first line, and then the lock would never be released.
+            if self._unsent is None:
+                self._is_blocked = False
+                self._sender = 0
+                self._sending.release()
+                if self._closer.close_reason is not None:
+                    self._closer.close_if_unused()
+            else:
+                self._release()
+
+    def _send_rest(self, small: bytes, deadline: float) -> None:
+        if self._unsent is small:
+            self._finish_by(deadline, small)
+        else:
+            self._send([small], (), deadline)
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
@@ -143,27 +161,43 @@ class FrameWriter:
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send the buffers as one unit."""
-        if not self._acquire(deadline, get_ident()):
+        if self._sender == get_ident():
             self._send_inside(parts, ancillary, deadline)
             return
+        lent = self._acquire(deadline)
         try:
-            self._send(parts, ancillary, deadline)
+            try:
+                self._send(parts, ancillary, deadline)
+            finally:
+                self._release()
         finally:
-            self._release()
+            reacquire_send_locks(lent)
 
-    def _acquire(self, deadline: float, me: int) -> bool:
-        """Acquire the send lock; False if this thread holds it, in a send that was interrupted.
+    def _acquire(self, deadline: float) -> list[FrameWriter]:
+        """Acquire the send lock; returns those that must be reacquired after the send.
 
-        The lock is acquired and `_sender` set in one step: see Note [Reading inside a read].
+        A finalizer that interrupted a send on one channel may send on another, while a second
+        thread does so the other way round. So a thread that waits for a send lock holds no other:
+        those of interrupted sends are released, and reacquired when this send is over.
         """
-        if self._sender == me:
-            return False
-        left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-        (has_lock,) = map(self._sending.acquire, (True,), (left,))
-        if has_lock:
-            self._sender = me
-            return True
-        raise send_timed_out(self._remote)
+        lent: list[FrameWriter] = []
+        patience = _CONTENDED_SECONDS
+        try:
+            while True:
+                left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+                me, wait = get_ident(), min(left, patience)
+                # The lock is acquired and `_sender` set in one step: see Note [Reading inside a
+                # read].
+                (has_lock,) = map(self._sending.acquire, (True,), (wait,))
+                if has_lock:
+                    self._sender = me
+                    return lent
+                if wait == left:
+                    raise send_timed_out(self._remote)
+                patience, lent = math.inf, release_send_locks(must=True)
+        except BaseException:
+            reacquire_send_locks(lent)
+            raise
 
     def _send_inside(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send from a finalizer or a signal handler that interrupted a send of its own thread.
@@ -171,23 +205,17 @@ class FrameWriter:
         If the interrupted frame has begun, its rest is sent first.
         """
         if self._is_blocked:
-            raise UsageError(
-                "a finalizer or a signal handler cannot send: it interrupted its thread in the "
-                f"middle of sending to {self._remote}",
-                hint="put the work into a queue.SimpleQueue for another thread",
-            )
+            raise self._cannot_send()
         self._send(parts, ancillary, deadline)
 
-    def release_send_lock(self) -> bool:
-        """See `Channel`. The interrupted send rereads its state before each step."""
-        if self._sender != get_ident() or self._is_blocked:
-            return False
-        self._sender = 0
-        self._sending.release()
-        return True
+    def _cannot_send(self) -> UsageError:
+        return UsageError(
+            "a finalizer or a signal handler cannot send: it interrupted its thread in the "
+            f"middle of sending to {self._remote}",
+            hint="put the work into a queue.SimpleQueue for another thread",
+        )
 
-    def reacquire_send_lock(self) -> None:
-        """See `Channel`."""
+    def _reacquire(self) -> None:
         me = get_ident()
         # On a closed channel wait at most 1 s: after a fork the holder may not exist.
         patience = -1 if self._closer.close_reason is None else 1
@@ -348,6 +376,31 @@ class FrameWriter:
         if not isinstance(error, ConnectionError):
             self._closer.end(close_reason_of(error))
         return PeerLost(self._closer.close_reason or close_reason_of(error))
+
+
+def release_send_locks(*, must: bool = False) -> list[FrameWriter]:
+    """Release the send locks that this thread holds; returns their writers.
+
+    For a finalizer or a signal handler that interrupted a send and has to wait: other threads can
+    send meanwhile, and the interrupted send rereads its state before each step. A send that cannot
+    be interrupted keeps its lock, or raises UsageError if it `must` release it.
+    """
+    me = get_ident()
+    writers = [reference() for reference in _writers.valuerefs()]
+    held = [writer for writer in writers if writer is not None and writer._sender == me]
+    if must and (blocked := [writer for writer in held if writer._is_blocked]):
+        raise blocked[0]._cannot_send()
+    lent = [writer for writer in held if not writer._is_blocked]
+    for writer in lent:
+        writer._sender = 0
+        writer._sending.release()
+    return lent
+
+
+def reacquire_send_locks(writers: list[FrameWriter]) -> None:
+    """The thread goes on with the sends whose locks were released by `release_send_locks`."""
+    for writer in writers:
+        writer._reacquire()
 
 
 def _after(unsent: Unsent, sent: int) -> list[Buffer]:
