@@ -36,15 +36,13 @@ def train():
     weight = gradwire.remote("w2", torch.randn, args=(8, 4), kwargs={"requires_grad": True})
     x = torch.randn(16, 8, requires_grad=True)
 
-    with gradwire.context():
-        h = gradwire.rpc_sync("w1", torch.sin, args=(x,))
-        y = gradwire.rpc_sync("w2", project, args=(weight, h))
-        loss = y.square().mean()
-        loss.backward()
+    h = gradwire.rpc_sync("w1", torch.sin, args=(x,))
+    y = gradwire.rpc_sync("w2", project, args=(weight, h))
+    loss = y.square().mean()
+    loss.backward()
     weight_grad = gradwire.rpc_sync("w2", gradient_of, args=(weight,))
 
-    with torch.no_grad():  # only the value is needed, so it is not part of the graph
-        local_weight = weight.to_here().requires_grad_()
+    local_weight = weight.to_here().detach().requires_grad_()  # a leaf of its own
     local_x = x.detach().clone().requires_grad_()
     expected = in_one_process(local_weight, local_x)
 

@@ -77,9 +77,8 @@ def main():
     stages = [gradwire.remote(f"w{n}", Stage, args=(n,)) for n in range(3)]
     assert all(stage.rpc_sync().forward_times() == [] for stage in stages)  # all exist
     batch = torch.randn(128 * MICRO_BATCHES, WIDTH)
-    with gradwire.context():
-        loss = pipelined(stages, batch)
-        loss.backward()
+    loss = pipelined(stages, batch)
+    loss.backward()
     print("the micro-batches, over time:")
     draw(stages)
 

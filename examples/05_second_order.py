@@ -45,9 +45,8 @@ def main():
         return upper.rpc_sync().forward(lower.rpc_sync().forward(x))
 
     x = torch.randn(32, 4, requires_grad=True)
-    with gradwire.context():
-        penalty = penalty_of(remote_critic, x)
-        penalty.backward()
+    penalty = penalty_of(remote_critic, x)
+    penalty.backward()
     found = [grad for half in (lower, upper) for grad in half.rpc_sync().gradients()]
 
     critic = nn.Sequential(Half(*LOWER), Half(*UPPER))  # the same, in one process

@@ -63,12 +63,13 @@ class Training:
 
     def step(self, n):
         for attempt in gradwire.retrying(times=5, restore=self.restore):
-            with attempt, gradwire.context() as context:
+            with attempt:
+                self.optimizer.zero_grad()
                 loss = loss_of(self.halves, n)
                 if attempt.number == 0 and n in KILLS:
                     gradwire.rpc_async(KILLS[n], die)
-                gradwire.backward(context, [loss])
-                self.optimizer.step(context)
+                loss.backward()
+                self.optimizer.step()
                 saved = self.optimizer.checkpoint()
         self.saved = saved
         return loss.item()

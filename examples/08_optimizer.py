@@ -65,14 +65,14 @@ def over_workers():
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
     losses = []
     for x, y in batches():
-        with gradwire.context() as context:
-            h = x
-            for part in parts:
-                h = part.rpc_sync().forward(h)
-            loss = nn.functional.mse_loss(h, y)
-            gradwire.backward(context, [loss])
-            optimizer.clip_grad_norm_(0.1, context_id=context)
-            optimizer.step(context)
+        optimizer.zero_grad()
+        h = x
+        for part in parts:
+            h = part.rpc_sync().forward(h)
+        loss = nn.functional.mse_loss(h, y)
+        loss.backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
         schedule.step()
         losses.append(loss.item())
     print(f"learning rate {optimizer.param_groups[0]['lr']:g} after {STEPS} steps")

@@ -51,9 +51,8 @@ def descend(module):
 def train(model, update, tokens, wanted):
     losses = []
     for _ in range(STEPS):
-        with gradwire.context():
-            loss = (model(tokens) - wanted).square().mean()
-            loss.backward()
+        loss = (model(tokens) - wanted).square().mean()
+        loss.backward()
         update(model)
         losses.append(loss.item())
     return losses

@@ -24,12 +24,15 @@ def eventually(condition, seconds: float = 5.0) -> bool:
 
 
 def leftovers(workers) -> list[str]:
-    """All that the workers still remember of calls, contexts, passes and references."""
+    """All that the workers still remember of calls, edges, contexts, passes and references."""
     found = []
     for member in workers:
         worker = member.worker
         counts = {
             "contexts": len(worker.engine.contexts),
+            "edges sent": len(worker.engine.edges.sent),
+            "edges received": len(worker.engine.edges.received),
+            "links kept": len(worker.engine.edges.joins),
             "passes": len(worker.engine.passes),
             "requests in flight": worker.agent.in_flight,
             "jobs": worker.agent.dispatch.active,
@@ -39,10 +42,17 @@ def leftovers(workers) -> list[str]:
     return found
 
 
+def flush(workers) -> None:
+    """Let the workers say at once which edges are over."""
+    for member in workers:
+        member.worker.engine._releases.flush()
+
+
 def assert_nothing_left(workers) -> None:
     """Wait until the workers have forgotten everything."""
 
     def is_clean() -> bool:
+        flush(workers)
         return not leftovers(workers)
 
     if eventually(is_clean, 0.5):

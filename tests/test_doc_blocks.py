@@ -62,7 +62,7 @@ ELSEWHERE = {
     (f"{GUIDE}failures.md", 'faults = "kill before-handle Start on w1"'): "test_failures.py",
     (f"{GUIDE}failures.md", 'faults = "kill before-reply Prepare on w1"'): "test_failures.py",
     (f"{GUIDE}failures.md", 'faults = "stop before-reply Call on w1"'): "test_failures.py",
-    (f"{GUIDE}failures.md", 'faults = "close before-send Result on w1"'): "test_failures.py",
+    (f"{GUIDE}failures.md", 'faults = "close before-send Result on w1 nth 2"'): "test_failures.py",
 }
 
 NOT_RUN = {
@@ -159,7 +159,14 @@ PAGES = {
 """what a module of the reader's has by then"""
 
 NEEDS = {
-    (f"{GUIDE}getting-started.md", "with gradwire.context():"): (
+    ("README.md", 'y = gw.rpc_sync("w1", stage, args=(x,))'): (
+        "import gradwire as gw\nx = torch.ones(3, requires_grad=True)\n"
+        "stage, loss = torch.sin, torch.sum\n"
+    ),
+    (f"{GUIDE}getting-started.md", 'y = gradwire.rpc_sync("w1", stage, args=(x,))'): (
+        "x.requires_grad_()\nstage, loss = torch.sin, torch.sum\n"
+    ),
+    (f"{GUIDE}getting-started.md", 'h = gradwire.rpc_sync("w1", torch.sin, args=(x,))'): (
         "ref = gradwire.remote('w1', Model, args=(64,))\n"
     ),
     (
@@ -191,7 +198,7 @@ NEEDS = {
     ("docs/reference.md", ">>> gradwire.register_codec(Fraction, str, Fraction)"): (
         "class Fraction(str): ...\n"
     ),
-    ("docs/reference.md", ">>> with gradwire.context():"): (
+    ("docs/reference.md", ">>> with gradwire.context() as context_id:"): (
         "x = torch.ones(3, requires_grad=True)\n"
     ),
     ("docs/reference.md", ">>> with cluster(2) as workers:"): (
@@ -209,28 +216,16 @@ AFTER = {
 }
 """how what a block defines is used"""
 
-IN_A_CONTEXT = {
-    (
-        f"{GUIDE}getting-started.md",
-        'value = gradwire.rpc_sync("w1", torch.sin, args=(x,))  # waits',
-    ),
-    (
-        f"{GUIDE}getting-started.md",
-        'layer = gradwire.RemoteModule("w1/cuda:0", nn.Linear, (512, 10))  # "w1" alone is its CPU',
-    ),
-}
-
 REPLACED = {
     '"w1/cuda:0"': '"w1/cuda:0"' if torch.cuda.is_available() else '"w1/cpu"',
     # The fault must happen: a backward over the worker that closes, instead of the dots.
     "that never happened\n        ...": "that never happened\n"
     "        x = torch.ones(2, requires_grad=True)\n"
-    "        with gradwire.context():\n"
-    "            y = gradwire.rpc_sync('w1', torch.sin, args=(x,)).sum()\n"
-    "            try:\n"
-    "                y.backward()\n"
-    "            except gradwire.PeerLost:\n"
-    "                pass",
+    "        y = gradwire.rpc_sync('w1', torch.sin, args=(x,)).sum()\n"
+    "        try:\n"
+    "            y.backward()\n"
+    "        except gradwire.PeerLost:\n"
+    "            pass",
 }
 
 
@@ -283,9 +278,6 @@ def run_block(block, source, space):
     exec(NEEDS.get(block.key, ""), space)
     if block.key in AFTER:
         exec(AFTER[block.key], space)
-    elif block.key in IN_A_CONTEXT:
-        with gradwire.context():
-            exec(source, space)
     else:
         exec(source, space)
 

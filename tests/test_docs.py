@@ -125,7 +125,7 @@ def anchors(text: str) -> set[str]:
 
 
 def snippet() -> str:
-    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    return re.search(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.S)[1]
 
 
 @pytest.mark.slow
@@ -212,9 +212,8 @@ def test_every_thread_of_working_workers_is_on_the_page():
     def work() -> None:
         x = torch.ones(3, requires_grad=True)
         ref = gradwire.remote("w1", torch.ones, args=(3,))
-        with gradwire.context():
-            y = gradwire.rpc_async("w1", torch.sin, args=(x,)).then(lambda future: future.wait())
-            (y.wait() * ref.to_here()).sum().backward()
+        y = gradwire.rpc_async("w1", torch.sin, args=(x,)).then(lambda future: future.wait())
+        (y.wait() * ref.to_here()).sum().backward()
         seen.update(thread.name for thread in threading.enumerate())
 
     with gradwire.testing.cluster(2) as workers:

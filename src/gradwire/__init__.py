@@ -4,7 +4,8 @@ import importlib
 import typing
 
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.autograd.api import backward, context, get_gradients
+from gradwire.autograd.api import backward, context, get_gradients, live_edges
+from gradwire.autograd.graph.edges import LiveEdge
 from gradwire.errors import (
     ArgumentTypeError,
     BackwardTimeout,
@@ -84,6 +85,8 @@ __all__ = [  # in the order one learns them
     "context",
     "backward",
     "get_gradients",
+    "live_edges",
+    "LiveEdge",
     # learn from it
     "DistributedOptimizer",
     "clip_grad_norm_",

@@ -1,4 +1,4 @@
-"""What the running code belongs to: its worker, its deadline, its request and its context.
+"""What the running code belongs to: its worker, deadline, request, context, and the user's line.
 
 One context variable holds all of it. A worker sets it around each function that it runs. Code
 outside of any worker's scope finds the default of the process, which `init_rpc` sets; a process
@@ -10,10 +10,15 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, TypeVar, final
+
+import torch
 
 from gradwire.errors import UsageError
 
@@ -133,3 +138,32 @@ def _is_data_loader() -> bool:
     """Whether this is a process that a torch DataLoader has started."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
+
+
+# -- the line of the user's program that has called into gradwire
+
+# Each ends with a separator: a program in a folder gradwire_app is the user's.
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+
+
+def user_level(frame: FrameType) -> int:
+    """How many frames above this one the user's code is.
+
+    Torch's frames are skipped too: a module is called through `Module.__call__`, and Python shows a
+    warning once for each line, so all modules of a program would share one warning.
+    """
+    level, above = 0, frame
+    while above.f_back is not None and above.f_code.co_filename.startswith(_LIBRARIES):
+        above, level = above.f_back, level + 1
+    return level
+
+
+def user_line() -> tuple[str, int]:
+    """The file and line of the user's code that runs now, if any. hot: each message with a graph"""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_back is None:
+            return "", 0
+        frame = frame.f_back
+    name = frame.f_code.co_filename
+    return ("", 0) if name == threading.__file__ else (name, frame.f_lineno)

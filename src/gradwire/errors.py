@@ -88,7 +88,7 @@ class NotSerializable(UsageError):
 
 
 class ContextClosed(UsageError):
-    """A graph outlived the context that recorded it."""
+    """A graph was differentiated after the end of the context in which it was made."""
 
 
 class PeerError(GradwireError):
@@ -190,7 +190,7 @@ class RemoteError(GradwireError):
 class GraphCutWarning(UserWarning):
     """A tensor that requires grad was sent without its graph: it will get no gradient.
 
-    No context records the call, or the tensor was copied inside a module or another object.
+    It was copied inside a module or another object; or, by torch's API, no context records it.
     """
 
 

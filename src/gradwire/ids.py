@@ -40,7 +40,7 @@ class EdgeId(_Counted, frozen=True, order=True, array_like=True):
 
 
 class PassId(_Counted, frozen=True, order=True, array_like=True):
-    """One backward pass over a context, numbered by the worker that started it."""
+    """One backward pass, numbered by the worker that started it."""
 
     def __str__(self) -> str:
         return f"p{self.worker}.{self.n}"

@@ -105,9 +105,9 @@ class Limits:
     contexts: int = 1 << 12
     """of one peer that are open here"""
     edges: int = 1 << 18
-    """of one peer, in all contexts that are open here; also the depth of a graph"""
+    """that one peer has sent and this worker holds; also the depth of a graph"""
     passes: int = 1 << 16
-    """of other workers over one context that are known here"""
+    """of one coordinator that are known here"""
     runs: int = 1 << 8
     """of one peer's backward passes at a time; each has a thread while it waits"""
     references: int = 1 << 18

@@ -26,7 +26,15 @@ import gradwire
 from gradwire.agent import messages as agent_messages
 from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.autograd import messages as autograd_messages
-from gradwire.autograd.messages import Crossing, Forget, Gradients, PassEnded, RunDone, Start
+from gradwire.autograd.messages import (
+    Crossing,
+    Forget,
+    Gradients,
+    PassEnded,
+    Release,
+    RunDone,
+    Start,
+)
 from gradwire.errors import BadMessage, GradwireError, NotSerializable, PeerLost
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
 from gradwire.options import Limits, Options, Timeouts
@@ -188,10 +196,11 @@ def examples() -> list[Message]:
         Accept(ForkId(1, 1)),
         Drop(RefId(0, 5), ForkId(0, 6), 2),
         BackwardFrom(RefId(0, 5), context, False, 1.0),
-        Start(context, PassId(0, 1), b"\1", None, 0, False, False, 1.0, None),
-        Gradients(context, PassId(0, 1), EdgeId(1, 0), [True], headers, [crossing]),
-        RunDone(context, PassId(1, 1), True),
-        PassEnded(context, PassId(0, 1), None),
+        Start(PassId(0, 1), 1, context, {1 << 45: b"\1"}, None, 0, False, False, 1.0, None),
+        Gradients(PassId(0, 1), EdgeId(1, 0), [True], headers, [crossing]),
+        RunDone(PassId(1, 1), True),
+        PassEnded(PassId(0, 1), None),
+        Release([0]),
         Forget(context),
         agent_messages.Failure("builtins:ValueError", "text", None, "", "w0"),
         agent_messages.Done(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
@@ -22,6 +24,16 @@ class Part(nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.linear(x)) * self.scale
+
+    @gradwire.async_execution
+    def forward_later(self, x):
+        """The same in a callback, on another thread than this one."""
+        self.thread = threading.get_ident()
+        return gradwire.rpc_async("w0", torch.clone, args=(x,)).then(self._came)
+
+    def _came(self, future):
+        assert threading.get_ident() != self.thread
+        return self(future.value())
 
     def refs(self):
         return [gradwire.RRef(parameter) for parameter in self.parameters()]
@@ -79,6 +91,10 @@ class Server:
             used = [*used, before] if before.data_ptr() == self.gain.data_ptr() else None
         return y, used and [u.clone() for u in used]
 
+    def slope(self):
+        for p in [*self.model.parameters(), self.gain]:
+            p.grad = torch.ones_like(p)
+
     def gradients(self, context):
         found = gradwire.get_gradients(context)
         return [found[p] for p in [*self.model.parameters(), self.gain]]
@@ -111,6 +127,24 @@ def train(server, optimizer_class, steps, seed):
         if used is not None:
             checked += 1
             check(used, gradients, x)
+    return checked
+
+
+def differentiate(server, steps, seed):
+    """A trainer without contexts, that steps between its forward and its backward."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, server.rpc_sync().refs(), lr=1e-3)
+    checked = 0
+    for _ in range(steps):
+        x = torch.randn(16, 2, generator=generator).double().requires_grad_()
+        y, used = server.rpc_sync().forward(x)
+        optimizer.step()
+        (gradient,) = torch.autograd.grad(y.square().mean(), x)
+        if used is not None:
+            checked += 1
+            there, _ = model_with(used).forward(x)
+            (expected,) = torch.autograd.grad(there.square().mean(), x)
+            assert torch.equal(gradient, expected)
     return checked
 
 

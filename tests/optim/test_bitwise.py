@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,10 +15,13 @@ from tests.optim import far
 
 STEPS = strength.count(50, 16)
 CLASSES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
 }
+WAYS = ["map", "grad", "grad in a context", "map of a graph from outside", "map of two halves"]
+"""Where a step computes its graph, and where its gradients are."""
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +48,10 @@ class Here:
             x = part(x)
         return x.square().mean()
 
-    def step(self, n):
-        self.optimizer.zero_grad()
-        self.loss(batch(n)).backward()
+    def step(self, n, losses=1, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+        for k in range(losses):
+            self.loss(batch(n + k)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, 0.05)
         self.optimizer.step()
         return norm
@@ -63,21 +69,40 @@ class Spread:
         self.optimizer = gradwire.DistributedOptimizer(cls, refs, **options)
 
     def loss(self, x):
-        for part in self.parts:
+        return self.rest(x, 0)
+
+    def rest(self, x, first):
+        for part in self.parts[first:]:
             x = part.rpc_sync().forward(x)
         return x.square().mean()
 
-    def step(self, n):
+    def step(self, n, losses=1, set_to_none=True, way="grad"):
+        if way == "grad":
+            return self.plain_step(n, losses, set_to_none)
+        if way == "grad in a context":
+            with gradwire.context():
+                return self.plain_step(n, losses, set_to_none)
+        before = []
+        for k in range(losses):
+            if way == "map of a graph from outside":
+                before.append(self.loss(batch(n + k)))
+            elif way == "map of two halves":
+                before.append(self.parts[0].rpc_sync().forward(batch(n + k)))
         with gradwire.context() as context:
-            gradwire.backward(context, [self.loss(batch(n))])
+            for k in range(losses):
+                if way == "map":
+                    loss = self.loss(batch(n + k))
+                else:
+                    loss = before[k] if way != "map of two halves" else self.rest(before[k], 1)
+                gradwire.backward(context, [loss])
             norm = self.optimizer.clip_grad_norm_(0.05, context_id=context)
             self.optimizer.step(context)
         return norm
 
-    def plain_step(self, n):
-        self.optimizer.zero_grad()
-        with gradwire.context():
-            self.loss(batch(n)).backward()
+    def plain_step(self, n, losses, set_to_none):
+        self.optimizer.zero_grad(set_to_none)
+        for k in range(losses):
+            self.loss(batch(n + k)).backward()
         norm = self.optimizer.clip_grad_norm_(0.05)
         self.optimizer.step()
         return norm
@@ -92,20 +117,22 @@ def assert_same(spread, here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [False, True], ids=["context", "grad"])
+@pytest.mark.parametrize("ways", [["map"], ["grad"], WAYS], ids=["context", "grad", "mixed"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_fifty_steps_with_schedule_clipping_and_resumption(workers, name, plain):
-    workers[0].run(fifty_steps, *CLASSES[name], plain)
+def test_fifty_steps_with_schedule_clipping_and_resumption(workers, name, ways):
+    workers[0].run(fifty_steps, *CLASSES[name], ways, random.Random(f"{name} {ways}"))
 
 
-def fifty_steps(cls, options, plain):
+def fifty_steps(cls, options, ways, draw):
     here, spread = Here(cls, options), Spread(cls, options)
     schedules = [torch.optim.lr_scheduler.StepLR(p.optimizer, 10, 0.5) for p in (here, spread)]
     for n in range(STEPS):
         if n == STEPS // 2:
             spread, schedules[1] = resumed(spread, schedules[1], cls, options)
-        norms = here.step(n), (spread.plain_step if plain else spread.step)(n)
-        assert torch.equal(*norms)
+        kind = {"losses": draw.choice([1, 1, 2]), "set_to_none": draw.random() < 0.7}
+        way = draw.choice(ways)
+        norms = here.step(n, **kind), spread.step(n, **kind, way=way)
+        assert torch.equal(*norms), (n, way, kind)
         for schedule in schedules:
             schedule.step()
         assert_same(spread.values(), here.values())

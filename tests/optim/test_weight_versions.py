@@ -103,6 +103,95 @@ def test_it_fails_too_if_others_are_under_the_hooks(weights):
         y.backward()
 
 
+FROZEN = {
+    "itself": lambda x, p: (x * p).sum(),
+    "view": lambda x, p: (x * p.view(2)).sum(),
+    "twice": lambda x, p: (x * p * p).sum(),
+}
+"""How a graph may use a parameter that requires no gradient."""
+
+
+@pytest.mark.parametrize("use", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("thawed", ["before the step", "after it", "never"])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_parameter_may_have_required_no_gradient_when_it_was_used(weights, use, thawed, hooked):
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    weights.p.requires_grad = False
+    (expected,) = torch.autograd.grad(use(x, weights.p), x)
+    with weights.hooks() if hooked else contextlib.nullcontext():
+        y = use(x, weights.p)
+    weights.p.requires_grad = thawed == "before the step"
+    weights.step()
+    weights.p.requires_grad = thawed != "never"
+
+    if hooked:
+        y.backward()
+        assert torch.equal(x.grad, expected)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_a_graph_made_while_it_required_none_is_told_from_one_that_only_adds(weights):
+    """The same count of references: of a graph that needs the weights, of one that does not."""
+    y = weights.p.sum()
+    weights.step()
+    y.backward()
+    assert weights.p.grad.tolist() == [1, 1]
+    assert weights.p._version == 0
+
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    weights.p.requires_grad = False
+    y = (x * weights.p).sum()
+    weights.p.requires_grad = True
+    weights.step()
+    assert weights.p._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_detached_parameter_keeps_its_values_beside_graphs_that_only_lead_to_it(weights):
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with weights.hooks():
+        y = (x * weights.p.detach()).sum() + (weights.p**2).sum()
+    weights.step()
+
+    y.backward()
+
+    assert x.grad.tolist() == [2, 3]
+    assert weights.p.grad.tolist() == [4, 6]
+
+
+class Interrupted(list):
+    """Pairs to step. Something happens after the step has waited, and before it has begun."""
+
+    def __init__(self, pairs, what):
+        super().__init__(pairs)
+        self.what, self.times = what, 0
+
+    def __iter__(self):
+        self.times += 1
+        if self.times == 2:
+            self.what()
+        return super().__iter__()
+
+
+def test_an_operator_without_the_hooks_that_began_during_a_step_is_told(weights):
+    made = []
+
+    def use():
+        with torch.enable_grad():
+            made.append((weights.p**3).sum())
+
+    with torch.no_grad():
+        pairs = Interrupted([(weights.p, weights.p * 10)], use)
+        weights.versions.replace(pairs)
+
+    assert len(made) == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made[0].backward()
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 def test_who_writes_into_a_parameter_that_a_graph_needs_is_told(weights, stepped):
     with weights.hooks():

@@ -23,11 +23,11 @@ import torch
 
 from gradwire import Options, Timeouts
 from gradwire.rpc.behavior import Behavior
-from gradwire.testing import cluster
 from gradwire.testing.process_cluster import process_cluster
-from tests.oracle import dice
-from tests.oracle.check import SECONDS, Checker, exposed
+from tests.oracle import leaks
+from tests.oracle.check import SECONDS, Checker, exposed, workers
 from tests.oracle.programs import KINDS, features_of
+from tests.oracle.unusual import LOST
 
 SHARE = 250
 """programs of one process"""
@@ -59,13 +59,14 @@ def running(asked: argparse.Namespace) -> Iterator[Checker]:
     """A cluster in this process or of processes, and what checks programs on it."""
     with ExitStack() as stack:
         if asked.processes:
-            stack.enter_context(process_cluster(5, expose=exposed(), options=OPTIONS))
+            stack.enter_context(leaks.cheap_collections())
+            hosts = stack.enter_context(process_cluster(6, expose=exposed(), options=OPTIONS))
+            hosts[LOST].kill()
             on_w0 = _just_run
         else:
             behavior = Behavior(edge_per_message=asked.together)
-            own = stack.enter_context(dice.owned(5)) if "draws" in asked.kinds else None
-            made = cluster(5, expose=exposed(), behavior=behavior, options=OPTIONS, generators=own)
-            on_w0 = stack.enter_context(made)[0].run
+            draws = "draws" in asked.kinds
+            on_w0 = stack.enter_context(workers(OPTIONS, behavior, draws=draws))
         yield Checker(on_w0, together=asked.together, kinds=asked.kinds, seconds=asked.seconds)
 
 

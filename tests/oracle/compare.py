@@ -10,8 +10,17 @@ EXACT = 2.0**52
 """Below this, integers in float64 add up to the same in any order."""
 
 
-def difference(remote: Outcome, local: Outcome) -> str | None:
+def difference(remote: list[Outcome], local: list[Outcome]) -> str | None:
     """What is not equal, in words; None if everything is."""
+    for n, (a, b) in enumerate(zip(remote, local, strict=False)):
+        found = _of_act(a, b)
+        if found is not None:
+            return found if len(local) == 1 else f"in act {n}: {found}"
+    assert len(remote) == len(local), "an act without an error was the last"
+    return None
+
+
+def _of_act(remote: Outcome, local: Outcome) -> str | None:
     if remote.error != local.error:
         return f"error {remote.error!r}, in one process {local.error!r}"
     if len(remote.values) != len(local.values):

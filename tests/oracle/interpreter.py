@@ -10,13 +10,19 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
+import torch._dynamo  # seconds, in the first checkpoint of a process otherwise
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from gradwire.current import current_worker
 from tests.oracle import dice
+from tests.oracle.places import run_in
 from tests.oracle.state import Accumulator, Doubled, State, Stopped
+
+T = TypeVar("T")
 
 STATES: dict[str, State] = {}
 """By worker name; the workers of a process share the dict, never an entry."""
@@ -158,6 +164,21 @@ def in_a_thread(to: int, function: Callable, *args, how: str):
     return future.result
 
 
+def as_this_worker(function: Callable[[], T]) -> Callable[[], T]:
+    """Where workers share a process, a thread does not know its worker."""
+    worker = current_worker.find()
+
+    def run() -> T:
+        with contextlib.nullcontext() if is_known(worker) else worker.scope():
+            return function()
+
+    return run
+
+
+def is_known(worker: object) -> bool:
+    return current_worker.maybe_find() is worker
+
+
 def make_reference(to: int, function: Callable, *args):
     """A reference to what a function returns there."""
     if is_local():
@@ -202,9 +223,14 @@ def _flat(arguments) -> list[torch.Tensor]:
 def run_steps(block: list, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
     state = STATES[here()]
     values = list(arguments) or [state.parameter * 2]
+    go_on(state, values, block)
+    return values
+
+
+def go_on(state: State, values: list, block: list) -> None:
+    """Take these steps, with the values that are there."""
     for kind, *details in block:
         STEPS[kind](state, values, *details)
-    return values
 
 
 def fail_after(block: list, value: torch.Tensor) -> None:
@@ -342,18 +368,19 @@ def _call(state: State, values: list, details: dict) -> None:
         "no_grad": torch.no_grad,
         "inference_mode": torch.inference_mode,
     }
+
+    def run() -> tuple:
+        to, block, returned = details["to"], details["block"], details["returned"]
+        return call(to, run_block, block, returned, arguments, how=details["how"])()
+
     with modes[details["mode"]]():
-        result = call(
-            details["to"],
-            run_block,
-            details["block"],
-            details["returned"],
-            arguments,
-            how=details["how"],
-        )()
+        result = run() if is_local() else run_in(details["place"], as_this_worker(run))
     used = [result[n % len(result)] for n in details["used"]]
     if details["mode"] == "inference_mode":
         used = [v.clone() if v.is_inference() else v for v in used]  # ordinary tensors again
+    if not used:
+        values.append(values[0] * 1)
+        return
     if details["modify"] and used[0].grad_fn is not None:
         used[0].mul_(3)
     values.extend(used)

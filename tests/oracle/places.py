@@ -13,8 +13,9 @@ import torch
 
 T = TypeVar("T")
 
-_POOL = ThreadPoolExecutor(2, thread_name_prefix="oracle")
-"""Kept: its threads have made nodes before, so it hides what fresh threads show."""
+_POOL = ThreadPoolExecutor(64, thread_name_prefix="oracle")
+"""Kept: its threads have made nodes before, so it hides what fresh threads show. As many as there
+may be calls inside each other, on all workers of this process."""
 
 
 def run_in(place: str | None, function: Callable[[], T]) -> T:

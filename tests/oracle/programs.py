@@ -3,6 +3,9 @@
 A *block* is a list of steps that one worker runs over a list of values; each step appends to it. A
 number in a step that stands for a value is taken modulo how many there are, so every block is
 valid. What a drawn program uses is counted: a feature that is never drawn fails the run.
+
+A program has one act or several, which share what the workers and the root keep. An *act* is the
+block of the root, and one way to differentiate what it computed.
 """
 
 from __future__ import annotations
@@ -15,9 +18,26 @@ from dataclasses import dataclass, field
 Step = list
 Block = list
 
-KINDS = ["threads", "finalizers", "inner backwards", "failed passes", "inputs", "draws"]
-"""Groups of steps and modes that can be left out of what is drawn."""
+KINDS = [
+    "threads",
+    "finalizers",
+    "inner backwards",
+    "failed passes",
+    "inputs",
+    "draws",
+    "acts",
+    "contexts",
+    "unread",
+]
+"""Groups of steps and modes that can be left out of what is drawn. Without "contexts", none is
+opened but for the modes that need one."""
 
+ONE_CONTEXT, NO_CONTEXT, MIXED_CONTEXTS = "one context", "no context", "mixed contexts"
+SCOPES = [NO_CONTEXT, ONE_CONTEXT, MIXED_CONTEXTS]
+"""Whether an act is one context, which ends with it; or there is none; or some blocks open contexts
+of their own that stay open until the program is over, and what is made in them is mixed."""
+
+LATER, EARLIER = "loss kept for later", "loss of an earlier act"
 MODES = [
     "backward",
     "retain twice",
@@ -34,11 +54,15 @@ MODES = [
     "backward into inputs",
     "failed pass",
     "failed pass into the map",
+    LATER,
+    EARLIER,
 ]
 KIND_OF_MODE = {
     "backward into inputs": "inputs",
     "failed pass": "failed passes",
     "failed pass into the map": "failed passes",
+    LATER: "acts",
+    EARLIER: "acts",
 }
 INTO_MAP = ["context map", "context map twice", "reference backward", "failed pass into the map"]
 FAILING = ["failed pass", "failed pass into the map"]
@@ -52,6 +76,7 @@ INNER = ["hand-written checkpoint", "reversible block"]
 FEATURES_OF_KIND = {
     "threads": [
         *(f"operator in {place}" for place in PLACES),
+        *(f"call in {place}" for place in PLACES),
         "a deep chain and a shallow one, joined in another thread",
     ],
     "finalizers": ["finalizer that calls", "collector runs often"],
@@ -59,12 +84,19 @@ FEATURES_OF_KIND = {
     "failed passes": ["failing node"],
     "inputs": [],
     "draws": [*(f"draw: {draw}" for draw in DRAWS), "draw under a checkpoint"],
+    "acts": ["several acts", "value carried to the next act", "state detached between acts"],
+    "contexts": [
+        *(f"scope: {scope}" for scope in SCOPES if scope != NO_CONTEXT),
+        "block in a context of its own",
+    ],
+    "unread": ["result never read", "result dropped at once", "call that never leaves"],
 }
 FEATURES = [
     *(f"mode: {mode}" for mode in MODES),
     *(f"operator: {operator}" for operator in OPERATORS),
     *(f"shape: {shape}" for shape in SHAPES),
     *(f"call: {how}" for how in CALLS),
+    f"scope: {NO_CONTEXT}",
     "depth 4",
     "call to oneself",
     "callback to the caller",
@@ -107,17 +139,33 @@ def features_of(kinds: Collection[str]) -> list[str]:
 
 
 @dataclass
-class Program:
-    """What to run, on how many workers, and how to differentiate it."""
+class Act:
+    """What the root runs, how it is differentiated, and what of it the next act finds."""
 
-    seed: int
-    workers: int
     mode: str
     body: Block
     losses: list[list[int]]
-    leaf_hooks: list[int]
     leaves: list[int]
     """of the root, whose gradients are asked for beside those of received tensors"""
+    retain: bool = False
+    """whether the graph stays after the last pass of this act"""
+    carried: list[int] = field(default_factory=list)
+    """values that the root has in the next act too"""
+    detached: list[int] = field(default_factory=list)
+    """of what is kept and carried, cut off after this act"""
+    zeroed: bool = False
+    """whether all gradients are dropped after this act"""
+
+
+@dataclass
+class Program:
+    """What to run, and on how many workers."""
+
+    seed: int
+    workers: int
+    scope: str
+    acts: list[Act]
+    leaf_hooks: list[int]
     thresholds: tuple[int, int, int] | None = None
     """of the garbage collector while it runs"""
     features: Counter = field(default_factory=Counter)
@@ -133,39 +181,65 @@ class Program:
         return any(self.features[feature] for feature in ("checkpoint, reentrant", *INNER))
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.mode} on {self.workers} workers"
+        modes = ", then ".join(act.mode for act in self.acts)
+        return f"seed {self.seed}: {modes} on {self.workers} workers, {self.scope}"
 
 
 def draw(seed: int, kinds: Collection[str] = KINDS) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
     modes = [mode for mode in MODES if KIND_OF_MODE.get(mode) in (None, *kinds)]
-    mode = modes[seed % len(modes)]
-    drawer = _Drawer(rng, workers=rng.randint(2, 5), mode=mode, kinds=kinds)
-    drawer.note(f"mode: {mode}")
-    body = drawer.block(worker=0, caller=None, depth=0, steps=rng.randint(2, 7))
-    losses = [[rng.randrange(64) for _ in range(rng.randint(1, 5))] for _ in range(2)]
+    scope = rng.choice(SCOPES if "contexts" in kinds else [NO_CONTEXT])
+    count = rng.choice([1, 1, 1, 2, 3, 4]) if "acts" in kinds else 1
+    drawer = _Drawer(rng, rng.randint(2, 5), scope, kinds)
+    drawer.note(f"scope: {scope}")
+    mode = modes[seed % len(modes)]  # in turn, so that a few programs use all
+    if mode in (LATER, EARLIER):
+        drawn = [LATER, *rng.choices(modes, k=count - 1), EARLIER]
+    else:
+        drawn = [mode, *rng.choices(modes, k=count - 1)]
+    if len(drawn) > 1:
+        drawer.note("several acts")
+    acts = [drawer.act(mode, is_last=n == len(drawn)) for n, mode in enumerate(drawn, 1)]
     hooked = [w for w in range(drawer.workers) if rng.random() < 0.4]
     if hooked:
         drawer.note("leaf hook", "post-accumulate hook", "accumulator hook")
-    leaves = [leaf for leaf in range(2) if rng.random() < 0.4]
     thresholds = None
     if drawer.features["finalizer that calls"] and rng.random() < 0.8:
         drawer.note("collector runs often")
         thresholds = rng.choice(THRESHOLDS)
-    return Program(
-        seed, drawer.workers, mode, body, losses, hooked, leaves, thresholds, drawer.features
-    )
+    return Program(seed, drawer.workers, scope, acts, hooked, thresholds, drawer.features)
 
 
 class _Drawer:
-    def __init__(self, rng: random.Random, workers: int, mode: str, kinds: Collection[str]) -> None:
-        self.rng, self.workers, self.mode, self.kinds = rng, workers, mode, kinds
+    def __init__(
+        self, rng: random.Random, workers: int, scope: str, kinds: Collection[str]
+    ) -> None:
+        self.rng, self.workers, self.scope, self.kinds = rng, workers, scope, kinds
+        self.mode = ""
         self.features: Counter = Counter()
         self.budget = 30
         self.may_draw = "draws" in kinds
         self.checkpoints = 0
         """around what is drawn now"""
+
+    def act(self, mode: str, *, is_last: bool) -> Act:
+        rng = self.rng
+        self.mode, self.budget = mode, max(self.budget, 8)
+        self.note(f"mode: {mode}")
+        body = self.block(worker=0, caller=None, depth=0, steps=rng.randint(2, 7))
+        losses = [[rng.randrange(64) for _ in range(rng.randint(1, 5))] for _ in range(2)]
+        act = Act(mode, body, losses, [leaf for leaf in range(2) if rng.random() < 0.4])
+        if not is_last:
+            act.retain = rng.random() < 0.85
+            act.carried = [self.index() for _ in range(rng.randint(0, 2))]
+            act.detached = [n for n in range(4) if rng.random() < 0.25]
+            act.zeroed = rng.random() < 0.3
+            if act.carried:
+                self.note("value carried to the next act")
+            if act.detached:
+                self.note("state detached between acts")
+        return act
 
     def note(self, *features: str) -> None:
         for feature in features:
@@ -211,6 +285,8 @@ class _Drawer:
         far += [self.checkpoint] * (4 if self.may_draw else 1)
         if "threads" in self.kinds:
             far += [self.chains] * 2
+        if "unread" in self.kinds and not self.checkpoints:
+            far += [self.unread, self.never_leaves]
         if "inner backwards" in self.kinds:
             far += [self.inner_backward] * 3
         if self.may_draw:
@@ -219,6 +295,8 @@ class _Drawer:
             far += [self.kept, self.fan_out, self.reference, self.method]
             if "finalizers" in self.kinds:
                 far += [self.finalizer] * 3
+            if self.scope == MIXED_CONTEXTS:
+                far += [self.room] * 4
         return far
 
     # -- steps on the worker itself
@@ -336,7 +414,10 @@ class _Drawer:
         used = [self.index() for _ in range(self.rng.randint(1, 2))]
         if len(returned) > 1:
             self.note("one of several results used")
-        modify = self.rng.random() < 0.25
+        if "unread" in self.kinds and self.rng.random() < 0.15:
+            self.note("result dropped at once")
+            used = []
+        modify = bool(used) and self.rng.random() < 0.25
         if modify:
             self.note("returned tensor modified in place")
         return [
@@ -344,6 +425,7 @@ class _Drawer:
             {
                 "to": to,
                 "how": how,
+                "place": self.place_of_call(),
                 "mode": mode,
                 "shape": shape,
                 "block": self.inner(to, worker, depth, pure),
@@ -353,6 +435,32 @@ class _Drawer:
                 "modify": modify,
             },
         ]
+
+    def place_of_call(self) -> str | None:
+        # A checkpoint that draws knows only the calls of its own thread.
+        if "threads" not in self.kinds or self.checkpoints or self.rng.random() < 0.7:
+            return None
+        place = self.rng.choice(PLACES)
+        self.note(f"call in {place}")
+        return place
+
+    def unread(self, worker: int, caller: int | None, depth: int, _: bool) -> Step:
+        """A call whose result nobody asks for. Nobody knows when it runs, or whether."""
+        self.note("result never read")
+        to, how = self.target(worker, caller), self.rng.choice(CALLS[1:])
+        may_draw, self.may_draw = self.may_draw, False
+        block = self.inner(to, worker, depth, True)
+        self.may_draw = may_draw
+        return ["unread", to, how, block, self.index()]
+
+    def never_leaves(self, *_: object) -> Step:
+        self.note("call that never leaves")
+        return ["never leaves", self.index()]
+
+    def room(self, worker: int, caller: int | None, depth: int, pure: bool) -> Step:
+        self.note("block in a context of its own")
+        block = self.block(worker, caller, depth + 1, self.rng.randint(1, 3), pure=pure)
+        return ["room", [step for step in block if step != ["modify received"]]]
 
     def shaped(self, worker: int, caller: int | None, *_: object) -> Step:
         shape = self.rng.choice(SHAPES)

@@ -7,12 +7,19 @@ from collections.abc import Callable
 
 import torch
 
+import gradwire
+
 _HOOK = "post-accumulate hook"
 
 
 def _seen(leaf: torch.Tensor) -> str:
     """What a post-accumulate hook sees is part of what is compared."""
     return f"{_HOOK} at {None if leaf.grad is None else leaf.grad.sum().item()}"
+
+
+def detached(tensors: list[torch.Tensor], picked: list[int] | None) -> list[torch.Tensor]:
+    """Some of these are cut off from their graph, or all of them."""
+    return [t.detach() if picked is None or n in picked else t for n, t in enumerate(tensors)]
 
 
 class State:
@@ -25,6 +32,10 @@ class State:
         self.parameter = torch.nn.Parameter(values)
         self.kept: list[torch.Tensor] = []
         self.alive: list[object] = []
+        self.contexts: list[gradwire.context] = []
+        """opened on this worker, and open until the program is over"""
+        self.before: torch.Tensor | None = None
+        """the gradient of the parameter when this act began"""
         self.fails = False
         # Appending is one step: a finalizer may run while its own thread counts.
         self._said: deque[str] = deque()
@@ -35,9 +46,9 @@ class State:
     def count(self, what: str) -> None:
         self._said.append(what)
 
-    @property
-    def counts(self) -> Counter:
-        return Counter(self._said)
+    def take_counts(self) -> Counter:
+        """What was counted since the last time."""
+        return Counter([self._said.popleft() for _ in range(len(self._said))])
 
     def owe(self, more: int) -> None:
         self._owed.append(more)

@@ -9,10 +9,8 @@ import pytest
 
 from gradwire import Options, Timeouts
 from gradwire.rpc.behavior import Behavior
-from gradwire.testing import cluster
 from tests import strength
-from tests.oracle import dice
-from tests.oracle.check import Checker, exposed
+from tests.oracle.check import Checker, workers
 from tests.oracle.programs import KINDS, draw, features_of
 
 PROGRAMS = strength.seeds(600, 60)
@@ -24,11 +22,8 @@ OPTIONS = Options(timeouts=Timeouts(call=30, backward=15))
 @contextmanager
 def running(behavior: Behavior | None = None):
     """A cluster whose workers have generators of their own."""
-    with (
-        dice.owned(5) as own,
-        cluster(5, expose=exposed(), options=OPTIONS, behavior=behavior, generators=own) as workers,
-    ):
-        yield Checker(workers[0].run, together=behavior is not None)
+    with workers(OPTIONS, behavior) as on_w0:
+        yield Checker(on_w0, together=behavior is not None)
 
 
 @pytest.fixture(scope="module")

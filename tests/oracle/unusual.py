@@ -1,26 +1,37 @@
-"""Steps that few programs take: operators in other threads, finalizers, inner backwards, draws."""
+"""Steps that few programs take: operators in other threads, finalizers, inner backwards, draws,
+contexts that stay open, results that nobody reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable
 
 import torch
 
+import gradwire
+from gradwire.errors import PeerLost
 from tests.oracle.finalizers import Finalizer
 from tests.oracle.functions import Fuse, HandWritten, Reversible
 from tests.oracle.interpreter import (
     STATES,
     STEPS,
     as_local,
+    as_this_worker,
     call,
+    go_on,
     here,
     is_local,
     operate,
+    run_block,
     run_steps,
 )
 from tests.oracle.places import run_in
 from tests.oracle.state import State
+
+LOST = "w5"
+"""a worker that has been there, and is no more"""
 
 # -- what travels
 
@@ -112,8 +123,43 @@ def _draw(state: State, values: list, draw: str, i: int) -> None:
             values.append(x[torch.randperm(3)])
 
 
+def _room(state: State, values: list, block: list) -> None:
+    """Take these steps in a new context, which stays open; the code around is not in it."""
+
+    def run() -> None:
+        opened = gradwire.context()
+        opened.__enter__()
+        state.contexts.append(opened)
+        go_on(state, values, block)
+
+    if is_local():
+        go_on(state, values, block)
+    else:
+        contextvars.Context().run(as_this_worker(run))
+
+
+def _unread(state: State, values: list, to: int, how: str, block: list, i: int) -> None:
+    arguments = [values[i % len(values)]]
+    values.append(values[i % len(values)] + 1)
+    if not is_local():  # where it would have no effect
+        call(to, run_block, block, [0, -1], arguments, how=how)
+
+
+def _never_leaves(state: State, values: list, i: int) -> None:
+    value = values[i % len(values)]
+    values.append(value * 2)
+    if is_local():
+        return
+    with contextlib.suppress(PeerLost):
+        gradwire.rpc_sync(LOST, times_parameter, args=(value,))
+        raise AssertionError(f"{LOST} has answered")
+
+
 STEPS.update(
     {
+        "room": _room,
+        "unread": _unread,
+        "never leaves": _never_leaves,
         "elsewhere": _elsewhere,
         "chains": _chains,
         "finalizer": _finalizer,

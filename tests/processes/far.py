@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -500,3 +501,39 @@ def wait_at_gate():
 
 def close_gate():
     _gate.clear()
+
+
+# -- graphs without a context
+
+_state: dict[str, torch.Tensor] = {}
+
+
+def grown(weight: torch.Tensor, x: torch.Tensor, name: str = "state") -> torch.Tensor:
+    """Add to a state that this process keeps, with its graph, from call to call."""
+    _state[name] = _state.get(name, torch.zeros_like(x)) * 0.5 + weight * x
+    return _state[name]
+
+
+def forget_state() -> None:
+    _state.clear()
+
+
+def doubled_along(route: list[str], x: torch.Tensor) -> torch.Tensor:
+    """Each worker on the way doubles it."""
+    y = x * 2
+    return gradwire.rpc_sync(route[0], doubled_along, args=(route[1:], y)) if route else y
+
+
+def edges_alive() -> dict[str, int]:
+    """What this worker holds of the graph, once all that has died is told."""
+    engine = current_worker.find().engine
+    return {
+        "sent": len(engine.edges.sent),
+        "received": len(engine.edges.received),
+        "passes": len(engine.passes),
+        "remembered": sum(map(len, engine.passes._ended.values())),
+    }
+
+
+def peak_megabytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

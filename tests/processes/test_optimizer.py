@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 
 import pytest
@@ -22,8 +24,8 @@ def _layers(*owners):
     return layers, gradwire.DistributedOptimizer(torch.optim.SGD, refs, lr=0.5)
 
 
-def _loss(layers):
-    x = torch.ones((), dtype=torch.float64)
+def _loss(layers, x=None):
+    x = torch.ones((), dtype=torch.float64) if x is None else x
     for layer in layers:
         x = layer.rpc_sync().forward(x)
     return x
@@ -45,6 +47,90 @@ def test_it_steps_parameters_of_three_processes(linked):
         optimizer.step(context)
 
     assert [layer.rpc_sync().value() for layer in layers] == [0, 0, 0]
+
+
+def test_without_a_context_it_steps_by_grad(linked):
+    layers, optimizer = _layers("w0", *linked)
+
+    _loss(layers).backward()
+    optimizer.step()
+
+    assert [layer.rpc_sync().value() for layer in layers] == [0, 0, 0]
+    assert [layer.rpc_sync().gradient() for layer in layers] == [4, 4, 4]
+    optimizer.zero_grad()
+    assert [layer.rpc_sync().gradient() for layer in layers] == [None, None, None]
+
+
+WAYS = ["map", "grad", "grad in a context", "map of a graph from outside"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})],
+    ids=["SGD", "Adam"],
+)
+def test_fifty_steps_with_and_without_contexts_are_those_of_one_process(workers, cls, options):
+    draw = random.Random(cls.__name__)
+    layers, _ = _layers("w0", "w1", "w2")
+    refs = [layer.rpc_sync().reference() for layer in layers]
+    optimizer = gradwire.DistributedOptimizer(cls, refs, **options)
+    local = [far.Layer(2.0) for _ in layers]
+    parameters = [layer.weight for layer in local]
+    truth = cls(parameters, **options)
+
+    for n in range(50):
+        x = torch.tensor(draw.uniform(-1, 1), dtype=torch.float64)
+        way, set_to_none = draw.choice(WAYS), draw.random() < 0.7
+        truth.zero_grad(set_to_none)
+        y = x
+        for layer in local:
+            y = layer(y)
+        (y - 1).square().backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 2.0)
+        truth.step()
+
+        assert torch.equal(_step(layers, optimizer, x, way, set_to_none), norm), (n, way)
+        found = [layer.rpc_sync().value() for layer in layers]
+        assert found == [p.item() for p in parameters], (n, way)
+    assert eventually(_has_no_edges, 30)
+
+
+def _step(layers, optimizer, x, way, set_to_none):
+    """One step over all workers; the norm of its gradients."""
+    if way.startswith("grad"):
+        with gradwire.context() if way == "grad in a context" else contextlib.nullcontext():
+            optimizer.zero_grad(set_to_none)
+            (_loss(layers, x) - 1).square().backward()
+            norm = optimizer.clip_grad_norm_(2.0)
+            optimizer.step()
+            return norm
+    before = (_loss(layers, x) - 1).square() if way == "map of a graph from outside" else None
+    with gradwire.context() as context:
+        loss = (_loss(layers, x) - 1).square() if before is None else before
+        gradwire.backward(context, [loss])
+        norm = optimizer.clip_grad_norm_(2.0, context_id=context)
+        optimizer.step(context)
+        return norm
+
+
+def _has_no_edges():
+    edges = current_worker.maybe_default().engine.edges
+    return not edges.sent and not edges.received
+
+
+def test_a_step_leaves_to_a_graph_of_another_process_the_weights_it_used(workers):
+    layers, optimizer = _layers("w1", "w2")
+    x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+
+    loss = _loss(layers, x)
+    _loss(layers).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.backward()
+
+    assert [layer.rpc_sync().value() for layer in layers] == [1, 1]
+    assert x.grad == 4
+    assert [layer.rpc_sync().gradient() for layer in layers] == [6, 6]
 
 
 def test_a_worker_killed_between_prepare_and_commit_leaves_all_others_as_they_were(workers):

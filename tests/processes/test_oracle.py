@@ -10,6 +10,7 @@ from tests import strength
 from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
 from tests.oracle.programs import KINDS, features_of
+from tests.oracle.unusual import LOST
 
 PROGRAMS = strength.seeds(48, 8)
 
@@ -18,7 +19,8 @@ PROGRAMS = strength.seeds(48, 8)
 @pytest.mark.processes
 def test_random_programs_over_processes_are_as_in_one_process():
     options = Options(timeouts=Timeouts(call=30, backward=30))
-    with process_cluster(5, expose=exposed(), options=options):
+    with process_cluster(6, expose=exposed(), options=options) as hosts:
+        hosts[LOST].kill()
         checker = Checker(lambda function, *args: function(*args))
         failures = [checker.failure(seed) for seed in PROGRAMS]
 

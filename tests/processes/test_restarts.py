@@ -36,7 +36,9 @@ def test_a_worker_that_died_is_back_as_a_new_incarnation(tmp_path, caplog, liste
     assert seen["killed"][0] == "PeerLost"
     assert "w1 was lost before answering" in seen["killed"][1]
     assert seen["back"] == [("w1", 1), ("w2", 0)]
-    for step in ("old pass", "old context", "through another"):
+    assert seen["old pass"][0] == "PeerLost"
+    assert "e0.0 was dropped here: w1 was lost" in seen["old pass"][1]
+    for step in ("old context", "through another"):
         kind, text = seen[step]
         assert kind == "StaleIncarnation", step
         assert "was opened before this incarnation of w1 began" in text

@@ -91,12 +91,10 @@ def test_a_backward_ends_at_its_deadline_and_what_it_did_is_put_back_later(worke
         with stopped(workers["w1"]):
             with in_time(), pytest.raises(BackwardTimeout, match="not done: w1"):
                 run(context, loss)
-            until = (
-                r"c\d+\.\d+ cannot be differentiated until w1 confirms that p0\.1 was rolled back"
-            )
+            until = r"p0\.2.* cannot begin until w1 confirms that p0\.1 was rolled back"
             with in_time(), pytest.raises(UsageError, match=until) as refused:
                 _native(context, loss)
-        assert "hint: try again when it has answered, or close the context" in str(refused.value)
+        assert "hint: try again when it has answered" in str(refused.value)
 
         _native(context, loss)
 
@@ -153,6 +151,8 @@ def test_a_context_closes_though_a_worker_in_it_has_not_put_back(workers):
             with in_time(), pytest.raises(BackwardTimeout):
                 loss.backward()
         with in_time():
-            assert far.leftovers() == [0, 0, 0]
+            # One request is open: w1 has not confirmed that it has put the pass back.
+            assert far.leftovers() == [0, 0, 1]
+    assert eventually(lambda: far.leftovers() == [0, 0, 0])
     assert eventually(lambda: gradwire.rpc_sync("w1", far.leftovers) == [0, 0, 0])
     assert [layer.rpc_sync().gradient() for layer in layers] == [None, None]

@@ -22,6 +22,7 @@ from tests.leftovers import assert_nothing_left, eventually
 from tests.rpc import far_incarnations as far
 
 BEGAN = r"was opened before this incarnation of w1 began"
+LOST = r"e\d\.\d+ (was dropped here: .*was lost|came from w1, which was lost)"
 
 
 @pytest.fixture
@@ -135,11 +136,16 @@ def test_contexts_and_passes_of_the_earlier_incarnation_fail_clearly(workers, w0
         for call in (
             lambda: gradwire.rpc_sync("w1", far.doubled, args=(x,)),
             lambda: gradwire.rpc_sync("w2", far.relayed, args=("w1", x)),
-            lambda: gradwire.backward(context, [y]),
-            lambda: gradwire.backward(context, [z]),
-            lambda: y.backward(),
         ):
             with pytest.raises(StaleIncarnation, match=BEGAN):
+                call()
+        for call in (
+            lambda: gradwire.backward(context, [y], retain_graph=True),
+            lambda: gradwire.backward(context, [z], retain_graph=True),
+            lambda: y.backward(retain_graph=True),
+            lambda: z.backward(retain_graph=True),
+        ):
+            with pytest.raises(PeerLost, match=f"{LOST}|{BEGAN}"):
                 call()
         assert x.grad is None
         assert gradwire.get_gradients(context) == {}
@@ -148,6 +154,24 @@ def test_contexts_and_passes_of_the_earlier_incarnation_fail_clearly(workers, w0
         gradwire.backward(context, [y])
         assert gradwire.get_gradients(context)[x] == 16
     y = z = call = None
+    assert_nothing_left(workers)
+
+
+def test_a_graph_without_a_context_does_not_reach_the_next_incarnation(workers, w0):
+    """Its edges are never taken for those of the next one, which numbers its own above them."""
+    x = number()
+    y = gradwire.rpc_sync("w1", far.doubled, args=(x,))
+    z = gradwire.rpc_sync("w2", far.relayed, args=("w1", x))
+    workers.restart(1)
+    new = gradwire.rpc_sync("w1", far.doubled, args=(x,))
+
+    for root in (y, z, y * new, z + new):
+        with pytest.raises(PeerLost, match=LOST):
+            root.backward(retain_graph=True)
+    assert x.grad is None
+    new.backward()
+    assert x.grad == 2
+    y = z = new = root = None
     assert_nothing_left(workers)
 
 

@@ -19,8 +19,9 @@ from gradwire.agent.messages import Done
 from gradwire.agent.serving.dispatch import Dispatch, Lane, Source
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.autograd.graph.crossing import check_crossing
+from gradwire.autograd.graph.lineage import one, to_wire
 from gradwire.autograd.messages import Crossing
-from gradwire.errors import BadMessage, NotSerializable, OverLimit, PeerLost
+from gradwire.errors import BadMessage, NotSerializable, OverLimit, PeerLost, UsageError
 from gradwire.ids import EdgeId
 from gradwire.options import Limits, Options
 from gradwire.rpc.codec.codec import Codec
@@ -30,7 +31,7 @@ from gradwire.testing import cluster
 from gradwire.wire.message import Frame, Kinds, check_arrived, encode, has_more_than, kind_of
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.gates import GATES
-from tests.leftovers import eventually
+from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
 FLOODED = Options(threads=1, limits=Limits(unserved=20 * EACH, in_flight=10 * EACH))
@@ -160,7 +161,7 @@ def test_a_duration_that_is_no_number_is_refused(seconds):
 
 # --- edges ----------------------------------------------------------------------------------------
 
-GOOD = Crossing(EdgeId(1, 0), 1, {1: b"\1"}, [0])
+GOOD = Crossing(EdgeId(1, 0), 1, to_wire(one(EdgeId(1, 0))), [0])
 
 
 @pytest.mark.parametrize(
@@ -168,12 +169,11 @@ GOOD = Crossing(EdgeId(1, 0), 1, {1: b"\1"}, [0])
     [
         ({"edge": EdgeId(2, 0)}, "e2.0 is no edge of w1"),
         ({"edge": EdgeId(1, -1)}, "is no edge of w1"),
-        ({"edge": EdgeId(1, 800)}, "is no edge of w1, or over the limit of 800"),
+        ({"edge": EdgeId(1, 1 << 48)}, "is no edge of w1"),
         ({"depth": 0}, "is 0 deep"),
         ({"depth": -1}, "is -1 deep"),
         ({"depth": 1 << 62}, "deep, the limit is 800"),
-        ({"lineage": {1: bytes(1000)}}, "depends on edges that w1 cannot have"),
-        ({"lineage": {-1: b""}}, "depends on edges that w-1 cannot have"),
+        ({"lineage": dict.fromkeys(range(801), b"\1")}, "on more edges than there may be"),
         ({"tensors": []}, "has no tensors"),
         ({"tensors": [0, 0]}, "or one of them twice"),
         ({"tensors": [3]}, "names a tensor that its message does not have"),
@@ -191,40 +191,71 @@ def test_a_crossing_is_checked_before_a_node_is_made(change, why):
 
 def crossing_there_and_back(times: int):
     x = torch.ones(1, requires_grad=True)
-    with gradwire.context():
-        for _ in range(times):
-            x = gradwire.rpc_sync("w1", double, (x,))
+    for _ in range(times):
+        x = gradwire.rpc_sync("w1", double, (x,))
     return x
 
 
-def test_edges_of_one_peer_are_limited_and_counted_down_when_a_context_ends():
+def test_live_edges_of_one_peer_are_limited_and_counted_down_when_they_are_released():
     with limited(edges=5) as workers:
-        edges = workers[1].worker.engine._edges
+        quota = workers[1].worker.engine.edges._quota
         for _ in range(3):
-            workers[0].run(crossing_there_and_back, 5)
-            assert eventually(lambda: edges.taken(0) == 0)
+            kept = workers[0].run(crossing_there_and_back, 5)
+            assert quota.taken(0) == 5
+            del kept
+            assert eventually(lambda: quota.taken(0) == 0)
+        for _ in range(20):  # more than the limit, but few at once
+            workers[0].run(crossing_there_and_back, 1)
+            assert eventually(lambda: quota.taken(0) == 0)
         with pytest.raises(BadMessage, match="5 edges open here already") as refused:
             workers[0].run(crossing_there_and_back, 6)
         assert "Limits(edges=…)" in str(refused.value)
-        assert eventually(lambda: edges.taken(0) == 0)
+        del refused
+        assert_nothing_left(workers)
+        assert quota.taken(0) == 0
 
 
-def passes_over_one_context(times: int):
+def passes_one_after_the_other(times: int):
     x = torch.ones(1, requires_grad=True)
-    with gradwire.context():
-        y = gradwire.rpc_sync("w1", double, (x,))
-        for _ in range(times):
-            y.backward(retain_graph=True)
+    y = gradwire.rpc_sync("w1", double, (x,))
+    for _ in range(times):
+        y.backward(retain_graph=True)
     return x.grad.item()
 
 
-def test_passes_over_one_context_are_limited_where_they_are_heard_of():
+def passes_one_inside_the_other(times: int):
+    x = torch.ones(1, requires_grad=True)
+
+    def another(_):
+        nonlocal times
+        times -= 1
+        if times:
+            begin()
+
+    @torch.enable_grad()
+    def begin():
+        start = x * 1
+        start.register_hook(another)
+        gradwire.rpc_sync("w1", double, (start,)).backward()
+
+    begin()
+    return x.grad.item()
+
+
+def test_passes_of_one_peer_are_limited_where_they_are_heard_of():
     with limited(passes=3) as workers:
-        assert workers[0].run(passes_over_one_context, 3) == 6
-        with pytest.raises(OverLimit, match="has had 3 backward passes here") as refused:
-            workers[0].run(passes_over_one_context, 4)
+        passes = workers[1].worker.engine.passes
+        assert workers[0].run(passes_one_after_the_other, 12) == 24
+        assert workers[0].run(passes_one_inside_the_other, 3) == 6
+        with pytest.raises(OverLimit, match="3 backward passes of w0 are known here") as refused:
+            workers[0].run(passes_one_inside_the_other, 4)
         assert "Limits(passes=…)" in str(refused.value)
-        assert workers[0].run(passes_over_one_context, 3) == 6
+        with pytest.raises(UsageError, match="w1 did not confirm"):  # which is said once
+            workers[0].run(passes_one_inside_the_other, 3)
+        assert workers[0].run(passes_one_inside_the_other, 3) == 6
+        del refused
+        assert_nothing_left(workers)
+        assert len(passes) == 0
 
 
 # --- contexts, references, connections ------------------------------------------------------------

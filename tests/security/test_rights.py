@@ -11,16 +11,19 @@ import torch
 import gradwire
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.requests.promise import Pending, RequestTable
+from gradwire.autograd.graph.lineage import one, to_wire, union
 from gradwire.autograd.messages import (
+    TO_GRAD,
     Forget,
     Gradients,
     PassEnded,
     QueryContext,
+    Release,
     RunDone,
     RunFailed,
     Start,
 )
-from gradwire.errors import BadMessage, ContextClosed, OverLimit
+from gradwire.errors import BadMessage, OverLimit
 from gradwire.ids import EdgeId, ForkId, PassId, RefId
 from gradwire.optim.host import OptimizerHost
 from gradwire.optim.messages import Abort, Commit, Prepare
@@ -174,24 +177,54 @@ def test_a_reference_may_be_passed_on_and_back(workers):
 def test_gradients_come_from_where_their_tensor_went(workers):
     def program():
         x = torch.ones(2, requires_grad=True)
-        with gradwire.context() as context:
-            y = gradwire.rpc_sync("w1", echo, (x,))
-            forged = Gradients(context, PassId(0, 1), EdgeId(0, 0), [False], [], [])
-            agent = workers[2].worker.agent
-            workers[2].worker.engine.contexts.heard_of(context, 0)
-            agent.tell(0, forged, deadline=agent.clock.now() + 10)
-            assert eventually(lambda: gradwire.refusals() == {"bad message": 1})
-            y.sum().backward()
+        y = gradwire.rpc_sync("w1", echo, (x,))
+        forged = Gradients(PassId(0, 1), EdgeId(0, 0), [False], [], [])
+        say(workers[2].worker, 0, forged)
+        assert eventually(lambda: refused(workers, 1))
+        y.sum().backward()
         return x.grad
 
     assert torch.equal(workers[0].run(program), torch.ones(2))
 
 
+@pytest.mark.parametrize("n", [7, -1, 1 << 40])
+def test_gradients_of_an_edge_that_never_left_are_refused(workers, n):
+    say(workers[2].worker, 0, Gradients(PassId(2, 1), EdgeId(0, n), [False], [], []))
+    say(workers[2].worker, 0, Gradients(PassId(2, 1), EdgeId(1, 0), [False], [], []))
+    assert eventually(lambda: workers[0].run(gradwire.refusals) == {"bad message": 2})
+    assert_nothing_left(workers)
+
+
+def test_an_edge_is_released_by_whom_it_leads_to(workers):
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        y = gradwire.rpc_sync("w1", echo, (x,))
+        z = gradwire.rpc_sync("w2", echo, (x,))
+        mine, theirs = sorted(workers[0].worker.engine.edges.sent)
+        # The second is one of w2's own: a message that is refused releases nothing at all.
+        for edges in ([mine], [theirs, mine], [mine, theirs]):
+            say(workers[2].worker, 0, Release(edges))
+        assert eventually(lambda: workers[0].run(gradwire.refusals) == {"bad message": 3})
+        assert sorted(workers[0].worker.engine.edges.sent) == [mine, theirs]
+        (y + z).sum().backward()
+        return x.grad
+
+    assert torch.equal(workers[0].run(program), torch.full((2,), 2.0))
+    assert_nothing_left(workers)
+
+
+def test_an_edge_that_never_left_is_not_released(workers):
+    for edges in ([0], [1 << 62]):
+        say(workers[2].worker, 0, Release(edges))
+    assert eventually(lambda: workers[0].run(gradwire.refusals) == {"bad message": 2})
+    assert_nothing_left(workers)
+
+
 def test_a_pass_is_begun_and_ended_by_its_root(workers):
     agent = workers[2].worker.agent
     for message in (
-        Start(0, PassId(0, 1), b"\1", None, 0, False, False, 5.0, None),
-        PassEnded(0, PassId(0, 1), None),
+        start(PassId(0, 1), 1, 0),
+        PassEnded(PassId(0, 1), None),
     ):
         agent.tell(1, message, deadline=agent.clock.now() + 10)
     assert eventually(lambda: workers[1].run(gradwire.refusals) == {"bad message": 2})
@@ -225,11 +258,10 @@ def doubled(through, x):
     return gradwire.rpc_sync(through[0], doubled, (through[1:], x)) * 2 if through else x
 
 
-@pytest.mark.parametrize("lost", ["", "w0"])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_context_is_closed_by_its_opener(workers, at, lost):
+def test_a_context_is_closed_by_its_opener(workers, at):
     def attack(context):
-        say(workers[2].worker, at, Forget(context, lost))
+        say(workers[2].worker, at, Forget(context))
         assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, attack) == 2
@@ -240,7 +272,7 @@ def test_who_calls_in_a_context_does_not_close_it_for_others(workers):
     def attack(context):
         call_in(workers[2].worker, 1, context)
         say(workers[2].worker, 1, Forget(context))
-        ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0), 0))  # it has been heard by now
+        assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, attack) == 2
     assert_nothing_left(workers)
@@ -255,25 +287,28 @@ def test_a_context_is_not_closed_before_it_is_there(workers):
 
 
 @pytest.mark.parametrize("context", [-1, (1 << 63) - 1, 99 << 48])
-def test_a_context_of_nobody_is_closed_without_a_trace(workers, context):
+def test_a_context_of_nobody_is_closed_by_nobody(workers, context):
     say(workers[2].worker, 1, Forget(context))
 
-    assert eventually(lambda: workers[1].worker.engine.contexts.is_over(context))
+    assert eventually(lambda: refused(workers, 1))
+    assert not workers[1].worker.engine.contexts.is_over(context)
     assert_nothing_left(workers)
 
 
-def test_a_context_that_only_another_has_used_and_closed_is_no_silent_end(workers):
-    """Who comes later is not part of it, and must not believe so."""
+def test_who_alone_has_called_in_a_context_does_not_close_it_either(workers):
+    """It closes only its own; those who come later find it open."""
     hostile = workers[2].worker
 
     def attack(context):
         call_in(hostile, 1, context)
         say(hostile, 1, Forget(context))
-        assert eventually(lambda: workers[1].worker.engine.contexts.is_over(context))
-        gradwire.rpc_sync("w1", echo, (torch.ones(1, requires_grad=True),))
+        assert eventually(lambda: refused(workers, 1))
+        x = torch.ones(1, requires_grad=True)
+        gradwire.rpc_sync("w1", echo, (x,)).backward()
+        assert x.grad == 1
 
-    with pytest.raises(ContextClosed, match=r"w1 has dropped c0\.0, as w2 said"):
-        workers[0].run(in_a_context, attack, ["w0"])
+    assert workers[0].run(in_a_context, attack, ["w0"]) == 2
+    assert_nothing_left(workers)
 
 
 def test_a_context_ends_where_workers_have_called_each_other_in_it():
@@ -322,19 +357,18 @@ def test_a_pass_is_failed_by_those_who_take_part(workers, at):
 
     def train():
         x = torch.ones(1, requires_grad=True)
-        with gradwire.context() as context:
-            y = gradwire.rpc_sync("w1", gated, (x,))
-            forged = threading.Thread(target=attack, args=(context,))
-            forged.start()
-            y.backward()
-            forged.join(10)
+        y = gradwire.rpc_sync("w1", gated, (x,))
+        forged = threading.Thread(target=attack)
+        forged.start()
+        y.backward()
+        forged.join(10)
         return x.grad.item()
 
-    def attack(context):
+    def attack():
         assert reached.wait(10)
-        (running,) = workers[0].worker.engine.passes.in_context(context)
-        say(workers[2].worker, at, RunFailed(context, running.id, failure))
-        say(workers[2].worker, at, RunDone(context, running.id, False))
+        (running,) = workers[0].worker.engine.passes.all()
+        say(workers[2].worker, at, RunFailed(running.id, failure))
+        say(workers[2].worker, at, RunDone(running.id, False))
         assert eventually(lambda: refused(workers, 2))
         opened.set()
 
@@ -373,10 +407,21 @@ BOUNDED = gradwire.Options(
 )
 
 
-def starts(context, root, count, edges=b"\1", seconds=1e9):
-    """Passes of a worker over the first edge of another, whose gradients will never come."""
+def start(pass_id, worker, *numbers, seconds=5.0):
+    """Have a worker run from these edges of its own."""
+    edges = to_wire(union([one(EdgeId(worker, n)) for n in numbers]))
+    return Start(pass_id, 0, None, edges, None, TO_GRAD, False, False, seconds, None)
+
+
+def starts(root, worker, numbers, count):
+    """Passes over some edges of another, whose gradients will never come."""
     for n in range(count):
-        yield Start(context, PassId(root, n + 1), edges, None, 0, False, False, seconds, None)
+        yield start(PassId(root, n + 1), worker, *numbers, seconds=1e9)
+
+
+def edges_to(worker, peer):
+    """The numbers of the live edges that lead from one worker to another."""
+    return [sent.edge.n for sent in worker.engine.edges.sent.values() if sent.peer == peer]
 
 
 def passes_of(worker, root):
@@ -384,14 +429,23 @@ def passes_of(worker, root):
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_no_run_begins_for_whoever_has_no_part_in_a_context(at):
-    """It waits for gradients that nobody sends; no thread does, and the graph is not used up."""
+@pytest.mark.parametrize("takes_part", [False, True], ids=["with no edge", "with one edge"])
+def test_no_run_begins_over_edges_that_lead_to_others(at, takes_part):
+    """It waits for gradients that nobody sends; no thread does, and the graph is not used up.
+
+    So it is for whoever has received something else: an edge of one's own is no key to others.
+    """
     with cluster(3, expose=[HERE], options=BOUNDED) as workers:
         victim = workers[at].worker
+        leaf = torch.ones(1, requires_grad=True)
+        own = workers[at].run(gradwire.rpc_sync, "w2", echo, (leaf,)) if takes_part else None
 
-        def attack(context):
-            for start in starts(context, 2, 3 * RUNS):
-                say(workers[2].worker, at, start)
+        def attack(_):
+            edges = edges_to(victim, 1 - at)
+            edges += edges_to(victim, 2)
+            assert len(edges) == 1 + takes_part
+            for message in starts(2, at, edges, 3 * RUNS):
+                say(workers[2].worker, at, message)
             assert eventually(lambda: workers[at].run(gradwire.refusals) == {"over limit": 8})
             assert eventually(lambda: victim.agent.dispatch.active == 0)
             parked = passes_of(victim, 2)
@@ -400,16 +454,19 @@ def test_no_run_begins_for_whoever_has_no_part_in_a_context(at):
             assert all(running.deadline <= now + 30 for running in parked)
 
         assert workers[0].run(in_a_context, attack) == 2
+        for parked in passes_of(victim, 2):
+            parked.expire(victim.directory)
+        del own
         assert_nothing_left(workers)
 
 
-def test_a_member_of_a_context_has_so_many_runs_at_once_and_no_more():
+def test_a_coordinator_has_so_many_runs_at_once_and_no_more():
     with cluster(2, expose=[HERE], options=BOUNDED) as workers:
         hostile, victim = workers[0].worker, workers[1].worker
 
-        def attack(context):
-            for start in starts(context, 0, 3 * RUNS):
-                say(hostile, 1, start)
+        def attack(_):
+            for message in starts(0, 1, edges_to(victim, 0), 3 * RUNS):
+                say(hostile, 1, message)
             assert eventually(lambda: workers[1].run(gradwire.refusals) == {"over limit": 8})
             assert eventually(lambda: victim.agent.dispatch.active == RUNS)
             now = victim.agent.clock.now()
@@ -450,17 +507,19 @@ def test_a_worker_that_was_passed_a_tensor_may_be_the_root_of_a_pass():
 def test_a_pass_that_waits_to_begin_is_not_begun_twice():
     with cluster(3, expose=[HERE], options=BOUNDED) as workers:
 
-        def attack(context):
-            for _ in range(3 * RUNS):
-                for start in starts(context, 2, 1):
-                    say(workers[2].worker, 1, start)
+        def attack(_):
             agent, victim = workers[2].worker.agent, workers[1].worker
+            for _ in range(3 * RUNS):
+                for message in starts(2, 1, edges_to(victim, 0), 1):
+                    say(workers[2].worker, 1, message)
             ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0), 0))
             assert eventually(lambda: agent.dispatch.active == victim.agent.dispatch.active == 0)
             assert len(passes_of(victim, 2)) == 1
 
         assert workers[0].run(in_a_context, attack) == 2
         assert workers[1].run(gradwire.refusals) == {}
+        for parked in passes_of(workers[1].worker, 2):
+            parked.expire(workers[1].worker.directory)
         assert_nothing_left(workers)
 
 
@@ -472,19 +531,18 @@ def test_an_end_of_a_pass_that_has_to_wait_is_told_so_often_and_no_more():
         hostile, victim = workers[0].worker, workers[1].worker
 
         def train():
-            with gradwire.context() as context:
-                y = gradwire.rpc_sync("w1", gated, (torch.ones(1, requires_grad=True),))
-                failing = threading.Thread(target=attack, args=(context,))
-                failing.start()
-                try:
-                    y.backward()
-                finally:
-                    failing.join(10)
+            y = gradwire.rpc_sync("w1", gated, (torch.ones(1, requires_grad=True),))
+            failing = threading.Thread(target=attack)
+            failing.start()
+            try:
+                y.backward()
+            finally:
+                failing.join(10)
 
-        def attack(context):
+        def attack():
             assert reached.wait(10)
-            (running,) = hostile.engine.passes.in_context(context)
-            ended = PassEnded(context, running.id, failure)
+            (running,) = hostile.engine.passes.all()
+            ended = PassEnded(running.id, failure)
             limit = hostile.agent.clock.now() + 10
             asked = [
                 hostile.agent.request(1, ended, deadline=limit, description="an attack")[1]
@@ -526,7 +584,7 @@ def test_a_run_that_was_given_up_here_is_not_told_to_be_done(workers, monkeypatc
         running.expire(victim.directory)
         opened.set()
 
-    with pytest.raises(gradwire.BackwardTimeout, match=r"p0\.1 of c0\.0 was given up on w1"):
+    with pytest.raises(gradwire.BackwardTimeout, match=r"p0\.1 was given up on w1"):
         workers[0].run(train)
     assert weight.grad is None
     assert_nothing_left(workers)
@@ -544,21 +602,20 @@ def held_up(workers, monkeypatch):
 
     def train(attack):
         x = torch.ones(1, requires_grad=True)
-        with gradwire.context() as context:
-            y = gradwire.rpc_sync("w1", weigh, (x,))
-            attacking = threading.Thread(target=attack_held_up, args=(attack, context))
-            attacking.start()
-            try:
-                y.backward()
-            finally:
-                attacking.join(10)
+        y = gradwire.rpc_sync("w1", weigh, (x,))
+        attacking = threading.Thread(target=attack_held_up, args=(attack,))
+        attacking.start()
+        try:
+            y.backward()
+        finally:
+            attacking.join(10)
 
-    def attack_held_up(attack, context):
+    def attack_held_up(attack):
         assert reached.wait(10)
         try:
-            (running,) = workers[0].worker.engine.passes.in_context(context)
+            (running,) = workers[0].worker.engine.passes.all()
             assert weight.grad == 1
-            attack(context, running.id)
+            attack(running.id)
         finally:
             opened.set()
 
@@ -568,8 +625,8 @@ def held_up(workers, monkeypatch):
 
 
 def test_a_pass_does_not_end_well_before_its_run(workers, held_up):
-    def attack(context, pass_id):
-        say(workers[0].worker, 1, PassEnded(context, pass_id, None))
+    def attack(pass_id):
+        say(workers[0].worker, 1, PassEnded(pass_id, None))
         assert eventually(lambda: refused(workers, 1))
 
     held_up(attack)
@@ -579,9 +636,9 @@ def test_a_pass_does_not_end_well_before_its_run(workers, held_up):
 def test_a_pass_does_not_begin_twice(workers, held_up):
     """What its first run has done is put back with the rest of it."""
 
-    def attack(context, pass_id):
-        say(workers[0].worker, 1, Start(context, pass_id, b"\1", None, 0, False, False, 5.0, None))
-        (running,) = workers[0].worker.engine.passes.in_context(context)
+    def attack(pass_id):
+        say(workers[0].worker, 1, start(pass_id, 1, *edges_to(workers[1].worker, 0)))
+        (running,) = workers[0].worker.engine.passes.all()
         assert eventually(lambda: running.error is not None)
 
     with pytest.raises(BadMessage, match=r"p0\.1 was begun twice"):

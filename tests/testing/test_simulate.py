@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.testing.simulate import Faults, Stuck, play, setting_of, simulate
+from gradwire.testing.simulate import Faults, Stuck, play, primitives, setting_of, simulate
 from gradwire.testing.simulate.batch import run, run_on_cores
+from gradwire.testing.simulate.scheduler import Process, Scheduler
 from tests import strength
 from tests.testing import own
 
 FOUND_BY_SAFETY = [
-    125, 267, 282, 443, 1062, 1203, 1785, 2235, 5333, 6334,
+    16, 57, 125, 267, 282, 443, 538, 1062, 1203, 1252, 1294, 1663, 1785, 2235, 5333, 6334,
     100598, 101050, 101090, 101114, 121205, 141151, 142981, 183340,
 ]  # fmt: skip
-FOUND_BY_LIVENESS = [58, 205, 214, 389, 461, 3019, 5359]
+FOUND_BY_LIVENESS = [58, 66, 83, 205, 214, 389, 461, 466, 712, 874, 3019, 5359]
 
 
 @pytest.fixture(autouse=True)
@@ -100,13 +101,18 @@ def test_another_seed_is_another_history():
 
 def step():
     x = torch.ones(2, requires_grad=True)
-    with gradwire.context():
-        gradwire.rpc_sync("w1", torch.mul, args=(x, 3)).sum().backward()
+    gradwire.rpc_sync("w1", torch.mul, args=(x, 3)).sum().backward()
     return x.grad.tolist()
 
 
-def test_a_program_runs_as_it_would_on_real_workers():
-    outcome = simulate(step, workers=2, seed=1)
+def step_in_a_context():
+    with gradwire.context():
+        return step()
+
+
+@pytest.mark.parametrize("program", [step, step_in_a_context])
+def test_a_program_runs_as_it_would_on_real_workers(program):
+    outcome = simulate(program, workers=2, seed=1)
 
     assert outcome.result == [3.0, 3.0]
     assert outcome.error is None
@@ -148,6 +154,29 @@ def test_a_timeout_comes_at_its_time():
 def test_a_program_that_never_ends_is_told_where_it_waits():
     with pytest.raises(Stuck, match=r"waiting: .*w0 program"):
         simulate(own.for_ever, workers=2, expose=[own], seconds=10.0)
+
+
+@pytest.mark.parametrize("kind", [primitives.Lock, primitives.RLock])
+def test_a_look_from_aside_frees_no_lock(kind):
+    scheduler = Scheduler(0)
+    lock, seen = kind(scheduler), []
+
+    def hold():
+        with lock:
+            scheduler.block([], 2.0)
+
+    def look():
+        with scheduler.aside(), lock:
+            seen.append(lock.locked())
+        return False
+
+    scheduler.spawn("holds it", Process("w0"), hold)
+    scheduler.run(1.0, look)
+    assert seen
+    assert lock.locked()
+    scheduler.run(3.0)
+    assert not lock.locked()
+    scheduler.close()
 
 
 def test_threads_that_are_not_simulated_are_left_alone():

@@ -5,16 +5,23 @@ For each the first seed that finds it is written down, so that this is quick. Al
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from gradwire.agent.requests.promise import RequestTable
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd import engine
 from gradwire.autograd.backward import coordinator
+from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.closing import Forgetting
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.release import Releases
+from gradwire.autograd.messages import Release
 from gradwire.autograd.undo.undo_log import UndoLog
+from gradwire.errors import GradwireError
 from gradwire.rpc.refs import refs
 from gradwire.rpc.refs.owner_state import DuplicateFilter, Owned
 from gradwire.rpc.refs.state import RefTable
@@ -50,7 +57,7 @@ def an_edge_is_left_out_of_a_pass(patch):
     union = coordinator.union
 
     def without_one(lineages):
-        return {worker: edges & (edges - 1) for worker, edges in union(lineages).items()}
+        return {chunk: edges & (edges - 1) for chunk, edges in union(lineages).items()}
 
     patch.setattr(coordinator, "union", without_one)
 
@@ -71,12 +78,12 @@ def the_root_does_not_wait_for_the_others(patch):
     patch.setattr(PassState, "unfinished", lambda self: [])
 
 
-@mutant(False, 758)
+@mutant(False, 97)
 def a_pass_goes_on_without_a_worker_that_is_lost(patch):
-    patch.setattr(PassState, "concerns", lambda self, worker: False)
+    patch.setattr(ActivePass, "peer_lost", lambda self, worker, error: None)
 
 
-@mutant(False, 193)
+@mutant(False, 166)
 def a_failed_pass_keeps_its_gradients(patch):
     patch.setattr(UndoLog, "undo", UndoLog.keep)
 
@@ -92,7 +99,7 @@ def a_reference_ends_without_a_word(patch):
     patch.setattr(RefTable, "_maybe_drop", silent)
 
 
-@mutant(False, 31)
+@mutant(False, 27)
 def a_fork_that_was_dropped_is_counted_again(patch):
     arrived = Owned.fork_arrived
 
@@ -132,14 +139,47 @@ def a_request_is_served_twice(patch):
     patch.setattr(Dispatch, "serve", twice)
 
 
-@mutant(False, 700)
+@mutant(False, 41)
 def nobody_asks_the_opener_of_a_context(patch):
     patch.setattr(Forgetting, "ask", lambda self, context, tried=0: None)
 
 
-@mutant(False, 14)
+@mutant(False, 11)
 def a_lost_root_leaves_its_passes_behind(patch):
     patch.setattr(Participant, "coordinator_lost", lambda self, worker: lambda: None)
+
+
+@mutant(False, 0)
+def releases_are_never_sent(patch):
+    patch.setattr(Releases, "_tell", lambda self, worker, edges: None)
+
+
+@mutant(False, 229)
+def a_release_that_did_not_leave_is_forgotten(patch):
+    def once(self, worker, edges):
+        with suppress(GradwireError):
+            self._agent.tell(worker, Release(list(edges)), deadline=self._agent.clock.now() + 0.5)
+
+    patch.setattr(Releases, "_tell", once)
+
+
+@mutant(False, 4)
+def what_a_lost_worker_received_is_not_released(patch):
+    def kept(self, peer):
+        for edge in tuple(self.received):
+            if edge.worker == peer:
+                self._forget(edge)
+        return []
+
+    patch.setattr(Edges, "peer_lost", kept)
+
+
+@mutant(False, 6)
+def an_edge_is_released_by_whoever_says_so(patch):
+    def believed(self, numbers, by):
+        return self._dropped([self.sent[n] for n in numbers if n in self.sent])
+
+    patch.setattr(Edges, "release", believed)
 
 
 @pytest.mark.parametrize("name", strength.part_of(MUTANTS, 3))
@@ -154,6 +194,6 @@ def test_a_deliberate_mistake_is_found_within_a_thousand_seeds(name, monkeypatch
     print(f"found by seed {summary.failed[0].setting.seed}")
 
 
-def test_there_are_twelve_and_more():
-    assert len(MUTANTS) >= 12
+def test_there_are_seventeen_and_more():
+    assert len(MUTANTS) >= 17
     assert all(seed < 1000 for _, _, seed in MUTANTS.values())

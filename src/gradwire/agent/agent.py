@@ -234,7 +234,7 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
-        pending = self._calls.answered(promise.request)
+        pending = self._calls.cancelled(promise.request)
         if pending is not None:
             self._cancellation.cancel([pending], why)
         return pending is not None
@@ -357,7 +357,7 @@ class Agent:
             return
         self.noting.came_late(worker)
         listener = self._late_listeners.get(type(message))
-        if listener is not None:
+        if listener is not None and self._calls.is_late(frame.request):
             self.dispatch.user.submit(lambda: listener(worker, message))
 
     def guarded(self, source: Source, job: Job) -> None:

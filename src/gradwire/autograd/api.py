@@ -9,6 +9,7 @@ import torch
 
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.context import Context
+from gradwire.autograd.graph.edges import LiveEdge
 from gradwire.autograd.scope import current_context, enter, inside, leave
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, UsageError
@@ -24,14 +25,15 @@ def current_engine() -> Engine:
 
 @final
 class context:
-    """Record every crossing inside the block as one graph; gives the context's id, an int.
+    """A block with gradients of its own, for `backward(context_id, …)`; gives its id, an int.
 
-    Inside it `loss.backward()` and `torch.autograd.grad` differentiate through calls. When the
-    block ends, every worker forgets the graph; leaves keep their `.grad`.
+    Calls are part of the graph in a block or not, and tensors of both may be mixed. When the block
+    ends, every worker releases the edges that were made in it, even if their tensors are alive.
 
-    >>> with gradwire.context():
+    >>> with gradwire.context() as context_id:
     ...     y = gradwire.rpc_sync("w1", torch.sin, args=(x,))
-    ...     y.sum().backward()
+    ...     gradwire.backward(context_id, [y.sum()])
+    ...     gradient = gradwire.get_gradients(context_id)[x]
     """
 
     __slots__ = ("_engine", "_id")
@@ -101,6 +103,17 @@ def backward(
 def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that `backward(context_id, …)` has left on this worker, by leaf."""
     return dict(current_engine().contexts.find(context_id).gradients)
+
+
+def live_edges() -> list[LiveEdge]:
+    """The edges that hold graphs on the calling worker, oldest first.
+
+    An edge is alive while the worker it leads to holds what has crossed by it, or something made of
+    that. One that gets older and older may be part of a cycle over workers, such as a hook that
+    holds a reference to a remote value that holds this graph: only the end of a `context()` in
+    which it was made releases it, or shutdown.
+    """
+    return current_engine().live_edges()
 
 
 def _check_types(context_id: object, roots: object) -> None:

@@ -1,8 +1,8 @@
 """The autograd engine of one worker: what crosses here in forward and in backward.
 
 It ties the parts of this layer together, and the Send and Recv nodes call it. Passes begin in
-backward/coordinator.py and run on other workers in backward/participant.py; open contexts are in
-graph/context.py.
+backward/coordinator.py and run on other workers in backward/participant.py; edges are in
+graph/edges.py and open contexts in graph/context.py.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
 so other holders of the buffer may write to it.
@@ -10,6 +10,7 @@ so other holders of the buffer may write to it.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,6 @@ import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.coordinator import Coordinator
@@ -29,17 +29,31 @@ from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import check_order
 from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.graph.context import Contexts
-from gradwire.autograd.graph.crossing import arrive, check_crossing, check_gradients, leave
-from gradwire.autograd.graph.walk import tensors_in
-from gradwire.autograd.messages import Crossing, Forget, Gradients
+from gradwire.autograd.graph.context import Context, Contexts
+from gradwire.autograd.graph.crossing import (
+    EdgeEnd,
+    arrive,
+    check_crossing,
+    check_gradients,
+    leave,
+)
+from gradwire.autograd.graph.edges import Edges, LiveEdge
+from gradwire.autograd.graph.lineage import meets, one, union
+from gradwire.autograd.graph.release import Releases
+from gradwire.autograd.graph.walk import origin_of, tensors_in
+from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
-from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of, spoken_context
+from gradwire.current import user_line
+from gradwire.errors import BadMessage, ContextClosed, PeerLost
+from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
 from gradwire.torch_private import current_run
 from gradwire.wire.tensor import encode_tensors
+
+_log = logging.getLogger("gradwire")
+_LONG_SECONDS, _MANY = 60.0, 100
+"""What is reported at shutdown: a program may well keep some results to its end."""
 
 
 @final
@@ -50,33 +64,38 @@ class Engine:
         self,
         agent: Agent,
         timeouts: Timeouts,
-        inside: Callable[[ContextId], AbstractContextManager[None]],
+        inside: Callable[[ContextId | None], AbstractContextManager[None]],
         due: Callable[[Timeout], float],
         *,
         edge_per_message: bool = False,
+        only_in_contexts: bool = False,
     ) -> None:
         me = agent.directory.me
-        self._edge_per_message = edge_per_message
+        self._edge_per_message, self.only_in_contexts = edge_per_message, only_in_contexts
         self._agent = agent
         self.directory = agent.directory
         self._me = me.id
-        self._ref = weakref.ref(self)  # See Note [Nodes hold no context]
+        self._ref = weakref.ref(self)  # See Note [Nodes hold no table]
         self.limits = agent.limits
-        self._edges = PeerLimit("edges", agent.limits.edges)
         first = first_of(agent.directory.myself.incarnation)
+        self.edges = Edges(me.id, first, agent.limits.edges, agent.directory.lock)
+        self._releases = Releases(agent, self.edges)
         self.contexts = Contexts(
             me.id,
             me.name,
             first=first,
             most=agent.limits.contexts,
             maybe_too_old=agent.directory.maybe_too_old,
+            register=self._register,
             lock=agent.directory.lock,
         )
         self.saving: Saving | None = None
         seconds, locks = timeouts.backward, LeafLocks()
-        self.passes = PassTable(agent, due, seconds)
-        self.coordinator = Coordinator(agent, self.passes, locks)
-        self._participant = Participant(agent, self.contexts, self.passes, locks, inside, seconds)
+        self.passes = PassTable(agent, self.edges, due, seconds)
+        self.coordinator = Coordinator(agent, self.edges, self.passes, locks)
+        self._participant = Participant(
+            agent, self.contexts, self.edges, self.passes, locks, inside, seconds
+        )
         self.deadline_for_peer = self._participant.deadline
         self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
@@ -85,104 +104,109 @@ class Engine:
     # -- forward
 
     def attach_send(
-        self, id: ContextId, peer: WorkerId, tensors: Sequence[torch.Tensor]
+        self, id: ContextId | None, peer: WorkerId, tensors: Sequence[torch.Tensor]
     ) -> list[Crossing]:
-        """Record the edges by which the tensors of a message leave that require a gradient.
-
-        Nothing is recorded once the context is closed: the graph is cut there.
-        """
+        """Record the edges by which the tensors of a message leave that require a gradient."""
         differentiable = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
         if not differentiable:
             return []
-        context = self.contexts.heard_of(id)
-        if context is None:
+        context = None if id is None else self._maybe_open(id)
+        if context is None and self.only_in_contexts:
             return []
+        tag = None if context is None else context.id
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
-        ref, me = self._ref, self._me
-        return [leave(context, ref, me, peer, places, tensors) for places in groups]
+        made = self._agent.clock.now(), user_line()
+        left = [leave(self.edges, self._ref, tag, peer, each, tensors, *made) for each in groups]
+        if context is not None:
+            context.sent += [crossed.edge.n for crossed in left]
+        return left
 
     def attach_recv(
         self,
-        id: ContextId,
+        id: ContextId | None,
         peer: WorkerId,
         crossings: Sequence[Crossing],
         tensors: list[torch.Tensor],
     ) -> bool:
         """Replace each tensor that crossed by an edge by the output of a Recv node.
 
-        False, and nothing is replaced, once the context is closed.
+        False, and nothing is replaced, if this worker records nothing here.
         """
-        context = self.contexts.heard_of(id, peer)
-        if context is None:
+        context = None if id is None else self._maybe_open(id, peer)
+        if context is None and self.only_in_contexts:
+            self.drop_crossings(crossings)
             return False
-        count, most = len(crossings), self.limits.edges
-        self._edges.take(peer, count)
-        with context.lock:  # no calls in here, see docs/threads.md
-            edges_of = context.edges_of
-            edges_of[peer] = edges_of[peer] + count if peer in edges_of else count
+        tag, most = None if context is None else context.id, self.limits.edges
         for crossed in crossings:
             check_crossing(crossed, peer, tensors, most)
-            arrive(context, self._ref, self._me, peer, crossed, tensors)
+            recv = arrive(self.edges, self._ref, tag, peer, crossed, tensors)
+            if context is not None:
+                context.received.append(crossed.edge)
+                if self.only_in_contexts:
+                    context.kept.append(recv)
+        self._releases.expect()
         return True
 
-    def withdraw(self, id: ContextId, crossings: Sequence[Crossing]) -> None:
-        """The message did not leave: forget its crossings."""
-        context = self.contexts.maybe(id)
-        if context is not None:
-            for crossed in crossings:
-                context.sent[crossed.edge.n] = None  # its number is not used again
+    def _maybe_open(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
+        """The context, unless it is closed: then what is made in it is made outside of it."""
+        context = self.contexts.heard_of(id, source)
+        if context is None and self.only_in_contexts and self.contexts.lost_with(id) is not None:
+            self.contexts.find(id)  # raises: without it the graph would be cut
+        return context
 
-    def depth_of(self, id: ContextId | None, value: object) -> int:
+    def withdraw(self, crossings: Sequence[Crossing]) -> None:
+        """The message did not leave: forget its crossings."""
+        self.edges.withdraw([crossed.edge for crossed in crossings])
+
+    def drop_crossings(self, crossings: Sequence[Crossing]) -> None:
+        """A message is dropped unread: release its edges."""
+        self.edges.unseen([crossed.edge for crossed in crossings])
+        self._releases.expect()
+
+    def depth_of(self, value: object) -> int:
         """The depth of the tensors in a value, above which its next thread must make nodes."""
-        context = None if id is None else self.contexts.maybe(id)
-        if context is None:
-            return 0
-        return context.walk.origin(tensor.grad_fn for tensor in tensors_in(value)).depth
+        return origin_of(tensor.grad_fn for tensor in tensors_in(value)).depth
 
     # -- backward: what the nodes call
 
-    def wait_for_gradients(
-        self, context: ContextId, edge: EdgeId, peer: WorkerId
-    ) -> list[torch.Tensor | None]:
+    def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
-        active = self._active_pass(context, edge)
+        active, edge, peer = self._active_pass(end), end.edge, end.peer
         if isinstance(active, CoordinatedPass):
             self.coordinator.send_starts(active)
         if not active.has_come(edge):
-            check_order(active.context, edge, active.edges_sent)
+            check_order(self.edges, end, active.edges_sent)
             self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
         gradients, crossings = active.take_gradients(edge)
         if not crossings:
             return gradients
         present = [gradient for gradient in gradients if gradient is not None]
-        self.attach_recv(context, peer, crossings, present)
+        self.attach_recv(end.context, peer, crossings, present)
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
-    def send_gradients(
-        self,
-        context: ContextId,
-        edge: EdgeId,
-        peer: WorkerId,
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
+    def send_gradients(self, end: EdgeEnd, gradients: Sequence[torch.Tensor | None]) -> None:
         """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
 
         See Note [Gradients are never shared]. If the last gradients of a run go to the coordinator,
         they are held until the engine has returned, and stand for RunDone too. Under create_graph a
         gradient may require a gradient itself, and crosses by an edge as values do.
         """
-        active = self._active_pass(context, edge)
+        active, edge, peer = self._active_pass(end), end.edge, end.peer
         active.edges_sent.add(edge)
         if isinstance(active, CoordinatedPass) and edge in active.stops:
             return
+        if edge not in self.edges.received:
+            raise self._gone(end)
         present = [gradient for gradient in gradients if gradient is not None]
-        crossings = self.attach_send(context, peer, present) if torch.is_grad_enabled() else []
+        crossings = []
+        if torch.is_grad_enabled():
+            crossings = self.attach_send(end.context, peer, present)
         headers, payload = encode_tensors(present, self.limits)
         there = [True] * len(present)
         if len(present) < len(gradients):
             there = [gradient is not None for gradient in gradients]
-        message = Gradients(context, active.id, edge, there, headers, crossings)
+        message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.are_heard:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
         if isinstance(active, CoordinatedPass):
@@ -192,28 +216,33 @@ class Engine:
         else:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
-    def _active_pass(self, id: ContextId, edge: EdgeId) -> AnyPass:
+    def _active_pass(self, end: EdgeEnd) -> AnyPass:
         """See Note [Which pass a node runs for], backward/pass_table.py."""
         active = self.passes.of_run(current_run())
         if active is None:
             if not this_thread.is_ordered:
                 # Nor is its failure seen: the next run looks for tasks that it has left.
                 this_thread.has_leftovers = True
-            active = self.coordinator.begin_native(self.contexts.find(id), edge)
-        if active.context.id != id:
-            self.contexts.find(id)  # says so if it is closed
-            raise UsageError(
-                f"{edge} of {spoken_context(id)} was met by a backward in {active.context}",
-                hint="a graph may not mix two contexts: detach what is kept from one to the next",
-            )
+            if end.count and end.edge not in self.edges.received:
+                raise self._gone(end)
+            active = self.coordinator.begin_native(end)
         return active
 
+    def _gone(self, end: EdgeEnd) -> Exception:
+        """Why a Recv leads nowhere: its context is closed, or its sender was lost."""
+        if end.context is not None:
+            self.contexts.find(end.context)
+        name = self._agent.directory.name(end.peer)
+        return PeerLost(
+            f"{end.edge} came from {name}, which was lost since",
+            hint="compute what depends on it again",
+        ).about(name, phase="backward")
+
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
-        context = self.contexts.maybe(message.context)
-        if context is not None and not check_gradients(context, message.edge, source.worker):
-            context = None
-        active = None if context is None else self.passes.heard_of(context, message.pass_id)
+        is_there = check_gradients(self.edges, message.edge, source.worker)
+        active = self.passes.heard_of(message.pass_id) if is_there else None
         if active is None:
+            self.drop_crossings(message.crossings)
             self._agent.events.emit("late", message.edge)
             self._agent.noting.came_late(source.worker)
             return
@@ -225,6 +254,42 @@ class Engine:
         active.settle(message, payload, self.limits)
         if message.last:
             active.worker_done(source.worker, has_changed=message.has_changed)
+
+    def release_no_more(self) -> None:
+        """All programs are over."""
+        self._releases.stop()
+
+    def live_edges(self) -> list[LiveEdge]:
+        """What holds graphs here, oldest first."""
+        now, name = self._agent.clock.now(), self._agent.directory.name
+        found = sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made)
+        return [
+            LiveEdge(
+                str(sent.edge),
+                name(sent.peer),
+                now - sent.made,
+                sent.node.bytes,  # type: ignore[attr-defined]  # set in Send.forward
+                f"{sent.line[0]}:{sent.line[1]}" if sent.line[0] else "a result",
+            )
+            for sent in found
+        ]
+
+    def report_leaks(self) -> None:
+        """All programs are over: say what others have held for long, such as in a cycle."""
+        old = [edge for edge in self.live_edges() if edge.age > _LONG_SECONDS]
+        if len(old) >= _MANY:
+            _log.warning(
+                "%s shuts down with %d edges that other workers have held for over %g s, the "
+                "oldest (%s, %d bytes, sent to %s by %s) for %.0f s: see gradwire.live_edges()",
+                self._agent.directory.me.name,
+                len(old),
+                _LONG_SECONDS,
+                old[0].edge,
+                old[0].bytes,
+                old[0].to,
+                old[0].line,
+                old[0].age,
+            )
 
     def stop(self, reason: str) -> None:
         """This worker shuts down: fail its passes, which wakes waiting threads; close contexts."""
@@ -238,11 +303,13 @@ class Engine:
                 active.undo_log.keep(lambda _: None)
         for id in self.contexts.all():
             self.contexts.close(id)
+        self.edges.clear()
+        self.release_no_more()
 
     # -- the life of a context
 
     def save_tensors_by(self, saving: Saving) -> None:
-        """Graphs that are made in contexts from now on keep the tensors they need this way."""
+        """Graphs made in contexts and by served functions keep the tensors they need this way."""
         self.saving = saving
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
@@ -258,57 +325,58 @@ class Engine:
 
     def works_in(self, id: ContextId, source: Source) -> None:
         """A peer's call is about to run in this context, unless that peer is lost by now."""
-        context = self.contexts.heard_of(id, source.worker)
-        if context is None or not self.contexts.called_by(context, source.worker):
-            self.contexts.check_word(id, source.worker)
+        self.contexts.heard_of(id, source.worker)
         try:
             self._agent.check_asker(source)
         except PeerLost:  # its loss may have been handled before the context was added
             self._forgetting.ask(id)
             raise
 
+    def _register(self, id: ContextId) -> None:
+        self._agent.dispatch.service.submit(partial(self._forgetting.ask, id))
+
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
-        if id is not None and self.contexts.maybe(id) is None:
-            self._forgetting.tell(peer, Forget(id, self.contexts.lost_with(id) or ""))
+        if id is not None and opener_of(id) == self._me and self.contexts.maybe(id) is None:
+            self._forgetting.tell(peer, id)
 
-    def close(
-        self, id: ContextId, lost: str | None = None, said_by: WorkerId | None = None
-    ) -> None:
-        """Drop a context here and on every worker that was called in it, as `lost` was lost.
-
-        `said_by` a peer that did not open it.
-        """
-        context = self.contexts.close(id, lost, said_by)
+    def close(self, id: ContextId, lost: str | None = None) -> None:
+        """Drop a context here, as `lost` was lost; the opener tells all who know it."""
+        context = self.contexts.close(id, lost)
         if context is None:
             return
-        with context.lock:
-            edges_of, context.edges_of = context.edges_of, {}
-        for peer, count in edges_of.items():
-            self._edges.give_back(peer, count)
-        for ending in list(context.endings.values()):
-            ending.drop()
-        for active in self.passes.in_context(id):
-            why = "" if lost is None else f", as {lost} was lost"
-            here = self._agent.directory.me.name
+        why = "" if lost is None else f", as {lost} was lost"
+        here = self._agent.directory.me.name
+        dropped = self.edges.release_early(context.sent, context.received)
+        if self.edges.has_died:
+            self._releases.expect()
+        for active in self.passes.all() if len(self.passes) else ():
+            released = union([one(EdgeId(self._me, n)) for n in context.sent])
+            if active.context is not context and not meets(active.mine, released):
+                continue
             active.fail(ContextClosed(f"{context} was closed on {here}{why}"))
-            # A pass that began elsewhere is ended by its coordinator, which knows its outcome.
-            if isinstance(active, CoordinatedPass) or active.undo_log is None:
+            # One whose run has begun is ended by that, or by its coordinator, which knows its
+            # outcome. Until then the nodes of the run find it, and raise what ended it.
+            if not isinstance(active, CoordinatedPass) and active.undo_log is None:
                 self.passes.over(active)
-        for worker in tuple(context.called):
-            if worker != self._me:
-                self._forgetting.tell(worker, Forget(id, lost or ""))
+        del dropped
+        if opener_of(id) == self._me:
+            for worker in context.called - {self._me}:
+                self._forgetting.tell(worker, id)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Drop what is known now only: a peer that comes back may open new contexts meanwhile."""
         self.passes.peer_lost(worker, error)
         known, settle = self.contexts.all(), self._participant.coordinator_lost(worker)
-        self._agent.dispatch.service.submit(partial(self._forget_lost, worker, known, settle))
+        dropped = self.edges.peer_lost(worker)
+        forget = partial(self._forget_lost, worker, known, settle, dropped)
+        self._agent.dispatch.service.submit(forget)
 
-    def _forget_lost(self, worker: WorkerId, known: list[ContextId], settle: Job) -> None:
+    def _forget_lost(
+        self, worker: WorkerId, known: list[ContextId], settle: Job, dropped: list[object]
+    ) -> None:
+        dropped.clear()
         for id in known:
             if opener_of(id) == worker:
                 self.close(id, lost=self._agent.directory.name(worker))
-            elif opener_of(id) != self._me:
-                self._forgetting.ask(id)
         settle()

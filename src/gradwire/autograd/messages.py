@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gradwire.agent.messages import Failure
-from gradwire.ids import ContextId, EdgeId, PassId, WorkerId
+from gradwire.ids import ContextId, EdgeId, PassId
 from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
 
@@ -18,7 +18,8 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
 
     edge: EdgeId
     depth: int
-    lineage: dict[WorkerId, bytes]
+    lineage: dict[int, bytes]
+    """see lineage.Wire"""
     tensors: list[int]
     """their places among the tensors of the message"""
 
@@ -26,7 +27,6 @@ class Crossing(msgspec.Struct, frozen=True, array_like=True):
 class Gradients(Message, frozen=True, tag=0x21):
     """Settles an edge: the gradients of its tensors, each present or None."""
 
-    context: ContextId
     pass_id: PassId
     edge: EdgeId
     present: list[bool]
@@ -41,11 +41,14 @@ class Gradients(Message, frozen=True, tag=0x21):
 class Start(Message, frozen=True, tag=0x20):
     """The coordinator of a pass to a participant: run over these of your Sends, then answer."""
 
-    context: ContextId
     pass_id: PassId
-    edges: bytes
-    """the receiver's edges of the pass, as a bitset"""
-    needed: bytes | None
+    floor: int
+    """the coordinator's oldest pass that is not over: nothing more is said of those before it"""
+    context: ContextId | None
+    """whose map the gradients of leaves go to, if they go to one"""
+    edges: dict[int, bytes]
+    """the receiver's edges of the pass; see lineage.Wire"""
+    needed: dict[int, bytes] | None
     """under grad(): the coordinator's Sends that lead to its inputs"""
     destination: int
     retain_graph: bool
@@ -63,7 +66,6 @@ class Start(Message, frozen=True, tag=0x20):
 class RunDone(Message, frozen=True, tag=0x22):
     """A participant to the coordinator: my run is over."""
 
-    context: ContextId
     pass_id: PassId
     has_changed: bool
     """whether the run has changed leaves: then the participant must hear how the pass ends"""
@@ -72,7 +74,6 @@ class RunDone(Message, frozen=True, tag=0x22):
 class RunFailed(Message, frozen=True, tag=0x23):
     """A participant to the coordinator: my run has failed."""
 
-    context: ContextId
     pass_id: PassId
     failure: Failure
 
@@ -83,21 +84,24 @@ class PassEnded(Message, frozen=True, tag=0x24):
     A good end is told to participants that have changed leaves, a failure to all participants.
     """
 
-    context: ContextId
     pass_id: PassId
     failure: Failure | None
 
 
+class Release(Message, frozen=True, tag=0x2A):
+    """To the sender of these edges: nobody can differentiate through them here any more."""
+
+    edges: list[int]
+
+
 class Forget(Message, frozen=True, tag=0x25):
-    """A context is closed: drop it, and tell those you called in it."""
+    """The opener of a context to a worker that knows it: it is closed, drop it."""
 
     context: ContextId
-    lost: str = ""
-    """the opener, if the sender has lost it: then nobody knows whether it is closed there"""
 
 
 class QueryContext(Message, frozen=True, tag=0x26):
-    """To the opener of a context: I know it from somebody who is lost; tell me when it is closed.
+    """To the opener of a context: I know it from somebody else; tell me when it is closed.
 
     Answered by Attended.
     """
@@ -117,7 +121,6 @@ class QueryPass(Message, frozen=True, tag=0x28):
     Answered by HasEnded.
     """
 
-    context: ContextId
     pass_id: PassId
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
 from typing import Any, final
 
 import msgspec
 
 from gradwire.autograd.graph.walk import ROOM, lift_this_thread
-from gradwire.current import Current, get_current, reset_current, set_current
+from gradwire.current import Current, current_worker, get_current, reset_current, set_current
 from gradwire.ids import ContextId
 
 Saving = Callable[[], AbstractContextManager[object]]
@@ -86,17 +86,32 @@ class inside:
             reset_current(self._outer)
 
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def saving_here() -> AbstractContextManager[object]:
+    """A block of code that has its scope from another thread: its graphs keep tensors as there."""
+    worker = current_worker.maybe_find()
+    if worker is None or worker.engine.saving is None:
+        return _NOTHING
+    if worker.engine.only_in_contexts and current_context() is None:
+        return _NOTHING
+    saving: Saving = worker.engine.saving
+    return saving()
+
+
 @final
 class CallScope:
     """The scope of a served function: its worker, its context, its deadline, its request.
 
     The constructor enters it; `leave` or the end of a `with` block leaves it. An outer deadline
-    that is earlier stays. Without a request, the one around it stays.
+    that is earlier stays. Without a request, the one around it stays. Graphs that it makes keep
+    their tensors as the engine says, in a context or not, if graphs cross workers there.
 
     hot: each call served, so it is not made of nested `with` blocks
     """
 
-    __slots__ = ("_context", "_drawing", "_outer")
+    __slots__ = ("_context", "_drawing", "_kept", "_outer")
 
     def __init__(
         self,
@@ -104,6 +119,8 @@ class CallScope:
         context: ContextId | None,
         deadline: float = math.inf,
         inbound: object = None,
+        *,
+        makes_graphs: bool = True,
     ) -> None:
         self._drawing: AbstractContextManager[object] | None = None
         if worker.own is not None:  # it draws from its own random generator
@@ -117,11 +134,18 @@ class CallScope:
         else:
             self._outer = set_current((worker, deadline, inbound, None, None))
         self._context = context
+        self._kept: AbstractContextManager[object] | None = None
+        engine = worker.engine
         if context is not None:
-            enter(context, worker.engine.saving)
+            enter(context, engine.saving)
+        elif engine.saving is not None and makes_graphs and not engine.only_in_contexts:
+            self._kept = engine.saving()
+            self._kept.__enter__()
 
     def leave(self) -> None:
         """Restore what was current before."""
+        if self._kept is not None:
+            self._kept.__exit__(None, None, None)
         if self._context is not None:
             leave(self._context)
         reset_current(self._outer)

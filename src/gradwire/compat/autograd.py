@@ -15,6 +15,7 @@ from gradwire.autograd import api
 from gradwire.autograd.api import context, get_gradients
 from gradwire.autograd.api import release_context as _release_context
 from gradwire.autograd.graph.context import Context
+from gradwire.autograd.graph.edges import Sent
 from gradwire.autograd.profiling import span
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
@@ -48,28 +49,28 @@ class DistAutogradContext:
     """One worker's part of a context: the nodes by which its graph leaves and arrives."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._context, self._edges = context, api.current_engine().edges
 
     def _context_id(self) -> ContextId:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Node]:
         """By message, in the order they were sent."""
-        return {
-            _as_int(sent.edge.worker, sent.edge.n): sent.node
-            for sent in tuple(self._context.sent)
-            if sent is not None
-        }
+        return {_as_int(sent.edge.worker, sent.edge.n): sent.node for sent in self._sent()}
 
     def _recv_functions(self) -> dict[int, Node]:
         """By message, in the order they arrived."""
-        return {
-            _as_int(received.edge.worker, received.edge.n): received.node
-            for received in tuple(self._context.received)
-        }
+        received = self._edges.received
+        refs = [received[edge] for edge in tuple(self._context.received) if edge in received]
+        nodes = [(ref.edge, ref()) for ref in refs]
+        return {_as_int(edge.worker, edge.n): node for edge, node in nodes if node is not None}
 
     def _known_worker_ids(self) -> set[WorkerId]:
-        return self._context.known_workers()
+        return self._context.called | {sent.peer for sent in self._sent()}
+
+    def _sent(self) -> list[Sent]:
+        table = self._edges.sent
+        return [table[n] for n in tuple(self._context.sent) if n in table]
 
 
 def is_available() -> bool:

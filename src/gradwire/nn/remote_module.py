@@ -41,7 +41,7 @@ def _refused(method: str, hint: str) -> Any:  # noqa: ANN401
 class RemoteModule(nn.Module):
     """`RemoteModule("w1/cuda:0", nn.Linear, (8, 4))`: a Linear on w1, used from here.
 
-    Calling it runs its forward there, as part of the graph inside `context()`. `train`, `eval`,
+    Calling it runs its forward there, as part of the graph. `train`, `eval`,
     `requires_grad_`, `zero_grad`, `state_dict` and `load_state_dict` act on the module there, even
     when they are called on a local module that contains this one. Its parameters stay there:
     `remote_parameters()` and `parameters()` return references to them. It may be sent in calls, and

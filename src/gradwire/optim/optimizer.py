@@ -47,16 +47,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Steps parameters that live on any workers with one `torch.optim` class.
 
     `DistributedOptimizer(cls, params_rref, *args, **kwargs)` takes references to parameters, or
-    parameter groups of them, and the arguments of the class. `step(context_id)` uses the gradients
-    of `backward(context_id, …)`, `step()` those in `.grad`. A step is all or nothing (StepFailed).
+    parameter groups of them, and the arguments of the class. `step()` uses the gradients in
+    `.grad`, `step(context_id)` those of `backward(context_id, …)`. A step is all or nothing
+    (StepFailed).
 
     It is a `torch.optim.Optimizer`: schedulers take it, and `param_groups` may be changed at any
     time. What is in it counts at the next step, on all workers.
 
     >>> optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, refs, lr=1e-3)
-    >>> with gradwire.context() as context_id:
-    ...     gradwire.backward(context_id, [loss_of(batch)])
-    ...     optimizer.step(context_id)
+    >>> loss_of(batch).backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
     """
 
     def __init__(
@@ -100,18 +101,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         timeout: Timeout = DEFAULT,
     ) -> None:
-        """Step all parameters that have a gradient in the context, or in `.grad`; or none of them.
+        """Step all parameters that have a gradient in `.grad`, or in the context; or none of them.
 
-        In a context the gradients stay as they are, and so does `.grad`. It ends within `timeout`
-        seconds, by default `Timeouts(step=…)`.
+        The gradients stay as they are: `zero_grad` clears `.grad`, as in torch, and those of a
+        context end with it. A step ends within `timeout` seconds, by default `Timeouts(step=…)`.
         """
         if closure is not None or callable(context_id):
             raise UsageError(
                 "DistributedOptimizer.step() takes no closure",
-                hint="compute the loss and its gradients first, then call step(context_id)",
+                hint="compute the loss and its gradients first, then call step()",
             )
         if context_id is not None:
             self._here.worker.engine.contexts.find(context_id)
+        elif self._here.worker.engine.only_in_contexts:
+            raise ArgumentTypeError(
+                "DistributedOptimizer.step() missing 1 required positional argument: 'context_id'",
+                hint="with torch's API gradients are in contexts: pass the id of one",
+            )
         TwoPhaseCommit(self._here, self._shards, context_id, self._options(), timeout).run()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -278,7 +278,7 @@ class StepServer:
 
     def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
         deadline = self._deadline(message)
-        with CallScope(self._worker, None, deadline):
+        with CallScope(self._worker, None, deadline, makes_graphs=False):
             done = self._shard(message, source, deadline)._prepare(message, deadline)
         self._worker.agent.answer(source, Agreed(done), deadline=deadline)
 

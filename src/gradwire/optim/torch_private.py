@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.optim import optimizer as _of_torch
 
-from gradwire.torch_private import is_profiled
+from gradwire.torch_private import is_profiled, with_accumulator
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,8 +66,27 @@ def kept_by_graphs(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those that a graph holds itself, or an operator that is running.
 
     Two references are harmless: the Python object's, and that of the node that adds the gradient.
+    But that node dies with the last graph that leads to it, and a graph made while the leaf
+    required no gradient has none. So where there are two, the node is made, if it is not there.
+
+    hot: all parameters, at each step
     """
-    return [leaf for leaf in leaves if leaf._use_count() > 2]  # type: ignore[attr-defined]
+    held = [leaf for leaf in leaves if leaf._use_count() > 1]  # type: ignore[attr-defined]
+    if not held:
+        return held
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return [leaf for leaf in held if _is_held_by_others(leaf)]
+
+
+def _is_held_by_others(leaf: Any) -> bool:  # noqa: ANN401
+    """Whether a third reference is left with those of its Python object and its node.
+
+    Without a gradient it has no node that could be asked for: then the second counts.
+    """
+    if leaf._use_count() > 2 or not leaf.requires_grad:
+        return True
+    _node = cast(Any, with_accumulator(leaf)).grad_fn.next_functions[0][0]
+    return bool(leaf._use_count() > 2)
 
 
 def holders_of(storage: torch.UntypedStorage) -> int:

@@ -3,15 +3,18 @@
 A graph saves the tensors that its backward needs. Of a leaf torch saves the tensor itself, and
 compares versions in backward, so one trainer's step in place makes the backward of every other
 trainer fail. Here a step writes nothing: it gives the parameter a new storage. Saved-tensor hooks
-around all code in a context make a graph save the storage it has used rather than the parameter:
+around functions that peers call, around engine runs for them and around all code in a context make
+a graph save the storage it has used rather than the parameter:
 
     a parameter, or a view of one   its current storage, and the generation of that storage
     anything else                   itself, and its version
 
 The hooks turn torch's own version check off, so `_unpack` repeats it: writing in place to a tensor
-that a backward needs is an error, as ever. A graph made without the hooks, outside of any context,
-still saves the parameter itself: if there is one, a step increments the parameter's version, so
-that the backward of that graph fails rather than be wrong.
+that a backward needs is an error, as ever. A graph made without the hooks, by the program itself
+outside of any context, still saves the parameter: if there is one, a step increments the
+parameter's version, so that the backward of that graph fails, as after a step of torch's. A step
+that comes while such a backward runs is a race, as in torch, which compares versions first and
+reads the weights afterwards.
 
 Note [Between saving and computing]: an operator saves its inputs first and reads them afterwards,
 without the GIL. A step in between would make it save the old weights and use the new ones. So the
@@ -21,12 +24,12 @@ that an operator has read its inputs, so the frame of its caller is polled. A lo
 the same instruction again, and looks as if it had not moved; that costs time, but no more than
 `_OPERATOR_SECONDS`, and an operator reads a pointer to its inputs long before.
 
-Nor may the version change while an operator's inputs are being saved: torch would take it for a
+Nor may the version change while the hook saves an operator's inputs: torch would take it for a
 write by the hook, and raise. It changes only for a parameter that something else than an operator
 holds, which the reference count tells: an operator lets go of it within `_POLLS_OF_GRAPHS` polls.
-A count that is too high costs that time, and an error of torch's if an operator holds on longer; a
-count that is too low is possible for a graph made without the hooks while the parameter required no
-gradient: its backward uses the weights of the step.
+A count that is too high costs that time, and an error of torch's if an operator holds on longer. If
+no other thread is under the hooks, references are counted after the parameter has got its storage,
+and so include those of an operator that began meanwhile.
 
 Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_dict()` from before
 a step still uses the old storage, but shares a version counter with the parameter, which has a new
@@ -183,7 +186,7 @@ class WeightVersions:
         A parameter that shares its storage with other tensors is written in place, for these to
         see the new values.
         """
-        apart = []
+        apart, replaced = [], []
         with self._lock:
             kept = self._wait_for_operators([parameter for parameter, _ in pairs])
             for parameter, stand_in in pairs:
@@ -198,16 +201,19 @@ class WeightVersions:
                 parameter.data = stand_in
                 if id(stand_in) not in entry.stand_ins:
                     _note(entry.stand_ins, stand_in)
+                replaced.append(parameter)
                 if entry.generation is not None:
                     _leave(entry, own, parameter)
-                if kept and parameter in kept:
-                    torch.autograd.graph.increment_version(parameter)
+            held = kept_by_graphs(replaced) if kept is None else kept.intersection(replaced)
+            for parameter in held:
+                torch.autograd.graph.increment_version(parameter)
         return apart
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What to save for a tensor. hot: every tensor that a graph saves"""
         base = tensor if tensor._base is None else tensor._base
-        if base.is_leaf and base.requires_grad:
+        # A parameter may be stepped later that requires no gradient now.
+        if base.is_leaf and (base.requires_grad or id(base) in self._entries):
             with self._lock:
                 entry = self._maybe_entry(base)
                 if entry is not None:
@@ -231,6 +237,8 @@ class WeightVersions:
         entry = self._entries.get(id(leaf))
         if entry is not None and entry.parameter() is leaf:
             return entry
+        if not leaf.requires_grad:
+            return None
         node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
         variable: torch.Tensor = node.variable
         entry = self._entries.get(id(variable))
@@ -247,21 +255,26 @@ class WeightVersions:
         more = spot.parameters if spot is not None and is_same else frozenset()
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
-    def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor]:
-        """See Note [Between saving and computing]. Returns those held without the hooks."""
-        kept, me = parameters, threading.get_ident()
+    def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor] | None:
+        """See Note [Between saving and computing]. Returns those held without the hooks.
+
+        None if no other thread is under the hooks: then the references to them can be counted at
+        any time until the lock is released.
+        """
+        kept, others, me = parameters, set[int](), threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
             for thread, spot in list(self._spots.items()):
                 if spot.frame.f_lasti != spot.instruction:  # the thread has moved on
                     del self._spots[thread]
             spots = self._spots.values()
             is_read = any(not spot.parameters.isdisjoint(map(id, parameters)) for spot in spots)
-            kept = kept_by_graphs(kept)
-            look_again = kept and polled < _POLLS_OF_GRAPHS and self._under_hooks.keys() - {me}
+            others = self._under_hooks.keys() - {me}
+            kept = kept_by_graphs(kept) if others else kept
+            look_again = others and kept and polled < _POLLS_OF_GRAPHS
             if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
-        return set(kept)
+        return {*kept} if others else None
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

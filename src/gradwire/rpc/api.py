@@ -127,11 +127,11 @@ def rpc_sync(
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
-    An exception of the function is raised here with its own type and the remote traceback. Inside
-    `context()` the call is part of the graph. The function runs at most once, unless it is marked
-    `idempotent`. The call waits for `timeout` seconds, by default `Timeouts(call=…)`, and never
-    longer than the call that it is made in; with None or infinity, as long as the other worker
-    lives.
+    An exception of the function is raised here with its own type and the remote traceback. The call
+    is part of the graph: `backward()` goes through it. The function runs at most once, unless it is
+    marked `idempotent`. The call waits for `timeout` seconds, by default `Timeouts(call=…)`, and
+    never longer than the call that it is made in; with None or infinity, as long as the other
+    worker lives.
     """
     worker: Worker = current_worker.find()
     number = worker.directory.number(to)

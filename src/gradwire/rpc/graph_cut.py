@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from pathlib import Path
 
-import torch
-
+from gradwire.current import user_level
 from gradwire.errors import GraphCutWarning
-
-# Each ends with a separator: a program in a folder gradwire_app is the user's.
-_LIBRARIES = tuple(
-    f"{Path(package).parent}{os.sep}" for package in (Path(__file__).parent, torch.__file__)
-)
 
 
 def warn_of_cut(count: int, what: str, copies: int = 0) -> None:
     """Warn that tensors that require grad lost their graph when they crossed.
 
-    `count` of them crossed outside of any context, and `copies` in one, but inside objects.
+    `count` of them crossed outside of any context, where torch's API records nothing, and `copies`
+    inside objects.
     """
     if count:
         _warn(
             f"{_tensors(count)} crossed in {what} outside of any open context: no gradient will "
             "come back\n"
-            "hint: make the call inside `with gradwire.context():`, detach() the tensor, or use "
-            "no_grad; a thread enters the context with contextvars.copy_context().run(...)"
+            "hint: make the call inside `with dist_autograd.context():`, detach() the tensor, or "
+            "use no_grad; a thread enters it with contextvars.copy_context().run(...)"
         )
     if copies:
         _warn(
@@ -43,16 +36,4 @@ def _tensors(count: int) -> str:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, GraphCutWarning, stacklevel=_user_level())
-
-
-def _user_level() -> int:
-    """How many frames above _warn the user's code is.
-
-    Torch's frames are skipped too: a module is called through `Module.__call__`, and Python shows a
-    warning once for each line, so all modules of a program would share one warning.
-    """
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, GraphCutWarning, stacklevel=user_level(sys._getframe()) + 1)

@@ -85,9 +85,10 @@ def retrying(
     failed attempt. Other exceptions are raised at once.
 
     >>> for attempt in gradwire.retrying(times=5, restore=load_checkpoint):
-    ...     with attempt, gradwire.context() as context_id:
-    ...         gradwire.backward(context_id, [loss_of(batch)])
-    ...         optimizer.step(context_id)
+    ...     with attempt:
+    ...         optimizer.zero_grad()
+    ...         loss_of(batch).backward()
+    ...         optimizer.step()
     """
     if times < 1:
         raise UsageError(f"retrying(times={times}) would never try")

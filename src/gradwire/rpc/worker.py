@@ -128,6 +128,7 @@ class Worker:
             scope_for,
             self.backward_deadline,
             edge_per_message=behavior.edge_per_message,
+            only_in_contexts=behavior.leaves_outside_contexts,
         )
         reference = behavior.reference or RRef
         self.refs = Refs(agent, partial(reference._of, self))
@@ -237,7 +238,12 @@ class Worker:
         """Announce the leave and serve until all leave; `let_go` runs once all programs ended."""
         if self.is_forked:
             return ShutdownResult([], [], [])
-        return self._graceful_shutdown.leave(seconds, let_go, self._is_busy, self._find_leaks)
+
+        def let_all_go() -> None:
+            self.engine.release_no_more()
+            let_go()
+
+        return self._graceful_shutdown.leave(seconds, let_all_go, self._is_busy, self._find_leaks)
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. Waits for peers raise. Idempotent; does nothing in a forked process."""
@@ -281,6 +287,7 @@ class Worker:
 
     def _find_leaks(self) -> None:
         self.leaks = self.refs.leaks()
+        self.engine.report_leaks()
 
     def _is_busy(self) -> bool:
         return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)

@@ -56,6 +56,29 @@ def test_what_was_made_for_an_inbound_request_ends_with_it():
     assert table.answered(free) is not None
 
 
+def test_an_answer_is_late_if_nobody_had_one_and_only_then():
+    table, inbound = RequestTable(), object()
+    expired, answered = table.opened(pending(deadline=1.0)), table.opened(pending())
+    made, cancelled = table.opened(replace(pending(), inbound=inbound)), table.opened(pending())
+    table.expire(1.0)
+    table.answered(answered)
+    table.made_for({inbound})
+
+    assert table.cancelled(cancelled).n == cancelled
+    assert table.cancelled(answered) is None
+    assert [table.is_late(n) for n in (expired, made, cancelled)] == [True] * 3
+    assert not any(table.is_late(n) for n in (expired, answered, made, cancelled))
+
+
+def test_what_was_given_up_and_never_answered_does_not_pile_up():
+    table = RequestTable()
+    for _ in range(100_000):
+        table.cancelled(table.opened(pending()))
+
+    assert len(table._given_up) <= 1 << 14
+    assert table.is_late(100_000)
+
+
 class EveryRequestEndsOnce(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()

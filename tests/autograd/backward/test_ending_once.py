@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.autograd.backward.engine_run import execute
-from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.backward.reach import reached_from
 from gradwire.autograd.undo import leaf as leaves
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested
@@ -18,10 +18,8 @@ from gradwire.autograd.undo.undo_log import UndoLog
 def adds(leaf, value, undo_log):
     """A run of a pass adds to the leaf."""
     loss = leaf * value
-    node = loss.grad_fn.next_functions[0][0]
-    landmarks = Landmarks([node], [], [])
-    ones = (torch.ones(()),)
-    execute((loss,), ones, None, undo_log, landmarks, lambda: None, retain_graph=False)
+    reached, ones = reached_from([loss.grad_fn]), (torch.ones(()),)
+    execute((loss,), ones, None, undo_log, reached, lambda: None, retain_graph=False)
 
 
 class Slow:

@@ -11,8 +11,10 @@ import asyncio
 import math
 import random
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
 
@@ -21,7 +23,8 @@ import torch
 
 import gradwire as gw
 from gradwire.autograd.graph import crossing
-from gradwire.autograd.graph.context import Contexts
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.lineage import one, to_wire
 from gradwire.autograd.messages import Crossing
 from gradwire.ids import EdgeId
 from gradwire.options import Options, Timeouts
@@ -46,14 +49,15 @@ def on_a_new_thread(function, *args):
         return thread.submit(function, *args).result(30)
 
 
-def in_context(workers, program):
-    """Run a program on w0, in a context, on a thread that has made no node before."""
+@pytest.fixture(params=[gw.context, nullcontext], ids=["in a context", "in no context"])
+def on_w0(workers, request):
+    """Runs a program on w0, on a thread that has made no node before."""
 
-    def run():
-        with gw.context():
+    def run(program):
+        with request.param():
             program()
 
-    on_a_new_thread(workers[0].run, run)
+    return lambda program: on_a_new_thread(workers[0].run, run, program)
 
 
 def place(tensor):
@@ -83,7 +87,7 @@ def doubled_over_there(x, times):
 
 
 @pytest.mark.parametrize("depths", [[1, 1, 1], [8, 1], [1, 8], [2, 6, 3], [4, 4, 4, 4]], ids=str)
-def test_calls_of_a_pool_of_threads_may_feed_one_loss(workers, depths):
+def test_calls_of_a_pool_of_threads_may_feed_one_loss(on_w0, depths):
     def program():
         x = torch.ones(1, requires_grad=True)
 
@@ -99,10 +103,10 @@ def test_calls_of_a_pool_of_threads_may_feed_one_loss(workers, depths):
         sum((y * 1).sum() for y in received).backward()
         assert x.grad.item() == sum(2**depth for depth in depths)
 
-    in_context(workers, program)
+    on_w0(program)
 
 
-def test_values_of_ones_own_that_other_threads_made_may_feed_one_loss(workers):
+def test_values_of_ones_own_that_other_threads_made_may_feed_one_loss(on_w0):
     def program():
         x = torch.ones(1, requires_grad=True)
         deep = gw.remote("w0", doubled_over_there, args=(x, 12))
@@ -111,7 +115,7 @@ def test_values_of_ones_own_that_other_threads_made_may_feed_one_loss(workers):
         ((a * 1).sum() + (b * 1 * 1).sum()).backward()
         assert x.grad.item() == 2**12 + 2
 
-    in_context(workers, program)
+    on_w0(program)
 
 
 # -- operators that other threads run
@@ -141,7 +145,7 @@ def chain(x, depth):
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [[4, 1], [1, 4], [8, 2, 5], [12, 3, 1, 7]], ids=str)
-def test_a_loss_may_be_made_by_threads_that_received_nothing(workers, elsewhere, depths):
+def test_a_loss_may_be_made_by_threads_that_received_nothing(on_w0, elsewhere, depths):
     def program():
         x = torch.ones(1, requires_grad=True)
         received = [chain(x, depth) for depth in depths]
@@ -149,11 +153,11 @@ def test_a_loss_may_be_made_by_threads_that_received_nothing(workers, elsewhere,
         elsewhere(lambda: sum(terms)).backward()
         assert x.grad.item() == 3 * sum(2**depth for depth in depths)
 
-    in_context(workers, program)
+    on_w0(program)
 
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE, ids=lambda f: f.__name__)
-def test_a_backward_itself_may_run_in_a_thread_that_received_nothing(workers, elsewhere):
+def test_a_backward_itself_may_run_in_a_thread_that_received_nothing(on_w0, elsewhere):
     def program():
         x = torch.ones(1, requires_grad=True)
         deep, shallow = chain(x, 6), chain(x, 1)
@@ -161,10 +165,10 @@ def test_a_backward_itself_may_run_in_a_thread_that_received_nothing(workers, el
         elsewhere(loss.backward)
         torch.testing.assert_close(x.grad, torch.tensor([64 * math.cos(64.0) + 4]))
 
-    in_context(workers, program)
+    on_w0(program)
 
 
-def test_a_loss_made_elsewhere_may_be_differentiated_twice(workers):
+def test_a_loss_made_elsewhere_may_be_differentiated_twice(on_w0):
     def program():
         x = torch.ones(1, dtype=torch.float64, requires_grad=True)
         deep, shallow = chain(x, 5), chain(x, 1)
@@ -174,7 +178,7 @@ def test_a_loss_made_elsewhere_may_be_differentiated_twice(workers):
         assert first.item() == 3 * (32**3 + 2**3)
         assert second.item() == 6 * (32**3 + 2**3)
 
-    in_context(workers, program)
+    on_w0(program)
 
 
 def test_a_loss_made_elsewhere_goes_into_the_map_too(workers):
@@ -208,7 +212,7 @@ def sum_of_chains(x, depths):
     return in_a_fresh_thread(lambda: sum(terms))
 
 
-def test_workers_that_serve_a_pass_may_use_other_threads_as_well(workers):
+def test_workers_that_serve_a_pass_may_use_other_threads_as_well(on_w0):
     def program():
         x = torch.ones(1, requires_grad=True)
         y = gw.rpc_sync("w2", sum_of_chains, args=(x, [5, 1, 3]))
@@ -217,7 +221,7 @@ def test_workers_that_serve_a_pass_may_use_other_threads_as_well(workers):
         inner, outer = 1 + 3 * (32 + 2 + 8), 1 + 3 * (2 + 16)
         assert x.grad.item() == inner + inner * outer
 
-    in_context(workers, program)
+    on_w0(program)
 
 
 def random_loss(rng, hop, elsewhere):
@@ -245,7 +249,7 @@ def remote_hop(value, worker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(n, n + 10) for n in range(0, 40, 10)], ids=str)
-def test_operators_of_threads_drawn_at_random_end_as_in_one_process(workers, seeds):
+def test_operators_of_threads_drawn_at_random_end_as_in_one_process(on_w0, seeds):
     """Fresh threads: the nodes of a pool's thread soon stand above every depth."""
     for seed in seeds:
         local, loss = random_loss(random.Random(seed), lambda v, _: v * 2, lambda f: f())
@@ -256,7 +260,7 @@ def test_operators_of_threads_drawn_at_random_end_as_in_one_process(workers, see
             loss.backward()
             assert torch.equal(x.grad, local.grad)
 
-        in_context(workers, program)
+        on_w0(program)
 
 
 # -- runs that Python does not begin
@@ -271,16 +275,16 @@ def begun_by_cpp(loss, leaf):
     return script.f(loss, leaf)[0]
 
 
-def test_a_backward_that_cpp_code_begins_is_exact_where_its_own_thread_made_the_loss(workers):
+def test_a_backward_that_cpp_code_begins_is_exact_where_its_own_thread_made_the_loss(on_w0):
     def program():
         x = torch.ones(1, requires_grad=True)
         loss = (chain(x, 8) * 3).sum() + chain(x, 2).sum() + chain(x, 5).sum()
         assert begun_by_cpp(loss, x).item() == 3 * 2**8 + 2**2 + 2**5
 
-    in_context(workers, program)
+    on_w0(program)
 
 
-def test_a_backward_that_cpp_code_begins_says_at_once_that_it_is_out_of_order(workers):
+def test_a_backward_that_cpp_code_begins_says_at_once_that_it_is_out_of_order(on_w0):
     def program():
         x = torch.ones(1, requires_grad=True)
         received = [chain(x, depth) for depth in (8, 2, 5)]
@@ -292,10 +296,10 @@ def test_a_backward_that_cpp_code_begins_says_at_once_that_it_is_out_of_order(wo
         (again,) = torch.autograd.grad(loss, x)
         assert again.item() == 3 * (2**8 + 2**2 + 2**5)
 
-    in_context(workers, program)
+    on_w0(program)
 
 
-def test_a_backward_inside_of_another_that_fails_leaves_the_order_as_it_was(workers):
+def test_a_backward_inside_of_another_that_fails_leaves_the_order_as_it_was(on_w0):
     @torch.enable_grad()
     def fails(_):
         y = torch.ones(1, requires_grad=True) * 2
@@ -313,10 +317,10 @@ def test_a_backward_inside_of_another_that_fails_leaves_the_order_as_it_was(work
         in_a_fresh_thread(lambda: sum(terms)).backward()
         assert x.grad.item() == 3 * (2**8 + 2**2 + 2**5)
 
-    in_context(workers, program)
+    on_w0(program)
 
 
-def test_losses_that_share_what_other_threads_made_may_run_at_once(workers):
+def test_losses_that_share_what_other_threads_made_may_run_at_once(on_w0):
     """A node's number changes at most once, before the first run that reaches it."""
 
     def program():
@@ -334,7 +338,7 @@ def test_losses_that_share_what_other_threads_made_may_run_at_once(workers):
             ]
             assert [run.result(30)[0].item() for run in runs] == expected * 4
 
-    in_context(workers, program)
+    on_w0(program)
 
 
 # -- how far a thread is lifted
@@ -351,7 +355,7 @@ def nodes_made_by_waiting(future):
     return on_a_new_thread(wait)
 
 
-def test_whoever_waits_for_a_callback_is_not_lifted_above_what_the_callback_threw_away(workers):
+def test_whoever_waits_for_a_callback_is_not_lifted_above_what_the_callback_threw_away(on_w0):
     def busy(_):
         seed = torch.zeros((), requires_grad=True)
         for _ in range(5000):
@@ -362,10 +366,10 @@ def test_whoever_waits_for_a_callback_is_not_lifted_above_what_the_callback_thre
         x = torch.ones(1, requires_grad=True)
         assert nodes_made_by_waiting(gw.rpc_async("w1", double, args=(x,)).then(busy)) == 0
 
-    in_context(workers, program)
+    on_w0(program)
 
 
-def test_whoever_waits_for_a_callback_is_lifted_above_the_depth_of_what_it_returns(workers):
+def test_whoever_waits_for_a_callback_is_lifted_above_the_depth_of_what_it_returns(on_w0):
     def program():
         x = doubled_over_there(torch.ones(1, requires_grad=True), 10)
         future = gw.rpc_async("w1", double, args=(x,)).then(lambda done: [done.wait() * 2])
@@ -376,7 +380,7 @@ def test_whoever_waits_for_a_callback_is_lifted_above_the_depth_of_what_it_retur
         assert nodes_made_by_waiting(future) <= 23
         assert on_a_new_thread(place_of_a_node) > 22  # 11 calls, there and back
 
-    in_context(workers, program)
+    on_w0(program)
 
 
 # -- single nodes, without workers
@@ -391,35 +395,37 @@ HOME = weakref.ref(NO_WORKER)
 
 
 @pytest.fixture
-def context():
-    return Contexts(0, "w0").new()
+def edges():
+    made = Edges(0, 0, 1000, threading.RLock())
+    yield made
+    made.clear()
 
 
-def arrive(context):
-    crossed = Crossing(EdgeId(1, 0), DEPTH, {1: b"\x01"}, [0])
+def arrive(edges):
+    crossed = Crossing(EdgeId(1, 0), DEPTH, to_wire(one(EdgeId(1, 0))), [0])
     tensors = [torch.ones(2)]
-    crossing.arrive(context, HOME, 0, 1, crossed, tensors)
+    crossing.arrive(edges, HOME, None, 1, crossed, tensors)
     return tensors[0]
 
 
-def test_a_recv_made_on_a_new_thread_stands_above_its_depth(context):
+def test_a_recv_made_on_a_new_thread_stands_above_its_depth(edges):
     def receive():
         assert next_place() < DEPTH
-        return place(arrive(context))
+        return place(arrive(edges))
 
     assert on_a_new_thread(receive) > DEPTH
 
 
-def test_what_is_made_after_a_recv_stands_above_its_depth(context):
+def test_what_is_made_after_a_recv_stands_above_its_depth(edges):
     def receive_and_go_on():
-        arrive(context)
+        arrive(edges)
         return next_place()
 
     assert on_a_new_thread(receive_and_go_on) > DEPTH
 
 
-def test_what_another_thread_made_of_it_is_lifted_when_it_is_sent_on(context):
-    received = arrive(context)
+def test_what_another_thread_made_of_it_is_lifted_when_it_is_sent_on(edges):
+    received = arrive(edges)
 
     def make():
         first = received * 2
@@ -427,7 +433,7 @@ def test_what_another_thread_made_of_it_is_lifted_when_it_is_sent_on(context):
 
     made = on_a_new_thread(make)
     assert all(place(tensor) < DEPTH for tensor in made)
-    crossed = crossing.leave(context, HOME, 0, 1, [0], [made[-1]])
+    crossed = crossing.leave(edges, HOME, None, 1, [0], [made[-1]], 0.0, ("", 0))
 
     assert all(place(tensor) > DEPTH for tensor in made)
-    assert crossed.depth == sequence_number(context.sent[0].node) == DEPTH + 1
+    assert crossed.depth == sequence_number(edges.sent[0].node) == DEPTH + 1

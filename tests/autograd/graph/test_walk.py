@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph import walk as graph
 from gradwire.autograd.graph.context import Contexts
-from gradwire.autograd.graph.walk import from_wire
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.lineage import (
+    from_wire,
+    numbers,
+    of_worker,
+    plus,
+    to_wire,
+    union,
+    workers_in,
+)
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, ContextClosed, UsageError
 from gradwire.ids import EdgeId
@@ -26,32 +36,37 @@ HOME = weakref.ref(NO_WORKER)
 
 
 @pytest.fixture
-def context():
-    return Contexts(0, "w0").new()
+def edges():
+    made = Edges(0, 0, 1000, threading.RLock())
+    yield made
+    made.clear()
 
 
-def leave(context, tensor):
-    return crossing.leave(context, HOME, 0, 1, [0], [tensor])
+def leave(edges, tensor, context=None):
+    return crossing.leave(edges, HOME, context, 1, [0], [tensor], 0.0, ("", 0))
 
 
-def arrive(context, crossed, tensor=None):
+def arrive(edges, crossed, tensor=None, context=None):
     tensors = [torch.ones(2) if tensor is None else tensor]
-    crossing.arrive(context, HOME, 0, 1, crossed, tensors)
+    crossing.arrive(edges, HOME, context, 1, crossed, tensors)
     return tensors[0]
 
 
 def answer_to(*crossings, n=0, worker=1):
     """What a peer sends back that depends on these."""
-    lineage = {worker: 1 << n}
-    for crossed in crossings:
-        for w, bits in from_wire(crossed.lineage).items():
-            lineage[w] = lineage.get(w, 0) | bits
+    edge = EdgeId(worker, n)
+    depends = union([from_wire(crossed.lineage) for crossed in crossings])
     depth = max((c.depth for c in crossings), default=0) + 1
-    wire = {w: b.to_bytes((b.bit_length() + 7) // 8, "little") for w, b in lineage.items()}
-    return Crossing(EdgeId(worker, n), depth, wire, [0])
+    return Crossing(edge, depth, to_wire(plus(depends, edge)), [0])
 
 
-def linked_sends(context, alive):
+def depends_on(crossed):
+    """The edges of a lineage, by worker."""
+    lineage = from_wire(crossed.lineage)
+    return {w: list(numbers(of_worker(lineage, w))) for w in sorted(workers_in(lineage))}
+
+
+def linked_sends(alive):
     """The edges of this worker that a Recv hangs on, through Joins."""
     todo, found, seen = [alive.grad_fn], set(), set()
     while todo:
@@ -66,108 +81,121 @@ def linked_sends(context, alive):
     return found
 
 
-def test_a_tensor_of_ones_own_depends_on_nothing(context):
-    crossed = leave(context, torch.ones(2, requires_grad=True) * 2)
+def test_a_tensor_of_ones_own_depends_on_nothing(edges):
+    crossed = leave(edges, torch.ones(2, requires_grad=True) * 2)
 
     assert crossed.depth == 1
-    assert from_wire(crossed.lineage) == {0: 1}
+    assert depends_on(crossed) == {0: [0]}
 
 
-def test_lineage_goes_through_what_was_received(context):
-    first = leave(context, torch.ones(2, requires_grad=True))
-    back = arrive(context, answer_to(first))
-    second = leave(context, (back * 2).sin())
+def test_lineage_goes_through_what_was_received(edges):
+    first = leave(edges, torch.ones(2, requires_grad=True))
+    back = arrive(edges, answer_to(first))
+    second = leave(edges, (back * 2).sin())
 
     assert second.depth == 3
-    assert from_wire(second.lineage) == {0: 0b11, 1: 1}
+    assert depends_on(second) == {0: [0, 1], 1: [0]}
 
 
-def test_a_recv_hangs_on_exactly_the_sends_of_its_lineage(context):
+def test_a_recv_hangs_on_exactly_the_sends_of_its_lineage(edges):
     x = torch.ones(2, requires_grad=True)
-    sent = [leave(context, x * n) for n in range(6)]
-    one = arrive(context, answer_to(sent[0], sent[2], sent[5], n=0))
-    other = arrive(context, answer_to(sent[1], n=1))
-    more = arrive(context, answer_to(sent[0], sent[2], sent[5], sent[3], n=2))
+    sent = [leave(edges, x * n) for n in range(6)]
+    one = arrive(edges, answer_to(sent[0], sent[2], sent[5], n=0))
+    other = arrive(edges, answer_to(sent[1], n=1))
+    more = arrive(edges, answer_to(sent[0], sent[2], sent[5], sent[3], n=2))
 
-    assert linked_sends(context, one) == {0, 2, 5}
-    assert linked_sends(context, other) == {1}
-    assert linked_sends(context, more) == {0, 2, 3, 5}
+    assert linked_sends(one) == {0, 2, 5}
+    assert linked_sends(other) == {1}
+    assert linked_sends(more) == {0, 2, 3, 5}
 
 
-def test_a_recurrent_state_on_a_peer_costs_one_link_per_step(context):
+def test_a_recurrent_state_on_a_peer_costs_one_link_per_step(edges):
     x, crossings = torch.ones(2, requires_grad=True), []
     for step in range(50):
-        crossings.append(leave(context, x * step))
-        alive = arrive(context, answer_to(*crossings, n=step))
+        crossings.append(leave(edges, x * step))
+        alive = arrive(edges, answer_to(*crossings, n=step))
         links = [n for n, _ in alive.grad_fn.next_functions if n is not None]
         assert len(links) == 2  # the anchor's accumulator, and one link
-    assert linked_sends(context, alive) == set(range(50))
-    assert all(len(join.token.grad_fn.next_functions) == 2 for join in context.joins)
+    assert linked_sends(alive) == set(range(50))
+    assert all(len(join.token.grad_fn.next_functions) == 2 for join in edges.joins)
 
 
-def test_a_send_that_implies_the_others_is_the_only_link(context):
+def test_a_send_that_implies_the_others_is_the_only_link(edges):
     value = torch.ones(2, requires_grad=True)
     for step in range(5):
-        crossed = leave(context, value)
-        value = arrive(context, answer_to(crossed, n=step))
+        crossed = leave(edges, value)
+        value = arrive(edges, answer_to(crossed, n=step))
 
-    assert context.joins == []
+    assert edges.joins == []
 
 
-def test_sends_are_numbered_by_depth_and_everything_else_is_lifted_above_it(context):
+def test_sends_are_numbered_by_depth_and_everything_else_is_lifted_above_it(edges):
     value = torch.ones(2, requires_grad=True)
     for step in range(30):
-        value = arrive(context, answer_to(leave(context, value), n=step))
+        value = arrive(edges, answer_to(leave(edges, value), n=step))
     slow = value.detach().requires_grad_()  # a leaf made here
     mixed = (slow * value).sum()
-    crossed = leave(context, mixed)
-    sent = context.sent[-1]
+    crossed = leave(edges, mixed)
+    sent = edges.sent[crossed.edge.n]
 
     assert sequence_number(sent.node) == crossed.depth == 61
     assert sequence_number(mixed.grad_fn) > 60
     assert sequence_number(value.grad_fn) > 60
 
 
-def test_each_node_is_visited_once_per_context(context, monkeypatch):
+def test_each_node_is_visited_once(edges, monkeypatch):
     visited = []
     monkeypatch.setattr(graph, "lift", lambda node, depth: visited.append(node))
     value = torch.ones(2, requires_grad=True)
     for _ in range(20):
         value = value * 2
-        leave(context, value)
+        leave(edges, value)
 
     assert len(set(visited)) == len(visited) == 20
 
 
-def test_a_deep_graph_does_not_overflow(context):
+def test_a_deep_graph_does_not_overflow(edges):
     value = torch.ones((), requires_grad=True)
     for _ in range(20_000):
         value = value + 1
 
-    assert leave(context, value).depth == 1
+    assert leave(edges, value).depth == 1
 
 
-def test_a_lineage_with_edges_that_never_left_is_refused(context):
-    crossed = Crossing(EdgeId(1, 0), 2, {0: b"\xff", 1: b"\x01"}, [0])
+def test_a_lineage_with_edges_that_never_left_is_refused(edges):
+    crossed = answer_to(*[answer_to(n=n, worker=0) for n in range(8)])
 
     with pytest.raises(BadMessage, match="edges of worker 0 that never left it"):
-        arrive(context, crossed)
+        arrive(edges, crossed)
 
 
-def test_what_was_withdrawn_is_not_sent_and_its_number_not_used_again(context):
-    crossed = leave(context, torch.ones(2, requires_grad=True))
-    context.sent[crossed.edge.n] = None  # withdrawn
+def test_what_was_withdrawn_is_not_sent_and_its_number_not_used_again(edges):
+    crossed = leave(edges, torch.ones(2, requires_grad=True))
+    edges.withdraw([crossed.edge])
 
-    assert context.sent == [None]
-    assert leave(context, torch.ones(2, requires_grad=True)).edge == EdgeId(0, 1)
+    assert edges.sent == {}
+    assert leave(edges, torch.ones(2, requires_grad=True)).edge == EdgeId(0, 1)
 
 
-def test_a_recv_of_another_context_is_a_boundary():
-    contexts = Contexts(0, "w0")
-    old, new = contexts.new(), contexts.new()
-    kept = arrive(old, answer_to())
+def test_contexts_are_no_boundary(edges):
+    """Edges of two contexts and of none are in one lineage."""
+    kept = arrive(edges, answer_to(), context=5)
+    second = arrive(edges, answer_to(leave(edges, kept * 2, context=6), n=1))
 
-    assert from_wire(leave(new, kept * 2).lineage) == {0: 1}
+    assert depends_on(leave(edges, second)) == {0: [0, 1], 1: [0, 1]}
+
+
+def test_what_a_walk_has_found_is_kept_by_the_nodes_themselves_and_dies_with_them(edges):
+    received = arrive(edges, answer_to())
+    made = received * 2
+    leave(edges, made)
+    node = weakref.ref(received.grad_fn)
+
+    assert made.grad_fn.metadata["gradwire"] == node().metadata["gradwire"]
+    del received, made
+    assert edges.received[EdgeId(1, 0)]() is not None  # the Send that is left holds it
+    edges.release([0], by=1)
+    assert node() is None
 
 
 def test_a_closed_context_is_not_heard_of_again():

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.autograd.backward.engine_run import execute
-from gradwire.autograd.graph.walk import Landmarks
+from gradwire.autograd.backward.reach import reached_from
+from gradwire.autograd.graph.context import Contexts
 from gradwire.autograd.undo.leaf import Addition, LeafLocks, folded, is_total, total, without
 from gradwire.autograd.undo.undo_log import UndoLog, _by_run
 
@@ -21,10 +22,8 @@ def adds(leaf, value, undo_log):
     if undo_log is None:
         loss.backward()
         return
-    node = loss.grad_fn.next_functions[0][0]
-    landmarks = Landmarks([node], [], [])
-    ones = (torch.ones(()),)
-    execute((loss,), ones, None, undo_log, landmarks, lambda: None, retain_graph=False)
+    reached, ones = reached_from([loss.grad_fn]), (torch.ones(()),)
+    execute((loss,), ones, None, undo_log, reached, lambda: None, retain_graph=False)
 
 
 def summed(base, values):
@@ -45,7 +44,8 @@ ACTS = st.lists(
 def test_what_is_left_is_what_the_others_have_added_in_their_order(into_map, acts, has_base):
     locks, leaf = LeafLocks(), torch.ones((), requires_grad=True)
     base = torch.tensor(0.9) if has_base else None
-    into = {} if into_map else None
+    context = Contexts(0, "w0").new() if into_map else None
+    into = None if context is None else context.gradients
     if has_base and into is not None:
         into[leaf] = base.clone()
     elif has_base:
@@ -57,7 +57,7 @@ def test_what_is_left_is_what_the_others_have_added_in_their_order(into_map, act
             adds(leaf, value, None)
             expected.append((None, value))
         elif act == "adds" and who not in undo_logs:
-            undo_logs[who] = UndoLog(locks, into)
+            undo_logs[who] = UndoLog(locks, context)
             adds(leaf, value, undo_logs[who])
             expected.append((undo_logs[who], value))
         elif act == "keep" and who in undo_logs:

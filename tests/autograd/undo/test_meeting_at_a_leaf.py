@@ -286,6 +286,17 @@ def change_unseen(p):
 STAYS = "a gradient of a failed pass stays: it was used or changed since"
 
 
+def assert_refused_once(workers):
+    """w0 is told before its next pass over w1 that the leaves there are not as they were."""
+    before = LEAVES["leaf"].grad.clone()
+    words = r"p0\.\d+ was not begun: w1 did not confirm that p0\.\d+ was rolled back"
+    with pytest.raises(gw.UsageError, match=words):
+        train(workers, 0, B)
+    assert torch.equal(LEAVES["leaf"].grad, before)
+    train(workers, 0, B)
+    train(workers, 2, B)
+
+
 @pytest.mark.parametrize("hook", [change, change_unseen])
 def test_what_a_hook_has_made_of_both_stays_and_is_said(workers, caplog, hook):
     def meanwhile():
@@ -296,6 +307,7 @@ def test_what_a_hook_has_made_of_both_stays_and_is_said(workers, caplog, hook):
     assert [record.getMessage() for record in caplog.records if "stays" in record.message] == [
         STAYS
     ]
+    assert_refused_once(workers)
 
 
 def test_what_the_program_has_used_up_is_not_put_back(workers, caplog):
@@ -312,6 +324,7 @@ def test_what_the_program_has_used_up_is_not_put_back(workers, caplog):
     assert [record.getMessage() for record in caplog.records if "stays" in record.message] == [
         STAYS
     ]
+    assert_refused_once(workers)
 
 
 def hooked_there():
@@ -340,6 +353,7 @@ def test_whoever_began_the_failed_pass_is_told_what_stays(workers):
     assert workers[0].run(program) == [
         "a gradient stays as it is on w1: what the pass had added was used or changed since"
     ]
+    assert_refused_once(workers)
 
 
 def test_hooks_that_use_gradients_up_at_once_never_meet(workers, caplog):

@@ -172,7 +172,8 @@ def test_a_run_that_was_over_when_its_context_closed_is_put_back_too(workers):
         (running,) = workers[1].worker.engine.passes.all()
         assert running.wait_for_run(20)
         assert leaf.grad is not None
-        workers[0].worker.engine.close(running.context.id)
+        (context,) = workers[0].worker.engine.contexts.all()
+        workers[0].worker.engine.close(context)
         assert eventually(lambda: len(workers[1].worker.engine.contexts) == 0)
 
     HOOKS["close"] = close
@@ -196,7 +197,7 @@ def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
         x = torch.ones(2, requires_grad=True)
         y = gw.rpc_sync("w1", times_leaf, args=(x,))
         engine = workers[1].worker.engine
-        tokens.append(weakref.ref(engine.contexts.find(context).sent[0].token))
+        tokens.extend(weakref.ref(sent.token) for sent in engine.edges.sent.values())
 
         def close(event):
             if str(event).startswith("w1 run"):  # it has begun, the engine has not
@@ -241,63 +242,73 @@ def failed_meanwhile():
     with pytest.raises(ValueError, match="refused by a hook") as failed:
         (a + b).sum().backward(retain_graph=True)
     assert failed.value.__notes__ == [
-        "w1 has not confirmed that p0.1 was rolled back: "
-        "until then c0.0 cannot be differentiated again"
+        "w1 has not confirmed that p0.1 was rolled back: until then no other pass can run there"
     ]
     return a
 
 
-def test_a_context_is_used_again_when_it_was_put_back_everywhere(workers, monkeypatch):
-    def program(context):
-        a = failed_meanwhile()
+def test_a_worker_takes_part_again_when_it_has_put_back_what_failed(workers, monkeypatch):
+    def program():
+        a, c = failed_meanwhile(), gw.rpc_sync("w2", of_leaf)
         with pytest.raises(UsageError) as refused:
             a.sum().backward(retain_graph=True)
         assert str(refused.value) == (
-            "c0.0 cannot be differentiated until w1 confirms that p0.1 was rolled back\n"
-            "hint: try again when it has answered, or close the context and begin again"
+            "p0.2 cannot begin until w1 confirms that p0.1 was rolled back\n"
+            "hint: try again when it has answered"
         )
+        c.sum().backward()  # a pass without w1 need not wait
+        LEAVES["leaf"].grad = None
         goes_on.set()
-        assert eventually(lambda: not workers[0].worker.engine.contexts.find(context).endings)
+        assert eventually(lambda: not workers[0].worker.engine.coordinator._rollbacks)
         assert LEAVES["leaf"].grad is None
         a.sum().backward()
         assert LEAVES["leaf"].grad is not None
 
     with a_run_that_does_not_return(monkeypatch) as goes_on:
-        in_context(workers, program)
+        workers[0].run(program)
     assert_nothing_left(workers)
 
 
-def test_a_context_that_was_not_put_back_in_time_is_not_used_again(workers, monkeypatch, caplog):
+def test_a_worker_that_has_not_put_back_in_time_is_reported_once(workers, monkeypatch, caplog):
     monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
     said = "w1 did not confirm that p0.1 was rolled back"
 
-    def program(context):
+    def program():
         a = failed_meanwhile()
-        assert eventually(lambda: workers[0].worker.engine.contexts.find(context).broken)
+        assert eventually(lambda: not workers[0].worker.engine.coordinator._rollbacks)
         with pytest.raises(UsageError) as refused:
             a.sum().backward()
         assert str(refused.value) == (
-            f"c0.0 cannot be differentiated any more: {said}\n"
-            "hint: close the context and begin again"
+            f"p0.2 was not begun: {said}\n"
+            "hint: zero the gradients there; then the next pass is begun again"
         )
+        goes_on.set()
+        assert eventually(lambda: LEAVES["leaf"].grad is None)  # late, but put back
+        gw.rpc_sync("w1", of_leaf).sum().backward()
+        assert LEAVES["leaf"].grad is not None
 
-    with a_run_that_does_not_return(monkeypatch):
-        in_context(workers, program)
+    with a_run_that_does_not_return(monkeypatch) as goes_on:
+        workers[0].run(program)
     assert f"w0: {said}" in [record.getMessage() for record in caplog.records]
     assert_nothing_left(workers)
-    assert eventually(lambda: LEAVES["leaf"].grad is None)  # late, but put back
 
 
-@pytest.mark.parametrize("patience", [30, 0.01], ids=["waits for the run", "gives up on the run"])
-def test_a_context_may_close_before_it_was_put_back(workers, monkeypatch, caplog, patience):
-    monkeypatch.setattr(participant, "_RUN_SECONDS", patience)
+@pytest.mark.parametrize("gives_up", [False, True], ids=["waits for the run", "gives up on it"])
+def test_a_context_may_close_before_it_was_put_back(workers, monkeypatch, caplog, gives_up):
+    if gives_up:  # w1 does not wait for its run and does not confirm: the run puts back by itself
+        monkeypatch.setattr(participant, "_RUN_SECONDS", 0.01)
+        monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
 
     with a_run_that_does_not_return(monkeypatch):
         in_context(workers, lambda _: failed_meanwhile())
-        assert eventually(lambda: workers[0].worker.agent.in_flight == 0)
+        if gives_up:
+            assert eventually(lambda: workers[0].worker.agent.in_flight == 0)
+        else:
+            assert workers[0].worker.agent.in_flight == 1
     assert_nothing_left(workers)
     assert eventually(lambda: LEAVES["leaf"].grad is None)
-    assert not caplog.records
+    said = ["w0: w1 did not confirm that p0.1 was rolled back"] if gives_up else []
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 # -- what a failed pass keeps alive

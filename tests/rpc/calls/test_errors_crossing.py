@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 
 import pytest
@@ -18,9 +19,9 @@ from gradwire.errors import (
     BackwardTimeout,
     CallTimeout,
     ContextClosed,
-    GraphCutWarning,
     NotExposed,
     NotSerializable,
+    PeerLost,
     RemoteError,
     UnknownWorker,
     UsageError,
@@ -296,165 +297,138 @@ def nap_over(to, gate):
     return gw.rpc_sync(to, nap, args=(gate,), timeout=0.02)
 
 
-# -- a graph that is cut
+# -- a graph that is not cut, with a context or without
 
 
 def warned(program, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         program(*args)
-    assert all(w.category is GraphCutWarning for w in caught)
     return caught
 
 
-def test_arguments_that_require_grad_outside_of_a_context_warn_at_the_line_of_the_call(workers):
+@pytest.mark.parametrize("scope", [gw.context, nullcontext], ids=["a context", "no context"])
+def test_every_way_of_calling_keeps_the_graph_and_nothing_warns(workers, scope):
     def program():
-        x = torch.ones(2, requires_grad=True)
-        gw.rpc_sync("w1", cubed, args=(x,))  # cut sync
+        x = torch.tensor(1.0, requires_grad=True)
+        with scope():
+            terms = [
+                gw.rpc_sync("w1", weighted, args=(x,)),
+                gw.rpc_async("w1", weighted, args=(x,)).wait(),
+                gw.remote("w1", weighted, args=(x,)).to_here(),
+                gw.RRef(torch.tensor(5.0)).rpc_sync().mul(x),
+                gw.rpc_sync("w1", weigh_all, args=([x, x * 2, x.detach()],)),
+                gw.rpc_sync("w1", call_and_give, args=("w2",)),
+            ]
+            sum(terms).backward()
+        assert x.grad == 3 + 3 + 3 + 5 + 3 * 3
+        assert WEIGHTS["w2"].grad == 2
 
-    (warning,) = warned(workers[0].run, program)
-
-    assert (warning.filename, warning.lineno) == (__file__, line_of("cut sync"))
-    message, hint = str(warning.message).split("\nhint: ")
-    assert message.startswith("a tensor that requires grad crossed in the arguments of ")
-    assert "test_errors_crossing.cubed" in message
-    assert message.endswith("outside of any open context: no gradient will come back")
-    assert "`with gradwire.context():`" in hint
-    assert "contextvars.copy_context().run" in hint
-
-
-def test_every_way_of_calling_warns_at_its_own_line(workers):
-    def program():
-        x = torch.ones(2, requires_grad=True)
-        future = gw.rpc_async("w1", cubed, args=(x,))  # cut async
-        future.wait()
-        gw.remote("w1", cubed, args=(x,))  # cut remote
-        gw.RRef(torch.ones(2)).rpc_sync().mul(x)  # cut method
-
-    caught = warned(workers[0].run, program)
-
-    lines = [line_of(text) for text in ("cut async", "cut remote", "cut method")]
-    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line) for line in lines]
-
-
-def test_several_tensors_are_counted(workers):
-    def program():
-        x = torch.ones(2, requires_grad=True)
-        gw.rpc_sync("w1", weigh_all, args=([x, x * 2, x.detach()],))
-
-    (warning,) = warned(workers[0].run, program)
-
-    assert str(warning.message).startswith("2 tensors that require grad crossed in the arguments")
+    assert warned(workers[0].run, program) == []
 
 
 def weigh_all(values):
-    return len(values)
-
-
-def test_results_that_require_grad_outside_of_a_context_warn_at_the_line_that_takes_them(workers):
-    def program():
-        gw.rpc_sync("w1", give)  # cut result
-        future = gw.rpc_async("w1", give)
-        assert eventually(lambda: torch._C.Future.done(future))  # another thread unpacked it
-        future.wait()  # cut awaited
-        gw.remote("w1", give).to_here()  # cut fetched
-
-    caught = warned(workers[0].run, program)
-
-    lines = [line_of(text) for text in ("cut result", "cut awaited", "cut fetched")]
-    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line) for line in lines]
-    assert all(" crossed in the result of " in str(w.message) for w in caught)
-
-
-def test_a_call_made_by_a_served_function_warns_at_its_line(workers):
-    caught = warned(workers[0].run, gw.rpc_sync, "w1", call_and_give, ("w2",))
-
-    lines = {w.lineno for w in caught if w.filename == __file__}
-    assert call_and_give.__code__.co_firstlineno + 1 in lines
+    return sum(map(weighted, values))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_nothing_warns_without_gradients(workers, mode):
+def test_without_gradients_nothing_is_recorded(workers, mode):
     def program():
         x = torch.ones(2, requires_grad=True)
         with mode():
-            gw.rpc_sync("w1", weighted, args=(x,))
-            gw.rpc_async("w1", give).wait()
-            gw.remote("w1", give).to_here()
+            kept = [
+                gw.rpc_sync("w1", cubed, args=(x,)),
+                gw.rpc_async("w1", give).wait(),
+                gw.remote("w1", give).to_here(),
+            ]
+        assert not any(value.requires_grad for value in kept)
+        assert [member.worker.engine.edges.recvs() for member in workers] == [[], [], []]
 
     assert warned(workers[0].run, program) == []
 
 
-def test_nothing_warns_inside_a_context(workers):
+def test_a_tensor_that_was_detached_has_no_edge(workers):
+    def program():
+        y = gw.rpc_sync("w1", torch.sin, args=(torch.ones(2, requires_grad=True).detach(),))
+        assert not y.requires_grad
+        assert gw.live_edges() == []
+
+    workers[0].run(program)
+
+
+def test_every_edge_says_at_which_line_of_the_program_it_was_sent(workers):
     def program():
         x = torch.ones(2, requires_grad=True)
-        with gw.context():
-            gw.rpc_sync("w1", weighted, args=(x,))
-            gw.rpc_async("w1", give).wait()
-            gw.remote("w1", give).to_here()
+        kept = [gw.rpc_sync("w1", cubed, args=(x,))]  # sent sync
+        future = gw.rpc_async("w1", cubed, args=(x,))  # sent async
+        kept.append(future.wait())
+        kept.append(gw.remote("w1", cubed, args=(x,)))  # sent remote
+        other = gw.remote("w1", torch.ones, args=(2,))
+        kept.append(other.rpc_sync().mul(x))  # sent by a method
+        assert eventually(lambda: len(gw.live_edges()) == 4)
+        return kept, gw.live_edges(), workers[1].run(gw.live_edges)
 
-    assert warned(workers[0].run, program) == []
+    kept, here, there = workers[0].run(program)
+    texts = ("sent sync", "sent async", "sent remote", "sent by a method")
+    assert [edge.line for edge in here] == [f"{__file__}:{line_of(text)}" for text in texts]
+    assert {(edge.to, edge.bytes) for edge in here} == {("w1", 8)}
+    assert {(edge.to, edge.line) for edge in there} == {("w0", "a result")}
+    assert all(edge.age >= 0 for edge in here + there)
+    del kept
 
 
-def test_nothing_warns_of_what_was_detached(workers):
-    def program():
-        gw.rpc_sync("w1", torch.sin, args=(torch.ones(2, requires_grad=True).detach(),))
+def test_a_call_that_a_served_function_made_is_shown_at_its_line(workers):
+    kept = workers[0].run(gw.rpc_sync, "w1", call_weighted_over, ("w2", WEIGHTS["w0"]))
 
-    assert warned(workers[0].run, program) == []
+    line = call_weighted_over.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in [edge.line for edge in workers[1].run(gw.live_edges)]
+    del kept
 
 
-def test_a_thread_that_does_not_carry_the_context_warns(workers):
+def call_weighted_over(to, x):
+    return gw.rpc_sync(to, weighted, args=(x,))
+
+
+def test_a_thread_that_does_not_carry_the_context_records_as_well(workers):
     def program():
         x = torch.ones(2, requires_grad=True)
         with gw.context(), ThreadPoolExecutor(1) as threads:
             outside = threads.submit(workers[0].run, call_weighted, x).result()
             inside = threads.submit(copy_context().run, call_weighted, x).result()
+            (inside + 2 * outside).sum().backward(retain_graph=True)
+        assert x.grad.tolist() == [9, 9]
+        outside.sum().backward()  # not of the context, so not of its end either
+        assert x.grad.tolist() == [12, 12]
+        with pytest.raises(ContextClosed, match="is closed on w0"):
             inside.sum().backward()
-        return outside, x
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outside, x = workers[0].run(program)
-
-    assert {w.category for w in caught} == {GraphCutWarning}
-    assert outside.grad_fn is None
-    assert x.grad.tolist() == [3, 3]
+    workers[0].run(program)
 
 
 def call_weighted(x):
     return gw.rpc_sync("w1", weighted, args=(x,))
 
 
-def test_a_result_that_comes_after_its_context_was_closed_here_warns(workers, gate):
-    here, there = (workers[n].worker.engine.contexts for n in (0, 1))
-
+def test_a_result_that_comes_after_its_context_was_closed_leads_nowhere_and_says_so(workers, gate):
     def program():
         x = torch.tensor(2.0, requires_grad=True)
         with gw.context() as context:
             future = gw.rpc_async("w1", nap_weighted, args=(gate, x))
-            here.close(context)  # and w1 has not heard of it yet
+            assert eventually(lambda: len(workers[1].worker.engine.edges.received) == 1)
+            workers[0].worker.engine.close(context)
             GATES[gate].set()
-            with pytest.warns(GraphCutWarning, match="the result of"):
-                future.wait()
+            late = future.wait()
+        with pytest.raises((ContextClosed, PeerLost), match="closed"):
+            late.backward()
+        assert x.grad is None
+        assert WEIGHTS["w1"].grad is None
 
-    workers[0].run(program)
-    for context in there.all():
-        there.close(context)
+    assert warned(workers[0].run, program) == []
 
 
 def nap_weighted(gate, x):
     GATES[gate].wait(30)
     return weighted(x)
-
-
-def test_a_cut_tensor_may_be_made_an_error(workers):
-    def program():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", GraphCutWarning)
-            gw.rpc_sync("w1", weighted, args=(torch.ones(2, requires_grad=True),))
-
-    with pytest.raises(GraphCutWarning):
-        workers[0].run(program)
 
 
 # -- contexts that are closed
@@ -472,7 +446,7 @@ def test_backward_after_the_context_was_closed_is_refused(workers):
     text, gradient = workers[0].run(program)
     assert text == (
         "Could not find autograd context with id: 0: c0.0 is closed on w0\n"
-        "hint: backward must run inside the `with context()` block that made the graph"
+        "hint: differentiate before the `with context()` block ends in which it was made"
     )
     assert gradient is None
 
@@ -822,7 +796,7 @@ def test_a_pass_that_takes_too_long_names_what_it_waited_for(gate):
     with cluster(2, expose=[HERE], options=Options(timeouts=Timeouts(backward=0.1))) as hasty:
         error = hasty[0].run(program)
         assert isinstance(error, TimeoutError)
-        assert "p0.1 of c0.0 was given up on w0 after 0.1 s" in str(error)
+        assert "p0.1 was given up on w0 after 0.1 s" in str(error)
         assert "w1" in str(error)
         assert "hint: a longer Timeouts(backward=…)" in str(error)
         assert_nothing_left(hasty)

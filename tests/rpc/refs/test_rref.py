@@ -19,7 +19,6 @@ from gradwire.agent.membership.shutdown_state import OVER
 from gradwire.errors import (
     CallTimeout,
     DeadlinePassed,
-    GraphCutWarning,
     NotExposed,
     NotSerializable,
     RefLeakWarning,
@@ -710,15 +709,16 @@ def fetched_square(rref):
     return rref.to_here() ** 2
 
 
-def test_fetching_a_value_that_requires_grad_outside_of_a_context_warns(workers):
+def test_a_fetched_value_has_its_graph_without_a_context_each_time_it_is_fetched(workers):
     def program():
-        rref = gw.remote("w1", make_tensor, args=(3.0,))
-        with pytest.warns(GraphCutWarning, match=r"the result of fetch of r0\.\d+") as warned:
-            rref.to_here()
-        return warned
+        x = torch.tensor(2.0, requires_grad=True)
+        rref = gw.remote("w1", torch.mul, args=(x, 3.0))
+        for _ in range(3):
+            rref.to_here().backward(retain_graph=True)
+        return x.grad
 
-    (warned,) = workers[0].run(program)
-    assert warned.filename == __file__
+    assert workers[0].run(program) == 9
+    assert_nothing_left(workers)
 
 
 # -- at the end

@@ -25,8 +25,11 @@ from gradwire.ids import WorkerId
 _LOOK_AGAIN_SECONDS = 0.005
 _TELL_SECONDS = 10.0
 _TELL_AGAIN_SECONDS = 0.5
-_CONFIRM_SECONDS = 5.0
-"""How long to wait for peers that are ready to confirm that we are: they may be gone already."""
+_CONFIRM_SECONDS = 30.0
+"""How long to wait for peers that are ready to confirm that we are. They may be gone already, which
+a closed port tells at once, but not one behind a proxy; then this is waited for nothing. If it were
+too short for a busy machine, a peer that has not heard would wait until its `shutdown(timeout=)`.
+"""
 
 
 class ShutdownResult(NamedTuple):

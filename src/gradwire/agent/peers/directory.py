@@ -114,12 +114,13 @@ class Directory:
     def maybe_too_old(self, context: ContextId) -> str | None:
         """Why this incarnation must not take part in a peer's context; None if it may.
 
-        Note [Contexts and incarnations]: edges are numbered by worker and context. Two incarnations
-        of one worker in one context would use the same number twice, and a gradient could reach the
-        wrong edge. So an incarnation takes part only in contexts that are younger than itself. Only
-        their opener knows which those are: its first Hello says it. A worker that may have had an
-        earlier incarnation takes no part in contexts of openers it has not met. And a context whose
-        opener is in a later one by now is dropped everywhere, however late a message names it.
+        Note [Contexts and incarnations]: the gradients that a context has on a worker are lost with
+        that worker's incarnation. A later one would add new ones to none, and a step would use them
+        as if they were all. So an incarnation takes part only in contexts that are younger than
+        itself. Only their opener knows which those are: its first Hello says it. A worker that may
+        have had an earlier incarnation takes no part in contexts of openers it has not met. And a
+        context whose opener is in a later one by now is dropped everywhere, however late a message
+        names it.
         """
         opener, me = opener_of(context), self.myself
         if opener == me.id:

@@ -1,8 +1,9 @@
 """Requests without an answer yet: the promise of an outcome, and the table of all of them.
 
 A request leaves the table exactly once: answered, late, lost or withdrawn. The caller that took it
-out settles its promise. A second answer finds nothing, which is not an error: the deadline passed
-while it was on its way.
+out settles its promise. An answer that finds nothing is not an error. Either it is late: nobody
+waits for it, and what it holds is to be released. Or it is the second one to its request: what it
+holds is in use since the first.
 
 Neither has a lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread here,
 and settle, wait or send on the same thread.
@@ -24,6 +25,7 @@ from gradwire.ids import WorkerId
 T = TypeVar("T")
 
 _log = logging.getLogger("gradwire")
+_GIVEN_UP_REMEMBERED = 1 << 14
 
 
 @final
@@ -129,6 +131,8 @@ class RequestTable:
     def __init__(self) -> None:
         self._numbers = count(1)
         self._pending: dict[int, Pending] = {}
+        self._given_up: dict[int, None] = {}
+        """those whose answer may still come"""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -159,7 +163,7 @@ class RequestTable:
                 late.append(pending)
             elif following is None or pending.deadline < following:
                 following = pending.deadline
-        return self._taken(late), following
+        return self._given_up_of(late), following
 
     def channel_lost(self, channel: object) -> list[Pending]:
         """Take out the requests that were sent on this channel."""
@@ -167,11 +171,35 @@ class RequestTable:
 
     def made_for(self, inbound: set[Any]) -> list[Pending]:
         """Take out the requests that were made while serving these requests of peers."""
-        return self._taken([p for p in self._pending.copy().values() if p.inbound in inbound])
+        made = [p for p in self._pending.copy().values() if p.inbound in inbound]
+        return self._given_up_of(made)
+
+    def cancelled(self, n: int) -> Pending | None:
+        """Take out a request whose caller does not wait any more; None if it was answered."""
+        pending = self._pending.get(n)
+        taken = self._given_up_of([] if pending is None else [pending])
+        return taken[0] if taken else None
+
+    def is_late(self, n: int) -> bool:
+        """Whether this is the first answer to a request that was given up before it came."""
+        return self._given_up.pop(n, self) is None
 
     def closed(self) -> list[Pending]:
         """Take out all of them, because this worker stops."""
         return self._taken(list(self._pending.copy().values()))
+
+    def _given_up_of(self, found: list[Pending]) -> list[Pending]:
+        """Take these out, and remember them until their answer comes, if it ever does."""
+        for pending in found:
+            self._given_up[pending.n] = None  # first: its answer may come on another thread
+        taken = self._taken(found)
+        if len(taken) < len(found):
+            for n in {p.n for p in found} - {p.n for p in taken}:
+                self._given_up.pop(n, None)
+        if len(self._given_up) > _GIVEN_UP_REMEMBERED:
+            for n in [*self._given_up.copy()][: _GIVEN_UP_REMEMBERED // 2]:
+                self._given_up.pop(n, None)
+        return taken
 
     def _taken(self, found: list[Pending]) -> list[Pending]:
         return [pending for pending in found if self._pending.pop(pending.n, None) is not None]

@@ -22,7 +22,8 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.timer import explain_shortening
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.walk import Lineage, numbers
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.lineage import NOTHING, Lineage, numbers, workers_in
 from gradwire.autograd.messages import Crossing, Gradients, Start
 from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
@@ -42,16 +43,19 @@ class ActivePass:
     def __init__(
         self,
         id: PassId,
-        context: Context,
+        context: Context | None,
         deadline: float,
         began: float,
+        edges: Edges,
         participants: Sequence[WorkerId] = (),
     ) -> None:
         self.id = id
         self.context = context
+        """whose map the gradients of leaves go to, if they go to one"""
         self.deadline, self._began = deadline, began
-        self.mine = 0
-        """the edges of this worker that others settle in the pass, as a bitset"""
+        self._table = edges
+        self.mine = NOTHING
+        """the edges of this worker that others settle in the pass"""
         self.run: int | None = None
         """the number of the engine run here, once it is known"""
         self.edges_sent: set[EdgeId] = set()
@@ -61,12 +65,15 @@ class ActivePass:
         self._state = PassState(id, participants)
         self.participants = self._state.asked
         """the workers that are told to run from here"""
-        self._lock = context.lock
+        self._lock = edges.lock
         # Made by the first thread that sleeps. Most passes need none: a thread that waits for
         # gradients reads the channel itself.
         self._changed: threading.Condition | None = None
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
+
+    def __str__(self) -> str:
+        return str(self.id) if self.context is None else f"{self.id} of {self.context}"
 
     def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
         """Settle an edge. If its gradients do not decode or came before, the pass fails."""
@@ -128,7 +135,7 @@ class ActivePass:
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
-        mine = [self.context.sent[n] for n in numbers(self.mine)]
+        mine = [self._table.sent.get(n) for n in numbers(self.mine)]
         edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
         with self._lock:
             # Gradients that are due from this worker may be lost with its connection.
@@ -152,11 +159,21 @@ class ActivePass:
         unfinished = f"; not done: {workers}" if workers else ""
         seconds = self.deadline - self._began
         error = BackwardTimeout(
-            f"{self.id} of {self.context} was given up on {directory.me.name} "
+            f"{self} was given up on {directory.me.name} "
             f"after {seconds:.3g} s{explain_shortening(self.deadline)}{waited}{unfinished}",
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))
+
+    def drop_inbox(self) -> bool:
+        """The pass is over: nobody uses the gradients that no Send has taken, nor their edges.
+
+        Whether there are such edges.
+        """
+        edges = [crossing.edge for _, crossed in self._inbox.values() for crossing in crossed]
+        self._inbox = {}
+        self._table.unseen(edges)
+        return bool(edges)
 
     def _resume(self) -> None:
         """Without the lock: gradients have arrived, or the pass has failed."""
@@ -186,12 +203,20 @@ class CoordinatedPass(ActivePass):
     """what is sent to each participant, but for its edges, the time left and the first gradients"""
 
     def __init__(
-        self, id: PassId, context: Context, deadline: float, began: float, run: int, edges: Lineage
+        self,
+        id: PassId,
+        context: Context | None,
+        deadline: float,
+        began: float,
+        table: Edges,
+        run: int,
+        edges: Lineage,
+        floor: int,
     ) -> None:
         # Every other worker that owns a Send of the pass takes part in it.
-        participants = sorted(edges.keys() - {id.worker})
-        super().__init__(id, context, deadline, began, participants)
-        self.run, self.edges = run, edges
+        participants = sorted(workers_in(edges) - {id.worker})
+        super().__init__(id, context, deadline, began, table, participants)
+        self.run, self.edges, self.floor = run, edges, floor
         self.outer: list[Nested] | None = None
         """the nested passes of the outer backward, if there is one"""
         self.stops: frozenset[EdgeId] = frozenset()
@@ -228,8 +253,8 @@ class CoordinatedPass(ActivePass):
 class ParticipantPass(ActivePass):
     """A pass on a worker that takes part in it. `undo_log` is None until the run has begun."""
 
-    def __init__(self, id: PassId, context: Context, deadline: float, began: float) -> None:
-        super().__init__(id, context, deadline, began)
+    def __init__(self, id: PassId, deadline: float, began: float, edges: Edges) -> None:
+        super().__init__(id, None, deadline, began, edges)
         self.undo_log: UndoLog | None = None
         self.held: tuple[Gradients, Sequence[Buffer]] | None = None
         """the last gradients of the run, held back until the engine has returned"""
@@ -246,8 +271,13 @@ class ParticipantPass(ActivePass):
         except IndexError:
             raise BadMessage(f"{self.id} was begun twice") from None
 
+    @property
+    def has_started(self) -> bool:
+        """Whether its Start has arrived."""
+        return not self._start
+
     def park(self, begin: Callable[[], object]) -> bool:
-        """Call `begin` when the first gradients arrive or the pass fails.
+        """Call `begin` when the first gradients arrive, or the pass fails.
 
         False, and it is not called, if that has happened already.
         """
@@ -262,8 +292,10 @@ class ParticipantPass(ActivePass):
         # the two sides sees what the other has written.
         if self._parked is None:
             return
+        begin = None
         with self._lock:
-            begin, self._parked = self._parked, None
+            if self.error is not None or self._state.settled:
+                begin, self._parked = self._parked, None
         if begin is not None:
             begin()
 

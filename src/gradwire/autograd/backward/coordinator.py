@@ -21,16 +21,25 @@ from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import CoordinatedPass
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import (
-    accumulator,
     leads_on,
-    plain_destination,
+    reached_from,
     sends_executed,
+    sends_in,
 )
 from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.walk import Lineage, bits_to_wire, union
+from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
+from gradwire.autograd.graph.edges import Edges, Sent
+from gradwire.autograd.graph.lineage import (
+    Lineage,
+    common,
+    of_worker,
+    to_wire,
+    union,
+)
 from gradwire.autograd.messages import (
     NOWHERE,
+    TO_GRAD,
     TO_MAP,
     Gradients,
     HasEnded,
@@ -45,9 +54,9 @@ from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
-from gradwire.ids import EdgeId, WorkerId
+from gradwire.ids import EdgeId, PassId, WorkerId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.torch_private import current_run, is_profiled, keeps_graph, will_execute
+from gradwire.torch_private import Node, current_run, is_profiled, keeps_graph, will_execute
 from gradwire.wire.message import Buffer
 
 _END_SECONDS = 10.0
@@ -65,8 +74,12 @@ _GRACE_SECONDS = 0.01
 class Coordinator:
     """Begins passes on this worker and ends them."""
 
-    def __init__(self, agent: Agent, passes: PassTable, locks: LeafLocks) -> None:
-        self._agent, self._passes, self._locks = agent, passes, locks
+    def __init__(self, agent: Agent, edges: Edges, passes: PassTable, locks: LeafLocks) -> None:
+        self._agent, self._edges, self._passes, self._locks = agent, edges, passes, locks
+        self._rollbacks: dict[PassId, Rollback] = {}
+        """of failed passes that some participant has not confirmed yet"""
+        self._broken: dict[WorkerId, str] = {}
+        """why the gradients on a worker are unknown: the next pass with it is refused"""
         self._waiting = agent.dispatch.user.waiting
         self._me = agent.directory.me.id
         engine_run.watch_backwards()
@@ -76,28 +89,53 @@ class Coordinator:
         agent.kinds.add(HasEnded)
         self._outcomes = Outcomes()
 
-    def begin_native(self, context: Context, met: EdgeId) -> CoordinatedPass:
+    def begin_native(self, met: EdgeEnd) -> CoordinatedPass:
         """Begin the pass of a `loss.backward()` or `grad()` that has reached its first Recv."""
-        self._check_whole(context)
-        # Include `met`: `will_execute` is false for the root node of a backward.
-        everything = tuple(context.received)
-        executed = [r for r in everything if r.edge == met or will_execute(r.node)]
-        reached = [received for received in executed if leads_on(received)]
-        # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
-        plain = any(will_execute(accumulator(received)) for received in reached)
+        executed = self._executed(engine_run.this_thread.recvs, met)
+        if executed is None:  # the run was not begun by Python code
+            executed = self._executed(self._edges.recvs(), met) or []
+        reached, plain, lineages = [], False, []
+        for recv in executed:
+            if leads_on(recv):
+                reached.append(recv)
+                lineages.append(end_of(recv).origin.lineage)
+                # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
+                plain = plain or will_execute(anchor_of(recv))
+        lineage = union(lineages)
+        sends = self._sends_in(lineage)
         needed, stops = None, frozenset[EdgeId]()
         if not plain:
             # `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
             # gradient, and nothing behind it: no other worker waits for that gradient.
-            needed = sends_executed(context)
-            stops = frozenset(r.edge for r in executed) - frozenset(r.edge for r in reached)
-        lineage = union([received.lineage for received in reached])
-        destination = plain_destination(context) if plain else NOWHERE
-        modes = (keeps_graph(), torch.is_grad_enabled())
-        active = self._begin(context, lineage, needed, destination, *modes)
+            needed = sends_executed(sends)
+            kept = {end_of(r).edge for r in executed} - {end_of(r).edge for r in reached}
+            stops = frozenset(kept)
+        # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
+        into = undo_log.context if plain and undo_log is not None else None
+        destination = NOWHERE if not plain else TO_GRAD if into is None else TO_MAP
+        modes = (keeps_graph(), torch.is_grad_enabled())
+        active = self._begin(into, lineage, needed, destination, *modes)
         active.stops, active.outer = stops, undo_log.nested if undo_log else inside_now()
         return active
+
+    def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node] | None:
+        """Those of this worker that the current run executes; None if `met` is not among them."""
+        executed, is_there = [], False
+        for recv in recvs:
+            end = end_of(recv)
+            if end.engine_ref is not met.engine_ref:
+                continue
+            if end.edge == met.edge:  # `will_execute` is false for the root node of a backward
+                is_there = True
+                executed.append(recv)
+            elif will_execute(recv):
+                executed.append(recv)
+        return executed if is_there else None
+
+    def _sends_in(self, lineage: Lineage) -> list[Sent]:
+        """The Sends of this worker in a lineage."""
+        return sends_in(self._edges, of_worker(lineage, self._me), self._agent.directory.name)
 
     def backward(
         self,
@@ -108,14 +146,16 @@ class Coordinator:
         timeout: Timeout = DEFAULT,
     ) -> None:
         """Differentiate the roots into the context's map, on every worker."""
-        self._check_whole(context, timeout)
-        undo_log = UndoLog(self._locks, context.gradients)
-        context.walk.origin([root.grad_fn for root in roots])
-        landmarks = context.walk.landmarks()
+        undo_log = UndoLog(self._locks, context)
+        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        engine_run.number_nodes(nodes)
+        reached = reached_from(nodes)
 
         def on_start() -> None:
-            lineages = [r.lineage for r in tuple(context.received) if will_execute(r.node)]
-            self._begin(context, union(lineages), None, TO_MAP, retain_graph, False, timeout)
+            executed = [end_of(recv).origin.lineage for recv in reached.recvs if will_execute(recv)]
+            lineage = union(executed)
+            self._sends_in(lineage)
+            self._begin(context, lineage, None, TO_MAP, retain_graph, False, timeout)
 
         try:
             engine_run.execute(
@@ -123,7 +163,7 @@ class Coordinator:
                 tuple([torch.ones_like(root) for root in roots]),
                 None,
                 undo_log,
-                landmarks,
+                reached,
                 on_start,
                 retain_graph=retain_graph,
                 span=span("gradwire backward of %s", context) if is_profiled() else None,
@@ -135,9 +175,9 @@ class Coordinator:
 
     def _begin(
         self,
-        context: Context,
+        context: Context | None,
         edges: Lineage,
-        needed: int | None,
+        needed: Lineage | None,
         destination: int,
         retain_graph: bool,
         create_graph: bool,
@@ -149,13 +189,17 @@ class Coordinator:
         participant can do nothing before. The receiver of these gradients gets both in one message.
         The Starts are sent at the latest when this worker begins to wait.
         """
-        mine = edges.get(self._me, 0)
+        mine = of_worker(edges, self._me)
         active = self._passes.begin(context, current_run(), edges, timeout)
+        EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
+        if self._rollbacks or self._broken:
+            self._check_participants(active)
         active.start = Start(
-            context.id,
             active.id,
-            b"",
-            None if needed is None else bits_to_wire(needed),
+            active.floor,
+            None if context is None else context.id,
+            {},
+            None if needed is None else to_wire(needed),
             destination,
             retain_graph,
             create_graph,
@@ -164,8 +208,9 @@ class Coordinator:
             current_mode(),
             engine_run.lets_checkpoints_run(),
         )
-        EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
-        active.mine = mine if needed is None else mine & needed
+        active.mine = mine if needed is None else common(mine, needed)
+        if context is not None:
+            context.called.update(active.participants)  # they hear when it is closed
         if self._agent.events.are_heard:
             self._agent.events.emit("start", active.id)
         return active
@@ -195,8 +240,8 @@ class Coordinator:
             self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
 
     def _start(self, active: CoordinatedPass, worker: WorkerId, first: Gradients | None) -> Start:
-        edges, left = active.edges[worker], active.deadline - self._agent.clock.now()
-        return replace(active.start, edges=bits_to_wire(edges), seconds=left, first=first)
+        edges, left = of_worker(active.edges, worker), active.deadline - self._agent.clock.now()
+        return replace(active.start, edges=to_wire(edges), seconds=left, first=first)
 
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""
@@ -223,12 +268,12 @@ class Coordinator:
         """Revert a pass that succeeded, because the outer backward has failed."""
         self.give_up(active, None)
         self._outcomes.decide(active.id.n, well=False)
-        return active.context.broken is None
+        return not any(worker in self._broken for worker in active.participants)
 
     def _end_well(self, active: CoordinatedPass) -> None:
         self._outcomes.decide(active.id.n, well=True)
         for worker in active.changed_workers():
-            ended = PassEnded(active.context.id, active.id, None)
+            ended = PassEnded(active.id, None)
             try:
                 self._agent.tell(worker, ended, deadline=active.deadline)
             except GradwireError:  # it asks later, see Participant.coordinator_lost
@@ -243,7 +288,9 @@ class Coordinator:
         told = error or active.error or raised
         active.fail(told)
         self._passes.over(active)
-        rollback = Rollback(self._agent, active.context, active.id, active.participants)
+        # Nobody has heard of a pass that failed before its Starts were sent.
+        told_workers = () if active.not_started else active.participants
+        rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, told_workers)
         rollback.begin(self._agent.describe(told))
         deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         with self._waiting():
@@ -253,27 +300,33 @@ class Coordinator:
             told.add_note(remark)
         if silent:
             told.add_note(
-                f"{silent} has not confirmed that {active.id} was rolled back: until then "
-                f"{active.context} cannot be differentiated again"
+                f"{silent} has not confirmed that {active.id} was rolled back: until then no other "
+                "pass can run there"
             )
 
-    def _check_whole(self, context: Context, timeout: Timeout = DEFAULT) -> None:
-        """Wait briefly for unfinished rollbacks; UsageError if the context accepts no new pass."""
-        for pass_id, rollback in list(context.endings.items()):
+    def _check_participants(self, active: CoordinatedPass) -> None:
+        """Wait briefly for the rollbacks of earlier passes on the workers of this one.
+
+        It could add to gradients that are about to be reverted: UsageError if one is unfinished.
+        One that is over without having reverted all of it is reported once, by an error here.
+        """
+        for worker in active.participants:
+            broken = self._broken.pop(worker, None)
+            if broken is not None:
+                raise UsageError(
+                    f"{active} was not begun: {broken}",
+                    hint="zero the gradients there; then the next pass is begun again",
+                )
+        for pass_id, rollback in list(self._rollbacks.items()):
+            if not rollback.concerns(active.participants):
+                continue
             with self._waiting():
-                due = self._passes.due(timeout)
-                silent = rollback.wait(due, _END_LATE_SECONDS, _END_LATE_SECONDS)
+                silent = rollback.wait(active.deadline, _END_LATE_SECONDS, _END_LATE_SECONDS)
             if silent:
                 raise UsageError(
-                    f"{context} cannot be differentiated until {silent} confirms that {pass_id} "
-                    "was rolled back",
-                    hint="try again when it has answered, or close the context and begin again",
+                    f"{active} cannot begin until {silent} confirms that {pass_id} was rolled back",
+                    hint="try again when it has answered",
                 )
-        if context.broken is not None:
-            raise UsageError(
-                f"{context} cannot be differentiated any more: {context.broken}",
-                hint="close the context and begin again",
-            )
 
     def _serve_query(self, message: QueryPass, _: Payload, source: Source) -> None:
         """Answer a participant that has lost its connection to us: did the pass end well?
@@ -289,14 +342,14 @@ class Coordinator:
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
-        active = self._passes.maybe(message.context, message.pass_id)
+        active = self._passes.maybe(message.pass_id)
         if active is not None:
             active.worker_done(source.worker, has_changed=message.has_changed)
         else:
             self._agent.noting.came_late(source.worker)
 
     def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
-        active = self._passes.maybe(message.context, message.pass_id)
+        active = self._passes.maybe(message.pass_id)
         if active is None:
             self._agent.noting.came_late(source.worker)
             return

@@ -8,8 +8,8 @@ A run that a program starts with `loss.backward()` or `torch.autograd.grad` is m
 through which Python starts runs, torch's engine object, which is replaced by one that calls
 `_run_of_python` first. A run that C++ code starts is not met. Two things are done there:
 
- 1. While a context here has received anything, the run is prepared: its nodes are numbered and it
-    is kept on one thread. See Note [The order of waiting], graph/walk.py. Where a run was not met,
+ 1. While a worker here has a Recv, the run is prepared: its nodes are numbered and it is kept on
+    one thread. See Note [The order of waiting], graph/walk.py. Where a run was not met,
     its numbers are right in most programs, and `reach.check_order` raises where they are not.
  2. Functions may run a backward of their own inside a run of gradwire: checkpoints, reversible
     blocks. Left alone it would write to `.grad`, where `backward(context, …)` promises to write
@@ -23,13 +23,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradwire.autograd.graph.crossing import RECV, depth_of_recv, receiving
-from gradwire.autograd.graph.walk import Landmarks, node_of, reachable_from
+from gradwire.autograd.graph.crossing import RECV, end_of
+from gradwire.autograd.graph.edges import any_received
+from gradwire.autograd.graph.walk import node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.torch_private import (
@@ -51,6 +52,9 @@ from gradwire.torch_private import (
     wrap_runs,
 )
 
+if TYPE_CHECKING:
+    from gradwire.autograd.backward.reach import Reached
+
 Tensors = tuple[torch.Tensor, ...]
 
 OnStart = Callable[[], None]
@@ -68,7 +72,7 @@ def execute(
     gradients: Tensors | None,
     anchors: Tensors | None,
     undo_log: UndoLog,
-    landmarks: Landmarks,
+    reached: Reached | None,
     on_start: OnStart,
     *,
     retain_graph: bool,
@@ -82,8 +86,8 @@ def execute(
     these, and leaves keep nothing: the undo log is for the backwards that Functions run on the way.
     `checkpoints` says whether reentrant checkpoints may run in passes that begin inside this run.
     """
-    begin = partial(_begin, landmarks, undo_log, on_start)
-    watched = undo_log.watch(landmarks.accumulators)
+    begin = partial(_begin, reached, undo_log, on_start)
+    watched = undo_log.watch(reached.accumulators) if reached is not None else []
     refused, this_thread.refuses_checkpoints = this_thread.refuses_checkpoints, not checkpoints
     inputs = None
     try:
@@ -116,11 +120,11 @@ def lets_checkpoints_run() -> bool:
     return not this_thread.refuses_checkpoints and is_checkpoint_valid()
 
 
-def _begin(landmarks: Landmarks, undo_log: UndoLog, on_start: OnStart) -> None:
+def _begin(reached: Reached | None, undo_log: UndoLog, on_start: OnStart) -> None:
     undo_log.enter()
     on_start()
-    if any(landmarks):
-        executed = [sink for sink in landmarks.sinks if will_execute(sink)]
+    if reached is not None and (reached.accumulators or reached.checkpoints or reached.sinks):
+        executed = [sink for sink in reached.sinks if will_execute(sink)]
         unused = [leaf for sink in executed for leaf in replica_parameters(sink)]
         # Queued now, so that it is called before the callbacks that DDP queues during the run.
         when_run_ends(partial(undo_log.reopen, unused))
@@ -190,6 +194,8 @@ class _ThreadRuns(threading.local):
     refuses_checkpoints = False
     is_ordered = False
     """whether the innermost run of this thread was prepared, and no run inside it has failed"""
+    recvs: Sequence[Node] = ()
+    """the first Recvs of the innermost run that was prepared"""
     has_leftovers = False
     """whether a failed run may have left tasks in the engine's queue of this thread"""
 
@@ -209,12 +215,13 @@ def watch_backwards() -> None:
 
 def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
     """hot: every backward() and grad() of the process"""
-    if not receiving and not this_thread.is_ordered:
+    if not this_thread.is_ordered and not any_received():
         return _run_as_nested(start, roots, args, kwargs)
     if this_thread.has_leftovers and current_run() == NO_RUN:
         drain()  # before numbers change: the queue must not be out of order
-    if number_nodes(root_nodes(roots)) or this_thread.is_ordered:
-        with ordered():
+    recvs = number_nodes(root_nodes(roots))
+    if recvs or this_thread.is_ordered:
+        with ordered(recvs):
             return _run_as_nested(start, roots, args, kwargs)
     return _run_as_nested(start, roots, args, kwargs)
 
@@ -281,14 +288,14 @@ _UNSEEN: list[Node] = []
 """stands for the inputs of a node that was not visited yet"""
 
 
-def number_nodes(roots: Iterable[Node]) -> bool:
+def number_nodes(roots: Iterable[Node]) -> list[Node]:
     """Lift each node between these and the first Recvs above the depth it depends on.
 
-    Whether there is such a Recv. Nothing is remembered: a loss may die before its context.
+    Returns these Recvs.
     """
     depths: dict[Node, int] = {}
     todo = [(node, _UNSEEN) for node in roots]
-    crosses = False
+    recvs = []
     while todo:
         node, inputs = todo.pop()
         if inputs is _UNSEEN:
@@ -296,8 +303,8 @@ def number_nodes(roots: Iterable[Node]) -> bool:
                 continue
             kind = type(node)
             if kind is RECV:
-                crosses = True
-                depths[node] = depth_of_recv(node)
+                recvs.append(node)
+                depths[node] = end_of(node).origin.depth
                 continue
             if kind is AccumulateGrad:
                 depths[node] = 0
@@ -311,7 +318,7 @@ def number_nodes(roots: Iterable[Node]) -> bool:
         depth = depths[node] = max([depths[behind] for behind in inputs], default=0)
         if depth:
             lift(node, depth)
-    return crosses
+    return recvs
 
 
 @final
@@ -323,15 +330,19 @@ class ordered:
     for the run alone: between two runs the thread may go on with another task of asyncio's.
     """
 
-    __slots__ = ("_was_ordered", "_was_threaded")
+    __slots__ = ("_outer_recvs", "_recvs", "_was_ordered", "_was_threaded")
+
+    def __init__(self, recvs: Sequence[Node] = ()) -> None:
+        self._recvs = recvs
 
     def __enter__(self) -> None:
+        self._outer_recvs, this_thread.recvs = this_thread.recvs, self._recvs
         self._was_ordered, this_thread.is_ordered = this_thread.is_ordered, True
         self._was_threaded = set_threaded(False)
 
     def __exit__(self, kind: object, *_: object) -> None:
         set_threaded(self._was_threaded)
-        this_thread.is_ordered = self._was_ordered
+        this_thread.is_ordered, this_thread.recvs = self._was_ordered, self._outer_recvs
         if kind is not None:
             # The engine compares the tasks of a failed run differently once its run is gone, so
             # the queue that they are left in may be out of order for the run around this one.

@@ -3,14 +3,19 @@
 It runs when a Start arrives and answers RunDone or RunFailed. It keeps the undo log of its run
 until the coordinator says how the pass ended, or until it has lost the coordinator and asked.
 
-Note [Who may start a run here]: the numbers of contexts and edges can be guessed, so any member can
-send a Start for a graph in which it has no part. Its run would free the graph's saved tensors, or
-occupy a thread while it waits for gradients that nobody sends. This worker cannot know everyone who
-takes part: the peer to which it sent a tensor may have passed the result on. But the gradients of
-an edge come only from the worker to which that edge leads. So a Start from a worker that is not
-known in the context waits, without a thread, for the first gradients of its pass. In a legitimate
-pass they always come from a direct neighbour, because gradients propagate from the coordinator, and
-before they come a run could only wait. Otherwise they never come, and the deadline ends the pass.
+Note [Who may start a run here]: the numbers of edges can be guessed, so any member can send a Start
+for a graph in which it has no part. Its run would free the graph's saved tensors, or occupy a
+thread while it waits for gradients that nobody sends. This worker cannot know everyone who takes
+part: the peer to which it sent a tensor may have passed the result on. But the gradients of an edge
+come only from the worker to which that edge leads. So a Start that names other edges than those
+that lead to the coordinator, and what these depend on, waits without a thread for the first
+gradients of its pass. In a legitimate pass they come, because gradients propagate from the
+coordinator, and before they come a run could only wait. Otherwise the deadline ends the pass.
+
+They may be those of an edge that leads to the coordinator. It could name edges of others beside
+that, but what is behind their Sends does not run before gradients come from where they lead. To
+wait for these would be wrong: of two workers that have used each other's results, each would wait
+for the other.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ from gradwire.autograd.anomaly import detecting
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import sends_of
+from gradwire.autograd.backward.reach import may_be_counted, reached_from, sends_in
 from gradwire.autograd.graph.context import Context, Contexts
-from gradwire.autograd.graph.crossing import check_gradients
-from gradwire.autograd.graph.walk import NO_LANDMARKS
+from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
+from gradwire.autograd.graph.edges import Edges, Sent
+from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
 from gradwire.autograd.messages import (
     NOWHERE,
-    TO_MAP,
     HasEnded,
     PassEnded,
     QueryPass,
@@ -59,7 +64,7 @@ from gradwire.errors import (
     OverLimit,
     PeerLost,
 )
-from gradwire.ids import ContextId, PassId, WorkerId, opener_of
+from gradwire.ids import ContextId, PassId, WorkerId
 from gradwire.torch_private import is_profiled, is_recording, recording, will_execute
 
 _ANSWER_SECONDS = 10.0
@@ -69,7 +74,7 @@ _IN_DOUBT_SECONDS = 30.0
 _MOST_FAILED_QUERIES = 3
 """After so many queries that could not be sent, it counts as dead at once."""
 _ASK_AGAIN_SECONDS = 0.05
-_SPAN = "gradwire backward %s of %s"
+_SPAN = "gradwire backward %s"
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
     "`inputs` parameter to .backward(), and with a backward inside of these"
@@ -87,12 +92,13 @@ class Participant:
         self,
         agent: Agent,
         contexts: Contexts,
+        edges: Edges,
         passes: PassTable,
         locks: LeafLocks,
-        inside: Callable[[ContextId], AbstractContextManager[None]],
+        inside: Callable[[ContextId | None], AbstractContextManager[None]],
         seconds: float,
     ) -> None:
-        self._agent, self._contexts, self._passes = agent, contexts, passes
+        self._agent, self._contexts, self._edges, self._passes = agent, contexts, edges, passes
         self._locks, self._inside, self._seconds = locks, inside, seconds
         self._runs = PeerLimit("runs", agent.limits.runs)
         self._rollbacks = PeerLimit("runs", agent.limits.runs)
@@ -137,8 +143,7 @@ class Participant:
     ) -> bool:
         """Take part, now or later; True if later. See Note [Who may start a run here]."""
         coordinator = source.worker
-        context = self._contexts.maybe(start.context) or self._find(start, coordinator)
-        found = self._passes.heard_of(context, start.pass_id, deadline)
+        found = self._passes.heard_of(start.pass_id, deadline, start.floor)
         if found is None:  # the pass failed before its Start arrived
             self._agent.noting.came_late(coordinator)
             return False
@@ -149,21 +154,35 @@ class Participant:
             self._passes.over(active)
             raise
         active.start_arrived()
+        active.context = None if start.context is None else self._find(start.context, coordinator)
         if self._in_doubt:
             self._wait_while_in_doubt(active, deadline - self._agent.clock.now())
         first = start.first
-        if first is not None and check_gradients(context, first.edge, coordinator):
+        if first is not None and check_gradients(self._edges, first.edge, coordinator):
             active.settle(first, payload, self._agent.limits)
-        run = partial(self._take_part_and_tell, active, start, deadline)
-        is_known = coordinator in context.callers or coordinator in context.called
-        if is_known or coordinator == opener_of(context.id) or not sends_of(active, start)[0]:
+        sends = self._sends_of(active, start)
+        run = partial(self._take_part_and_tell, active, start, sends, deadline)
+        direct = [sent for sent in sends if sent.peer == coordinator]
+        if not minus(active.mine, union([sent.lineage for sent in direct])):
             return run()
         attempt = partial(self._attempt, coordinator, run, failed)
         return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
 
-    def _take_part_and_tell(self, active: ParticipantPass, start: Start, deadline: float) -> bool:
+    def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
+        """The Sends to run from."""
+        active.mine = of_worker(from_wire(start.edges), self._edges.me)
+        sends = sends_in(self._edges, active.mine, self._agent.directory.name)
+        if start.needed is not None:
+            needed = from_wire(start.needed)
+            sends = [sent for sent in sends if meets(sent.lineage, needed)]
+            active.mine = union([one(sent.edge) for sent in sends])
+        return sends
+
+    def _take_part_and_tell(
+        self, active: ParticipantPass, start: Start, sends: list[Sent], deadline: float
+    ) -> bool:
         try:
-            self._take_part(active, start)
+            self._take_part(active, start, sends)
         except BaseException:
             # It is rolled back. The coordinator may never end the pass: remove it now.
             self._passes.over(active)
@@ -177,7 +196,7 @@ class Participant:
         A new pass could add to leaves that one of them has changed.
         """
         doubts = list(self._in_doubt.items())
-        for doubt in [doubt for one, doubt in doubts if one.id.worker == active.id.worker]:
+        for doubt in [doubt for other, doubt in doubts if other.id.worker == active.id.worker]:
             try:
                 doubt.wait(seconds)
             except TimeoutError:
@@ -186,9 +205,9 @@ class Participant:
                     "be committed or rolled back"
                 ) from None
 
-    def _find(self, start: Start, coordinator: WorkerId) -> Context:
+    def _find(self, context: ContextId, coordinator: WorkerId) -> Context:
         try:
-            return self._contexts.find(start.context)
+            return self._contexts.heard_of(context, coordinator) or self._contexts.find(context)
         except ContextClosed:
             self._agent.noting.came_late(coordinator)
             raise
@@ -200,7 +219,7 @@ class Participant:
         if not has_changed:
             self._passes.over(active)
         if active.held is None:
-            done = RunDone(active.context.id, active.id, has_changed)
+            done = RunDone(active.id, has_changed)
             self._agent.tell(coordinator, done, deadline=deadline, phase="backward")
         else:
             message, payload = active.held
@@ -210,21 +229,20 @@ class Participant:
     def _tell_failed(
         self, start: Start, coordinator: WorkerId, deadline: float, error: BaseException
     ) -> None:
-        failed = RunFailed(start.context, start.pass_id, self._agent.describe(error))
+        failed = RunFailed(start.pass_id, self._agent.describe(error))
         try:
             self._agent.tell(coordinator, failed, deadline=deadline, phase="backward")
         except GradwireError:
             self._agent.events.emit("untold", start.pass_id)
 
-    def _take_part(self, active: ParticipantPass, start: Start) -> None:
-        into = active.context.gradients if start.destination == TO_MAP else None
-        undo_log = UndoLog(self._locks, into)
+    def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
+        undo_log = UndoLog(self._locks, active.context)
         active.run_begins(undo_log)
         if self._agent.events.are_heard:
             self._agent.events.emit("run", active.id)
         try:
-            with self._inside(active.context.id), NOTHING if is_recording() else recording():
-                self._run(active, undo_log, start)
+            with self._inside(start.context), NOTHING if is_recording() else recording():
+                self._run(active, undo_log, start, sends)
             active.check_collected()
         except BaseException as error:
             undo_log.undo()
@@ -241,23 +259,26 @@ class Participant:
         if has_failed and active.error is not None:  # the coordinator must not take it for done
             raise fresh(active.error)
 
-    def _run(self, active: ParticipantPass, undo_log: UndoLog, start: Start) -> None:
-        sends, received, landmarks = sends_of(active, start)
+    def _run(
+        self, active: ParticipantPass, undo_log: UndoLog, start: Start, sends: list[Sent]
+    ) -> None:
         if not sends:
             return
+        reached = reached_from([sent.node for sent in sends])
+        counted, anchors = reached.accumulators, None
+        if start.destination == NOWHERE:
+            needed = from_wire(start.needed or {})
+            recvs = [r for r in reached.recvs if meets(end_of(r).origin.lineage, needed)]
+            counted, anchors = [], tuple([anchor_of(recv).variable for recv in recvs])  # type: ignore[attr-defined]
 
         def on_start() -> None:
             self._passes.enter(active, undo_log.run)
-            if not start.checkpoints and any(map(will_execute, landmarks.checkpoints)):
+            if not start.checkpoints and any(map(will_execute, reached.checkpoints)):
                 raise RuntimeError(_NO_CHECKPOINTS)  # as torch does in one process
-            if received is not None:
-                recvs = sum([will_execute(crossed.node) for crossed in received])
-                leaves = sum(map(will_execute, counted))
-                active.run_counted(len(sends), recvs, leaves)
+            if anchors is not None or may_be_counted(reached):
+                recvs = sum(map(will_execute, reached.recvs))
+                active.run_counted(len(sends), recvs, sum(map(will_execute, counted)))
 
-        counted, anchors = landmarks.accumulators, None
-        if start.destination == NOWHERE:
-            counted, anchors = [], tuple([r.anchor for r in received or ()])
         mode: AbstractContextManager[object] = NOTHING
         if start.anomaly:
             nodes = [sent.node for sent in sends]
@@ -268,11 +289,11 @@ class Participant:
                 None,
                 anchors,
                 undo_log,
-                landmarks if anchors is None else NO_LANDMARKS,
+                reached if anchors is None else None,
                 on_start,
                 retain_graph=start.retain_graph,
                 create_graph=start.create_graph,
-                span=span(_SPAN, active.id, active.context) if is_profiled() else None,
+                span=span(_SPAN, active) if is_profiled() else None,
                 checkpoints=start.checkpoints,
             )
 
@@ -311,7 +332,7 @@ class Participant:
     def _ask_whether_ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
         agent = self._agent
         deadline = agent.clock.now() + _IN_DOUBT_SECONDS
-        query = QueryPass(active.context.id, active.id)
+        query = QueryPass(active.id)
         failed = 0
         while agent.clock.now() < deadline and failed < _MOST_FAILED_QUERIES:
             until = min(deadline, agent.clock.now() + _ANSWER_SECONDS)
@@ -344,7 +365,7 @@ class Participant:
         self._agent.dispatch.service.submit(partial(self._agent.guarded, source, roll_back))
 
     def _keep(self, message: PassEnded) -> None:
-        found = self._passes.maybe(message.context, message.pass_id)
+        found = self._passes.maybe(message.pass_id)
         if found is None:
             return
         active = _participated(found)
@@ -363,11 +384,10 @@ class Participant:
             self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
 
     def _undo(self, message: PassEnded, failure: Failure) -> bool:
-        found = self._passes.maybe(message.context, message.pass_id)
-        context = self._contexts.maybe(message.context)
-        if found is None and context is not None:
+        found = self._passes.maybe(message.pass_id)
+        if found is None:
             # Record the pass as failed (a tombstone), so that a Start that comes later is ignored.
-            found = self._passes.heard_of(context, message.pass_id)
+            found = self._passes.heard_of(message.pass_id)
         if found is None:
             return True
         active = _participated(found)

@@ -1,9 +1,14 @@
 """The passes that are active on one worker.
 
-Note [Which pass a node runs for]: passes of one context may follow each other, run at once from
-several threads, or nest. The number of the current engine run tells them apart. A native backward
-is entered in this table by the first crossing it meets. A run that gradwire starts enters itself,
-before it does anything else (engine_run.py).
+Note [Which pass a node runs for]: passes may follow each other, run at once from several threads,
+or nest. The number of the current engine run tells them apart. A native backward is entered in this
+table by the first crossing it meets. A run that gradwire starts enters itself, before it does
+anything else (engine_run.py).
+
+Note [Passes that are over]: a message of a pass may arrive after the pass has ended here, and must
+not begin it anew. A coordinator numbers its passes, and says with each Start which is the oldest
+that is not over: of those before it nothing is heard any more. So what is remembered of each
+coordinator is that number, and the few that have ended above it.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ from gradwire.agent.agent import Agent
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.engine_run import enter_if_begun
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.walk import Lineage
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.lineage import Lineage
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
-from gradwire.ids import ContextId, PassId, WorkerId, first_of
+from gradwire.ids import PassId, WorkerId, first_of
 from gradwire.options import Timeout
 
 
@@ -25,72 +31,90 @@ from gradwire.options import Timeout
 class PassTable:
     """The active passes of one worker, by id and by engine run."""
 
-    def __init__(self, agent: Agent, due: Callable[[Timeout], float], seconds: float) -> None:
-        self._directory, self.due, self._seconds = agent.directory, due, seconds
+    def __init__(
+        self, agent: Agent, edges: Edges, due: Callable[[Timeout], float], seconds: float
+    ) -> None:
+        self._directory, self._edges, self.due, self._seconds = agent.directory, edges, due, seconds
         self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
         self._lock = agent.directory.lock
         self._count = first_of(agent.directory.myself.incarnation)
-        self._by_id: dict[tuple[ContextId, PassId], AnyPass] = {}
+        self._by_id: dict[PassId, AnyPass] = {}
         self._by_run: dict[int, AnyPass] = {}
+        self._floors: dict[WorkerId, int] = {}
+        self._ended: dict[WorkerId, set[int]] = {}
+        """by coordinator; see Note [Passes that are over]"""
         agent.timer.watch(self._expire)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def begin(
-        self, context: Context, run: int, edges: Lineage, timeout: Timeout
+        self, context: Context | None, run: int, edges: Lineage, timeout: Timeout
     ) -> CoordinatedPass:
         """Add a pass that begins here, in this engine run."""
         deadline, now = self.due(timeout), self._clock.now()
+        me = self._directory.me.id
         with self._lock:
             self._count += 1
-            id = PassId(self._directory.me.id, self._count)
-            active = CoordinatedPass(id, context, deadline, now, run, edges)
-            self._by_id[context.id, id] = self._by_run[run] = active
+            id = PassId(me, self._count)
+            floor = min([n.n for n in self._by_id if n.worker == me], default=id.n)
+            active = CoordinatedPass(id, context, deadline, now, self._edges, run, edges, floor)
+            self._by_id[id] = self._by_run[run] = active
         self._timer.need(deadline)
         return active
 
     def heard_of(
-        self, context: Context, id: PassId, deadline: float | None = None
+        self, id: PassId, deadline: float | None = None, floor: int | None = None
     ) -> AnyPass | None:
         """The pass that a peer's message names, added if it is new; None if it is over.
 
         Gradients may overtake the Start, which carries the deadline, so either may add the pass.
         """
-        active = self._by_id.get((context.id, id)) or self._maybe_new(context, id, deadline)
+        if floor is not None and floor > self._floors.get(id.worker, 0):
+            with self._lock:
+                self._floors[id.worker] = floor
+                ended = self._ended.get(id.worker, ())
+                self._ended[id.worker] = {n for n in ended if n >= floor}
+        active = self._by_id.get(id) or self._maybe_new(id, deadline)
         if active is not None and deadline is not None and active.deadline != deadline:
             active.deadline = deadline
             self._timer.need(deadline)
         return active
 
-    def _maybe_new(self, context: Context, id: PassId, deadline: float | None) -> AnyPass | None:
+    def _maybe_new(self, id: PassId, deadline: float | None) -> AnyPass | None:
         now = self._clock.now()
         due = now + self._seconds if deadline is None else deadline
         with self._lock:
-            if id in context.ended:
+            if self._is_over(id):
                 return None
-            active = self._by_id.get((context.id, id))
+            active = self._by_id.get(id)
             if active is None:
-                # Each pass leaves its id in `ended` until the context closes, hence the limit.
-                if context.passes >= self._most:
+                begun = sum([other.worker == id.worker for other in self._by_id])
+                if begun + len(self._ended.get(id.worker, ())) >= self._most:
                     raise OverLimit(
-                        f"{context} has had {self._most} backward passes here, which is the limit",
-                        hint="begin a new context now and then, or raise Limits(passes=…)",
+                        f"{self._most} backward passes of w{id.worker} are known here, "
+                        "which is the limit",
+                        hint="run fewer at once, or raise Limits(passes=…)",
                     )
-                context.passes += 1
-                active = self._by_id[context.id, id] = ParticipantPass(id, context, due, now)
+                active = ParticipantPass(id, due, now, self._edges)
+                self._by_id[id] = active
         self._timer.need(due)
         return active
 
-    def maybe(self, context: ContextId, id: PassId) -> AnyPass | None:
+    def _is_over(self, id: PassId) -> bool:
+        if id.worker == self._directory.me.id:  # begun here: else it is in the table
+            return id not in self._by_id
+        return id.n < self._floors.get(id.worker, 0) or id.n in self._ended.get(id.worker, ())
+
+    def maybe(self, id: PassId) -> AnyPass | None:
         """The pass, if it is active here."""
-        return self._by_id.get((context, id))
+        return self._by_id.get(id)
 
     def enter(self, active: AnyPass, run: int) -> None:
         """From now on the nodes of this engine run belong to this pass, unless it is over."""
         with self._lock:
-            if active.id in active.context.ended:
-                raise active.error or ContextClosed(f"{active.id} of {active.context} is over")
+            if self._by_id.get(active.id) is not active:
+                raise active.error or ContextClosed(f"{active} is over")
             active.run = run
             self._by_run[run] = active
 
@@ -103,18 +127,15 @@ class PassTable:
 
     def over(self, active: AnyPass) -> None:
         """Remove a pass that has ended here; messages that still arrive for it are late."""
+        id = active.id
         with self._lock:
-            active.context.ended.add(active.id)
-            self._by_id.pop((active.context.id, active.id), None)
+            self._by_id.pop(id, None)
             if active.run is not None:
                 self._by_run.pop(active.run, None)
-
-    def in_context(self, context: ContextId) -> list[AnyPass]:
-        """The passes of one context."""
-        if not self._by_id:
-            return []
-        with self._lock:
-            return [active for (id, _), active in self._by_id.items() if id == context]
+            if id.worker != self._directory.me.id and not self._is_over(id):
+                self._ended.setdefault(id.worker, set()).add(id.n)
+        if active.drop_inbox():
+            self._timer.need(self._clock.now())  # their senders are told
 
     def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:
         """The passes in which this worker takes part and which began on that one."""
@@ -124,7 +145,7 @@ class PassTable:
     def peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Fail the passes that cannot succeed without this worker."""
         for active in self.all():
-            lost = PeerLost(f"{error.message}, in the middle of {active.id} of {active.context}")
+            lost = PeerLost(f"{error.message}, in the middle of {active}")
             active.peer_lost(worker, lost.about(error.peer, link=error.link, phase="backward"))
 
     def all(self) -> list[AnyPass]:
@@ -137,6 +158,8 @@ class PassTable:
         for active in self.all():
             if active.deadline <= now:
                 active.expire(self._directory)
+                if isinstance(active, ParticipantPass) and not active.has_started:
+                    self.over(active)  # its coordinator cannot reach us: nobody else ends it
             else:
                 waiting.append(active.deadline)
         return min(waiting, default=None)

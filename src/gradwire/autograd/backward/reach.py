@@ -6,127 +6,121 @@ will execute, see Note [Links], graph/crossing.py. A participant asks before its
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
 import torch.distributed as dist
 
-from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.backward.engine_run import this_thread
-from gradwire.autograd.graph.context import Context
-from gradwire.autograd.graph.crossing import Received, Sent, depth_of_recv
-from gradwire.autograd.graph.walk import Landmarks, bits_from_wire, meets, numbers
-from gradwire.autograd.messages import NOWHERE, TO_GRAD, TO_MAP, Start
-from gradwire.autograd.undo.undo_log import undo_log_of_run
-from gradwire.errors import BadMessage, UsageError
-from gradwire.ids import EdgeId
-from gradwire.torch_private import AccumulateGrad, Node, will_execute
+from gradwire.autograd.graph.crossing import RECV, EdgeEnd, end_of
+from gradwire.autograd.graph.edges import Edges, Sent
+from gradwire.autograd.graph.lineage import NOTHING, Lineage, numbers, plus
+from gradwire.autograd.graph.walk import reachable_from
+from gradwire.errors import PeerLost, UsageError
+from gradwire.ids import EdgeId, WorkerId
+from gradwire.torch_private import CHECKPOINT, DDP_SINK, AccumulateGrad, Node, will_execute
 
 _FEW_LEAVES = 16
 """So many leaves are closed in less time than one more message takes."""
 
-# -- asked by the coordinator
+
+class Reached(NamedTuple):
+    """The nodes behind some others that a run must know before it begins."""
+
+    recvs: list[Node]
+    accumulators: list[Node]
+    """of leaves; those of the Recvs' anchors are not among them"""
+    checkpoints: list[Node]
+    """those of reentrant activation checkpoints, whose backward runs another backward"""
+    sinks: list[Node]
+    """DDP's sink nodes (`find_unused_parameters=True`)"""
 
 
-def accumulator(received: Received) -> Node:
-    """The node of the Recv's anchor, which backward() executes and grad() does not."""
-    for node, _ in received.node.next_functions:
-        if isinstance(node, AccumulateGrad) and node.variable is received.anchor:  # type: ignore[attr-defined]
-            return node
-    raise AssertionError(f"{received.edge} has lost its anchor")
+def reached_from(nodes: Iterable[Node]) -> Reached:
+    """What a run from these reaches on this worker, through links too."""
+    by_kind: dict[type[Node], list[Node]] = {}
+    for node in reachable_from(nodes):
+        kind = type(node)
+        if kind in _KINDS:
+            by_kind.setdefault(kind, []).append(node)
+    recvs = by_kind.get(RECV, [])
+    accumulators = by_kind.get(AccumulateGrad, [])
+    if recvs:
+        anchors = {recv.next_functions[end_of(recv).count][0] for recv in recvs}
+        accumulators = [node for node in accumulators if node not in anchors]
+    return Reached(recvs, accumulators, by_kind.get(CHECKPOINT, []), by_kind.get(DDP_SINK, []))
 
 
-def plain_destination(context: Context) -> int:
-    """Where leaves keep the gradients of a plain backward: `.grad`.
-
-    Inside a `backward(context, …)`, where a Function runs it: the map of that context.
-    """
-    undo_log = undo_log_of_run()
-    if undo_log is None or undo_log.into is None:
-        return TO_GRAD
-    if undo_log.into is not context.gradients:
-        raise UsageError(
-            f"a Function ran a backward in {context} inside a backward of another context",
-            hint="a graph may not mix two contexts: detach what is kept from one to the next",
-        )
-    return TO_MAP
+_KINDS = frozenset([RECV, AccumulateGrad, CHECKPOINT, DDP_SINK])
 
 
-def sends_executed(context: Context) -> int:
-    """The Sends of this worker that the current run executes, as a bitset."""
-    executed = 0
-    for sent in tuple(context.sent):
-        if sent is not None and will_execute(sent.node):
-            executed |= 1 << sent.edge.n
-    return executed
-
-
-# -- asked by a participant
-
-
-def sends_of(
-    active: ActivePass, start: Start
-) -> tuple[list[Sent], list[Received] | None, Landmarks]:
-    """The Sends to run from, the Recvs to run to if they are counted, and the landmarks."""
-    context, coordinator = active.context, start.pass_id.worker
-    edges = bits_from_wire(start.edges)
-    needed = None if start.needed is None else bits_from_wire(start.needed)
-    mine, received = [], None
-    if edges >> len(context.sent):
-        raise BadMessage(f"{start.pass_id} names edges of {context} that never left here")
-    for n in numbers(edges):
-        sent = context.sent[n]
-        if sent is not None and (needed is None or meets(sent.lineage, coordinator, needed)):
-            mine.append(sent)
-            active.mine |= 1 << n
-    landmarks = context.walk.landmarks()
-    if start.destination == NOWHERE or _may_be_counted(landmarks):
-        received = [
-            crossed
-            for crossed in tuple(context.received)
-            if needed is None or meets(crossed.lineage, coordinator, needed)
-        ]
-    return mine, received, landmarks
-
-
-def _may_be_counted(landmarks: Landmarks) -> bool:
+def may_be_counted(reached: Reached) -> bool:
     """Whether the last gradients of a run may be held until it is over, and announce its end.
 
     Only if it is over soon after them: not if many leaves are to be closed, or if DDP runs
     callbacks at the end.
     """
-    accumulators, checkpoints, sinks = landmarks
-    if checkpoints or sinks or len(accumulators) > _FEW_LEAVES:
+    if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
         return False
-    return not accumulators or not (dist.is_available() and dist.is_initialized())
+    return not reached.accumulators or not (dist.is_available() and dist.is_initialized())
 
 
-def check_order(context: Context, edge: EdgeId, edges_sent: set[EdgeId]) -> None:
+def sends_in(edges: Edges, mine: Lineage, name: Callable[[WorkerId], str]) -> list[Sent]:
+    """These Sends of this worker; PeerLost if one was released. `name` is the directory's."""
+    found = []
+    for n in numbers(mine):
+        sent = edges.sent.get(n)
+        if sent is None:
+            peer = edges.lost_to.get(n)
+            lost = "the worker it leads to" if peer is None else name(peer)
+            raise PeerLost(
+                f"{EdgeId(edges.me, n)} was dropped here: {lost} was lost"
+                + (", or the context that it was made in is closed" if peer is None else ""),
+                hint="compute what depends on it again",
+            ).about("" if peer is None else lost, phase="backward")
+        found.append(sent)
+    return found
+
+
+def sends_executed(sends: Iterable[Sent]) -> Lineage:
+    """Those of them that the current run executes."""
+    executed = NOTHING
+    for sent in sends:
+        if will_execute(sent.node):
+            executed = plus(executed, sent.edge)
+    return executed
+
+
+def check_order(edges: Edges, end: EdgeEnd, edges_sent: set[EdgeId]) -> None:
     """A Send is about to wait: UsageError if a Recv of its run should have run before it.
 
     In a run whose nodes are in order there is none; only other runs are looked at.
     """
     if this_thread.is_ordered:
         return
-    sent = context.sent[edge.n]
+    sent = edges.sent.get(end.edge.n)
     if sent is None:
         return
-    for received in tuple(context.received):
-        if received.edge in edges_sent or depth_of_recv(received.node) < sent.depth:
+    for recv in edges.recvs():
+        other = end_of(recv)
+        if other.edge in edges_sent or other.origin.depth < sent.depth:
             continue
-        if will_execute(received.node) and leads_on(received):
+        if will_execute(recv) and leads_on(recv):
             raise UsageError(
-                f"{edge} of {context} waits for gradients before {received.edge} has sent its own: "
+                f"{end.edge} waits for gradients before {other.edge} has sent its own: "
                 "the backward was not begun by Python code, or one inside it has failed",
                 hint="begin it with loss.backward(), torch.autograd.grad(…) or "
                 "gradwire.backward(context_id, [loss])",
             )
 
 
-def leads_on(received: Received) -> bool:
+def leads_on(recv: Node) -> bool:
     """Whether the current run executes something behind this Recv.
 
     `will_execute` says yes also to a node at which grad() only captures a gradient; a node that is
     executed has a next one that is.
     """
-    for node, _ in received.node.next_functions:  # noqa: SIM110  (half the time of a generator)
+    for node, _ in recv.next_functions:  # noqa: SIM110  (half the time of a generator)
         if node is not None and will_execute(node):
             return True
     return False

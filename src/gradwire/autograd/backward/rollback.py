@@ -1,10 +1,10 @@
 """The rollback of a failed pass: its participants revert what they have changed, and confirm it.
 
 The coordinator waits for them no longer than the deadline of the pass. Then the rollback goes on
-without it, and the context takes no other pass until all have confirmed, as another pass could add
-to gradients that are about to be reverted. A participant that is lost need not confirm: it has lost
-the coordinator too, asks how the pass ended and reverts it by itself, before it runs for that
-coordinator again.
+without it, and it begins no other pass with such a participant until that has confirmed, as another
+pass could add to gradients that are about to be reverted. A participant that is lost need not
+confirm: it has lost the coordinator too, asks how the pass ended and reverts it by itself, before
+it runs for that coordinator again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import final
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.messages import Done, Failure
 from gradwire.agent.requests.promise import Promise
-from gradwire.autograd.graph.context import Context
 from gradwire.autograd.messages import PassEnded
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost, RemoteError
 from gradwire.ids import PassId, WorkerId
@@ -32,12 +31,16 @@ class Rollback:
     """The rollback of one pass, on its coordinator."""
 
     def __init__(
-        self, agent: Agent, context: Context, pass_id: PassId, workers: Iterable[WorkerId]
+        self,
+        agent: Agent,
+        unfinished: dict[PassId, Rollback],
+        broken: dict[WorkerId, str],
+        pass_id: PassId,
+        workers: Iterable[WorkerId],
     ) -> None:
-        self._agent, self._context, self._id = agent, context, pass_id
+        self._agent, self._id = agent, pass_id
+        self._unfinished, self._broken = unfinished, broken
         self._confirmed: dict[WorkerId, Promise[None]] = {worker: Promise() for worker in workers}
-        self._requests: list[Promise[Outcome]] = []
-        self._dropped = False
         self.remarks: list[str] = []
         """what participants say that they could not revert"""
 
@@ -45,8 +48,8 @@ class Rollback:
         """Tell all participants, each on a thread: sending blocks if the peer does not read."""
         if not self._confirmed:
             return
-        self._context.endings[self._id] = self
-        ended = PassEnded(self._context.id, self._id, failure)
+        self._unfinished[self._id] = self
+        ended = PassEnded(self._id, failure)
         for worker in self._confirmed:
             is_there = self._agent.is_connected(worker)
             tell = partial(self._tell, worker, ended, is_there)
@@ -66,11 +69,9 @@ class Rollback:
         late = [worker for worker, done in self._confirmed.items() if not done.settled]
         return ", ".join(map(self._agent.directory.name, late))
 
-    def drop(self) -> None:
-        """The context is closed: stop waiting. The participants revert the pass all the same."""
-        self._dropped = True
-        for answer in list(self._requests):
-            self._agent.cancel(answer, "its context is closed")
+    def concerns(self, workers: Iterable[WorkerId]) -> bool:
+        """Whether one of these has not confirmed."""
+        return any(w in self._confirmed and not self._confirmed[w].settled for w in workers)
 
     def _tell(self, worker: WorkerId, ended: PassEnded, is_there: bool) -> None:
         limit = self._agent.clock.now() + _CONFIRM_SECONDS
@@ -86,26 +87,23 @@ class Rollback:
                 self._mark_broken(worker)
             self._settle(worker)
             return
-        self._requests.append(answer)
-        if self._dropped:  # `drop` may have read the list before
-            self._agent.cancel(answer, "its context is closed")
         answer.on_settled(partial(self._answered, worker))
 
     def _answered(self, worker: WorkerId, outcome: Outcome) -> None:
         is_back = isinstance(outcome, Answer) and isinstance(outcome.message, Done)
         if isinstance(outcome, RemoteError):
             self.remarks.append(outcome.message)
-        if not is_back and not isinstance(outcome, PeerLost) and not self._dropped:
+        if not is_back and not isinstance(outcome, PeerLost):
             self._mark_broken(worker)
         self._settle(worker)
 
     def _mark_broken(self, worker: WorkerId) -> None:
         """The worker could not revert the pass, or did not answer: its gradients are unknown."""
         name, me = self._agent.directory.name(worker), self._agent.directory.me.name
-        self._context.broken = f"{name} did not confirm that {self._id} was rolled back"
-        _log.error("%s: %s", me, self._context.broken)
+        self._broken[worker] = f"{name} did not confirm that {self._id} was rolled back"
+        _log.error("%s: %s", me, self._broken[worker])
 
     def _settle(self, worker: WorkerId) -> None:
         self._confirmed[worker].settle(None)
         if all(confirmed.settled for confirmed in self._confirmed.values()):
-            self._context.endings.pop(self._id, None)
+            self._unfinished.pop(self._id, None)

@@ -14,35 +14,43 @@ lineage. So each worker's local graph is the projection of the global one, and t
 the right thing by itself: it runs what the loss reaches, a Send after every Recv that depends on
 it, and nothing else.
 
-Note [Nodes hold no context]: a node holds ids and a weak reference to the engine. A node that held
-its context would close a cycle through C++ (context, token, node) that Python's collector cannot
-see.
+Note [Nodes hold no table]: a node holds ids and a weak reference to the engine. A node that held
+the table of edges would close a cycle through C++ (table, token, node) that Python's collector
+cannot see.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch.autograd import Function
 
-from gradwire.autograd.graph.walk import (
-    FROM_HERE,
+from gradwire.autograd.graph.edges import Edges, Join, Sent
+from gradwire.autograd.graph.lineage import (
     Lineage,
-    Origin,
     from_wire,
-    lift_this_thread,
-    node_of,
+    latest,
+    minus,
+    of_worker,
     plus,
     to_wire,
+    union,
+)
+from gradwire.autograd.graph.walk import (
+    FROM_HERE,
+    Origin,
+    lift_this_thread,
+    node_of,
+    origin_behind,
+    set_origin,
 )
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, ContextClosed
-from gradwire.ids import LAST_WORKER, ContextId, EdgeId, WorkerId, spoken_context
+from gradwire.ids import ContextId, EdgeId, WorkerId
 from gradwire.torch_private import (
     Node,
     applying,
@@ -56,17 +64,16 @@ from gradwire.torch_private import (
 
 if TYPE_CHECKING:
     from gradwire.autograd.engine import Engine
-    from gradwire.autograd.graph.context import Context
 
 with torch.inference_mode(False):
     _NOTHING = torch.zeros((), device="cpu")  # the value of every token, which nothing reads
 
 
 class EdgeEnd(msgspec.Struct, frozen=True):
-    """One worker's end of an edge, held by its node. See Note [Nodes hold no context]."""
+    """One worker's end of an edge, held by its node. See Note [Nodes hold no table]."""
 
     engine_ref: weakref.ref[Engine]
-    context: ContextId
+    context: ContextId | None
     edge: EdgeId
     peer: WorkerId
     origin: Origin = FROM_HERE
@@ -78,25 +85,27 @@ class EdgeEnd(msgspec.Struct, frozen=True):
         engine = self.engine_ref()
         if engine is None:
             raise ContextClosed(
-                f"{self.edge} of {spoken_context(self.context)} leads to a worker that is closed",
+                f"{self.edge} leads to a worker that is closed",
                 hint="run backward before shutdown()",
             )
         return engine
 
 
-def origin_of_recv(context: ContextId, node: Node) -> Origin:
-    """What a Recv's tensors depend on.
-
-    A Recv of another context counts as a leaf: a backward that reaches it raises there.
-    """
-    end: EdgeEnd = node.end  # type: ignore[attr-defined]  # set in Recv.forward
-    return end.origin if end.context == context else FROM_HERE
+def end_of(node: Node) -> EdgeEnd:
+    """The end of a Recv or a Send."""
+    end: EdgeEnd = node.end  # type: ignore[attr-defined]  # set in `forward`
+    return end
 
 
-def depth_of_recv(node: Node) -> int:
-    """The depth of a Recv's edge, in whichever context."""
-    end: EdgeEnd = node.end  # type: ignore[attr-defined]  # set in Recv.forward
-    return end.origin.depth
+def anchor_of(recv: Node) -> Node:
+    """The node of a Recv's anchor, which backward() executes and grad() does not."""
+    node = recv.next_functions[end_of(recv).count][0]
+    assert node is not None, "a Recv has lost its anchor"
+    return node
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 class Send(Function):
@@ -105,7 +114,7 @@ class Send(Function):
     @staticmethod
     def forward(node: Any, end: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """A token; the tensors are inputs only for the graph."""
-        node.end = end
+        node.end, node.bytes = end, sum(map(_bytes_of, tensors))
         node.set_materialize_grads(False)
         return _NOTHING.detach()
 
@@ -113,7 +122,7 @@ class Send(Function):
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
         """Wait for the gradients."""
         end: EdgeEnd = node.end
-        return None, *end.engine().wait_for_gradients(end.context, end.edge, end.peer)
+        return None, *end.engine().wait_for_gradients(end)
 
 
 class Recv(Function):
@@ -132,7 +141,7 @@ class Recv(Function):
     def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
         """Send them. A link carries no gradient, only the order."""
         end: EdgeEnd = node.end
-        end.engine().send_gradients(end.context, end.edge, end.peer, list(gradients))
+        end.engine().send_gradients(end, list(gradients))
         return node.nothing
 
 
@@ -159,162 +168,116 @@ class Joined(Function):
 # -- edges
 
 
-class Sent(msgspec.Struct, frozen=True):
-    """A crossing that left here. To run from its `token` is to run its Send."""
-
-    edge: EdgeId
-    peer: WorkerId
-    lineage: Lineage
-    depth: int
-    token: torch.Tensor
-    node: Node
-    """the Send"""
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A crossing that arrived here. Only a plain backward() reaches `anchor`, the Recv's input."""
-
-    edge: EdgeId
-    lineage: Lineage
-    node: Node
-    anchor: torch.Tensor
-
-
-@dataclass(slots=True)
-class Join:
-    """One node that stands for a set of sends: a Recv has one link, however many it needs."""
-
-    edges: int
-    depth: int
-    token: torch.Tensor
-
-
 _send, _recv, _join = applying(Send), applying(Recv), applying(Joined)
-
-receiving: set[int] = set()
-"""the contexts of this process, of all its workers, that have received something and are open: runs
-are prepared while there is one (backward/engine_run.py). By identity, so that none is kept alive;
-a WeakSet takes four calls more for each context
-"""
-_JOINS_SEARCHED = 32
-"""How many of the latest Joins a new link may build on: one per recurrent state in use."""
-_HINT = "begin a new context now and then, or raise Limits(edges=…)"
-_PEERS = 8
-"""Edges are numbered over all peers of a worker and counted by peer: so much higher are numbers."""
 
 
 def leave(
-    context: Context,
+    edges: Edges,
     engine: weakref.ref[Engine],
-    me: WorkerId,
+    context: ContextId | None,
     peer: WorkerId,
     places: list[int],
     tensors: Sequence[torch.Tensor],
+    made: float,
+    line: tuple[str, int],
 ) -> Crossing:
     """Record that the tensors at these places of a message leave together by one new edge."""
     if not is_recording():
         with recording():
-            return leave(context, engine, me, peer, places, tensors)
+            return leave(edges, engine, context, peer, places, tensors, made, line)
     leaving = [tensors[place] for place in places]
-    edge = EdgeId(me, context.next_edge())
+    edge = edges.next_edge()
     held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
-    token = _send(EdgeEnd(engine, context.id, edge, peer), *leaving)
+    token = _send(EdgeEnd(engine, context, edge, peer), *leaving)
     del held
     node = token.grad_fn
-    origin = context.walk.behind(node)
-    lineage, depth = plus(origin.lineage, edge), context.next_depth(origin.depth)
+    origin = origin_behind(node)
+    lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
     set_sequence_number(node, depth)
-    context.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node)
+    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, made, line)
     return Crossing(edge, depth, to_wire(lineage), places)
 
 
 def arrive(
-    context: Context,
+    edges: Edges,
     engine: weakref.ref[Engine],
-    me: WorkerId,
+    context: ContextId | None,
     peer: WorkerId,
     crossing: Crossing,
     tensors: list[torch.Tensor],
-) -> None:
+) -> Node:
     """Replace each received tensor by the output of a Recv node: backward reaches the sender."""
     if not is_recording():
         with recording():
-            return arrive(context, engine, me, peer, crossing, tensors)
+            return arrive(edges, engine, context, peer, crossing, tensors)
     places, depth = crossing.tensors, crossing.depth
     origin = Origin(from_wire(crossing.lineage), depth)
-    end = EdgeEnd(engine, context.id, crossing.edge, peer, origin, len(places))
+    end = EdgeEnd(engine, context, crossing.edge, peer, origin, len(places))
     taken = [tensors[place] for place in places]
     # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
     # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
     # not, which tells the two apart (backward/reach.py).
     anchor = _NOTHING.detach().requires_grad_()
-    mine = origin.lineage.get(me)
-    links = _links(context, me, mine) if mine else ()
+    mine = of_worker(origin.lineage, edges.me)
+    links = _links(edges, mine) if mine else ()
     outputs = _recv(end, *taken, anchor, *links)
     node = node_of(outputs[0])
     was_below = lift(node, depth)
-    context.walk.known[node] = origin
-    if not context.received:
-        receiving.add(id(context))
-    context.received.append(Received(crossing.edge, origin.lineage, node, anchor))
+    set_origin(node, origin)
+    edges.arrived(end, node)
     for place, tensor in zip(places, outputs, strict=True):
         tensors[place] = tensor
     if was_below:
         lift_this_thread(depth)
-    return None
+    return node
 
 
-def receives_no_more(context: Context) -> None:
-    """A context was closed: a run that meets its Recvs fails, so none needs to be prepared."""
-    receiving.discard(id(context))
-
-
-def _links(context: Context, me: WorkerId, mine: int) -> list[torch.Tensor]:
+def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
     """Tokens that lead to exactly these Sends of this worker: none or one."""
-    if mine >> len(context.sent):
-        raise BadMessage(f"a lineage names edges of worker {me} that never left it")
-    latest = _sent(context, mine.bit_length() - 1)
-    if mine & ~latest.lineage[me] == 0:
-        return [latest.token]  # it depends on the rest
-    join = next(
-        (join for join in context.joins[: -_JOINS_SEARCHED - 1 : -1] if join.edges & ~mine == 0),
-        None,
-    )
-    tops = _maximal(context, me, mine & ~join.edges if join else mine)
+    top = latest(mine)
+    if not edges.has_sent(top):
+        raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
+    first = edges.sent.get(top)
+    if first is not None and not minus(mine, first.lineage):
+        return [first.token]  # it depends on the rest
+    join = next((join for join in reversed(edges.joins) if not minus(join.edges, mine)), None)
+    tops = _maximal(edges, minus(mine, join.edges) if join else mine)
     tokens = [top.token for top in tops]
     depth = max((top.depth for top in tops), default=0)
-    implied = 0
-    for top in tops:
-        implied |= top.lineage[me]
-    if join is not None and join.edges & ~implied:
+    if join is not None and minus(join.edges, union([top.lineage for top in tops])):
         tokens.append(join.token)
         depth = max(depth, join.depth)
-    if len(tokens) == 1:
+    if len(tokens) < 2:
         return tokens
     joined = Join(mine, depth, _join(*tokens))
     lift(node_of(joined.token), depth)
-    context.joins.append(joined)
+    edges.keep_join(joined)
     return [joined.token]
 
 
-def _maximal(context: Context, me: WorkerId, edges: int) -> list[Sent]:
-    """The edges on which no other of them depends. The latest is always one of them."""
+def _maximal(edges: Edges, left: Lineage) -> list[Sent]:
+    """The edges on which no other of them depends. The latest is always one of them.
+
+    One that was released early leads nowhere: a pass through it says so.
+    """
     found = []
-    while edges:
-        latest = _sent(context, edges.bit_length() - 1)
-        found.append(latest)
-        edges &= ~latest.lineage[me]
+    while left:
+        edge = EdgeId(edges.me, latest(left))
+        top = edges.sent.get(edge.n)
+        if top is None:
+            left = minus(left, plus({}, edge))
+            continue
+        found.append(top)
+        left = minus(left, top.lineage)
     return found
 
 
-def _sent(context: Context, n: int) -> Sent:
-    sent = context.sent[n]
-    if sent is None:
-        raise BadMessage(f"a lineage names edge {n}, which never left")
-    return sent
-
-
 # -- what a peer says of an edge, before anything is made of it
+
+_HINT = "detach what need not be differentiated so far back, or raise Limits(edges=…)"
+_MOST_EDGES = 1 << 48
+_PEERS = 8
+"""Depths grow over all peers of a worker, and edges are limited by peer."""
 
 
 def check_crossing(
@@ -327,13 +290,12 @@ def check_crossing(
     hot: every edge that arrives
     """
     edge, places, count, most = crossed.edge, crossed.tensors, len(tensors), _PEERS * most_edges
-    if edge.worker != peer or not 0 <= edge.n < most:
-        raise BadMessage(f"{edge} is no edge of w{peer}, or over the limit of {most}", hint=_HINT)
+    if edge.worker != peer or not 0 <= edge.n < _MOST_EDGES:
+        raise BadMessage(f"{edge} is no edge of w{peer}")
     if not 0 < crossed.depth <= most:
         raise BadMessage(f"{edge} is {crossed.depth} deep, the limit is {most}", hint=_HINT)
-    for worker, edges in crossed.lineage.items():
-        if not 0 <= worker <= LAST_WORKER or 8 * len(edges) > most + 8:
-            raise BadMessage(f"{edge} depends on edges that w{worker} cannot have")
+    if len(crossed.lineage) > most:
+        raise BadMessage(f"{edge} depends on more edges than there may be", hint=_HINT)
     if not places or (len(places) > 1 and len(set(places)) < len(places)):
         raise BadMessage(f"{edge} has no tensors, or one of them twice")
     for place in places:
@@ -344,11 +306,11 @@ def check_crossing(
             raise BadMessage(f"{edge} names a tensor that has no gradient, or another edge already")
 
 
-def check_gradients(context: Context, edge: EdgeId, source: WorkerId) -> bool:
+def check_gradients(edges: Edges, edge: EdgeId, source: WorkerId) -> bool:
     """Whether an edge that a peer settles is there still; BadMessage if it leads to another."""
-    if not 0 <= edge.n < len(context.sent):
+    if edge.worker != edges.me or not edges.has_sent(edge.n):
         raise BadMessage(f"w{source} settles {edge}, which never left here")
-    sent = context.sent[edge.n]
-    if sent is not None and (sent.edge, sent.peer) != (edge, source):
+    sent = edges.sent.get(edge.n)
+    if sent is not None and sent.peer != source:
         raise BadMessage(f"w{source} settles {edge}, which leads to another worker")
     return sent is not None

@@ -35,6 +35,7 @@ from typing import final
 import torch
 
 from gradwire.agent.requests.promise import Promise
+from gradwire.autograd.graph.context import Context
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.leaf_entry import LeafEntry
 from gradwire.autograd.undo.nested_pass import Nested
@@ -54,7 +55,7 @@ def undo_log_of_run() -> UndoLog | None:
 
 @final
 class UndoLog:
-    """The changes of one run. `into` is the context's map, or None for `.grad` itself.
+    """The changes of one run: to the map of `context`, or without one to `.grad` itself.
 
     `outer` is the undo log of the run around it, for a backward that a Function runs.
     """
@@ -62,11 +63,12 @@ class UndoLog:
     def __init__(
         self,
         locks: LeafLocks,
-        into: dict[torch.Tensor, torch.Tensor] | None,
+        context: Context | None,
         outer: UndoLog | None = None,
     ) -> None:
         self._locks = locks
-        self.into, self.outer = into, outer
+        self.context, self.outer = context, outer
+        self.into = None if context is None else context.gradients
         self.outermost: UndoLog = self if outer is None else outer.outermost
         self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
@@ -87,7 +89,7 @@ class UndoLog:
 
     def inside(self) -> UndoLog:
         """The undo log of a backward inside this run."""
-        return UndoLog(self._locks, self.into, self)
+        return UndoLog(self._locks, self.context, self)
 
     def enter(self) -> None:
         """The current run is the one to log."""

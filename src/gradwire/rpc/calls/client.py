@@ -180,7 +180,7 @@ class Calls:
         return Future(PendingResult(promise), self._environment)
 
     def _depth_of(self, value: object) -> int:
-        return self._engine.depth_of(current_context(), value)
+        return self._engine.depth_of(value)
 
     def lift_above(self, value: object) -> None:
         """Raise this thread's sequence numbers above the depth of another thread's value."""
@@ -392,6 +392,7 @@ class Calls:
         assert isinstance(message, Result)
         self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)
+        self._engine.drop_crossings(message.body.crossings)
 
 
 Deadline = Callable[[Timeout], float]

@@ -27,7 +27,7 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd.graph.walk import lift_this_thread
-from gradwire.autograd.scope import current_context, inside
+from gradwire.autograd.scope import saving_here
 from gradwire.current import get_current
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
@@ -307,7 +307,7 @@ class Future(torch.futures.Future[T]):
         """Run a callback with the worker, context and grad mode of the call."""
 
         def run() -> DecodedBody:
-            with inside(current_context()):
+            with saving_here():
                 value = callback(self)
                 return DecodedBody(value, self._environment.depth_of(value))
 

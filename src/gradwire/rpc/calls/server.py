@@ -94,8 +94,9 @@ class CallServer:
             self._answer_value(source, value, call.context, deadline, ())
 
     def _refuse(self, call: Call) -> None:
-        """Drop the references of a call that was cancelled before it began."""
+        """Drop the references and edges of a call that was cancelled before it began."""
         self._refs.release(call.body.references)
+        self._engine.drop_crossings(call.body.crossings)
 
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
@@ -139,7 +140,7 @@ class CallServer:
             try:
                 self._engine.works_in(call.context, source)
             except GradwireError:
-                self._refs.release(call.body.references)
+                self._refuse(call)
                 raise
         scope = self._scope_for(call.context, deadline, source)
         try:

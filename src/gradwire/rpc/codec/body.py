@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.messages import Crossing
-from gradwire.errors import BadMessage, NotSerializable
+from gradwire.errors import NotSerializable
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.codec import Codec, malformed
@@ -60,12 +60,11 @@ class EncodedBody(msgspec.Struct, frozen=True):
     """A body that is ready to be sent.
 
     `payload` holds views of the tensors' memory, so it has to be sent at once. `copies` counts the
-    tensors cut off from the graph of the context because they are copied with an object.
+    tensors cut off from the graph because they are copied with an object.
     """
 
     body: Body
     payload: Sequence[Buffer]
-    context: ContextId | None
     copies: int = 0
 
     @property
@@ -79,7 +78,7 @@ class DecodedBody(msgspec.Struct, frozen=True):
     """A value that arrived.
 
     `depth` is that of the deepest edge it came by. `cut` counts the tensors that lost their graph,
-    and `copies` those that lost it inside an object, though a context was open.
+    and `copies` those that lost it inside an object.
     """
 
     value: Any
@@ -126,8 +125,9 @@ class BodyCodec:
                 encoded = self._with_tensors(data, tensors, references, to, context)
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
-        # Outside of a context no gradient is expected, so copies need no warning.
-        return replace(encoded, copies=copies) if copies and context is not None else encoded
+        if copies and (context is not None or not self._leaves):
+            return replace(encoded, copies=copies)
+        return encoded  # torch's API: outside of a context no gradient is expected
 
     def _with_tensors(
         self,
@@ -138,7 +138,7 @@ class BodyCodec:
         context: ContextId | None,
     ) -> EncodedBody:
         if not tensors:
-            return EncodedBody(Body(data, [], [], references), (), context)
+            return EncodedBody(Body(data, [], [], references), ())
         if is_inside_transform():
             refuse_transformed(tensors)
         if has_tangent(tensors):
@@ -149,10 +149,8 @@ class BodyCodec:
         headers, payload = encode_tensors(tensors, self._engine.limits)
         if not self._carries_modes:  # autograd refuses what was made in inference mode
             headers = [without_inference(header) for header in headers]
-        crossings: list[Crossing] = []
-        if context is not None:
-            crossings = self._engine.attach_send(context, to, tensors)
-        return EncodedBody(Body(data, headers, crossings, references), payload, context)
+        crossings = self._engine.attach_send(context, to, tensors)
+        return EncodedBody(Body(data, headers, crossings, references), payload)
 
     def _placed(
         self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]
@@ -169,8 +167,8 @@ class BodyCodec:
     def undo(self, encoded: EncodedBody) -> None:
         """Release what a body holds that was not sent."""
         self._refs.pack_undone(encoded.body.references)
-        if encoded.context is not None:
-            self._engine.withdraw(encoded.context, encoded.body.crossings)
+        if encoded.body.crossings:
+            self._engine.withdraw(encoded.body.crossings)
 
     def decode(
         self,
@@ -201,13 +199,17 @@ class BodyCodec:
     ) -> DecodedBody:
         if not body.tensors:
             return DecodedBody(self._decode_value(body, (), source))
-        tensors = decode_tensors(body.tensors, payload, self._engine.limits)
         crossings: Sequence[Crossing] = body.crossings
-        if crossings:
-            if context is None:
-                raise BadMessage("a message outside of any context came with edges")
-            if not is_recorded or not self._engine.attach_recv(context, source, crossings, tensors):
+        try:
+            tensors = decode_tensors(body.tensors, payload, self._engine.limits)
+            if crossings and not is_recorded:
+                self._engine.drop_crossings(crossings)
                 crossings = ()
+            elif crossings and not self._engine.attach_recv(context, source, crossings, tensors):
+                crossings = ()
+        except BaseException:
+            self._engine.drop_crossings(crossings)
+            raise
         depth = 0
         for crossing in crossings:
             if crossing.depth > depth:

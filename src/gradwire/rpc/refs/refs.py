@@ -216,8 +216,11 @@ class Refs:
         """
         with self._lock:
             self._agent.check_asker(source)
-            promise = self._values.setdefault(ref, Promise())
-            actions = [] if fork is None else self._table.owned.creation_arrived(ref, fork)
+            if fork is None:  # `keep_here` has added it; if it is gone, so is the last reference
+                promise, actions = self._values.get(ref) or Promise(), []
+            else:
+                promise = self._values.setdefault(ref, Promise())
+                actions = self._table.owned.creation_arrived(ref, fork)
         self._perform(actions)
         return promise
 

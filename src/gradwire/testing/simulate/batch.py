@@ -25,9 +25,10 @@ _KINDS = {
         "slow",
         "heal",
         "repeat",
+        "lie",
         *_EFFECTS,
     ),
-    True: ("crash", "silent crash", "cut", "stall", "slow", "repeat", *_EFFECTS),
+    True: ("crash", "silent crash", "cut", "stall", "slow", "repeat", "lie", *_EFFECTS),
 }
 """Faults that a batch should have, and their effects, by whether faults never heal."""
 _FREEZE_EVERY = 50

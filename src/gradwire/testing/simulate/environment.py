@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from gradwire import threads
-from gradwire.autograd.graph import context
-from gradwire.autograd.graph import walk as graph
+from gradwire.autograd import scope
+from gradwire.autograd.graph import edges, walk
 from gradwire.testing.simulate import primitives
 from gradwire.testing.simulate.scheduler import Unwound, here
 
@@ -80,9 +80,12 @@ def _substituted(others: list[ModuleType]) -> Iterator[None]:
     changed = [*_places_of_ours(len(sys.modules)), *_places(others)]
     for module, name, value in changed:
         setattr(module, name, _instead[id(value)])
-    for module in (context, graph):
-        changed.append((module, "ROOM", module.ROOM))
-        module.ROOM = _ROOM  # type: ignore[attr-defined]
+    numbers: list[tuple[ModuleType, str, float]] = [
+        *[(module, "ROOM", _ROOM) for module in (edges, scope, walk)],
+    ]
+    changed += [(module, name, getattr(module, name)) for module, name, _ in numbers]
+    for module, name, number in numbers:
+        setattr(module, name, number)
     try:
         yield
     finally:

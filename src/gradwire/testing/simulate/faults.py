@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from gradwire.autograd.messages import Release
+from gradwire.errors import GradwireError
 from gradwire.testing.simulate.links import Link
 from gradwire.testing.simulate.world import ANY, BACKWARD, World
 
@@ -30,6 +33,8 @@ class Faults:
     """links that take up to a second for each message"""
     repeats: float = 0.0
     """how often a message that may come twice does"""
+    lies: int = 0
+    """Releases of edges that lead to another worker than the one that sends it"""
     within: int = 150
     """steps, the first of which a fault may follow"""
     spared: tuple[str, ...] = ()
@@ -49,12 +54,15 @@ class Nemesis:
         """workers that a fault has hit, themselves or by a link of theirs"""
         self.may_be_silent = False
         """whether there was a fault that only a deadline can notice"""
+        self.liars: set[str] = set()
+        """workers that have said what is not true; nobody else may come to harm by that"""
         self._is_over = False
         kinds: list[Callable[[], None]] = [
             *[self._crash] * faults.crashes,
             *[partial(self._hit_link, "cut", self._cut)] * faults.cuts,
             *[partial(self._hit_link, "stall", self._stall)] * faults.stalls,
             *[partial(self._hit_link, "slow", self._slow)] * faults.slow,
+            *[self._lie] * faults.lies,
         ]
         for act in map(self._unless_over, kinds):
             if self._random.random() < 0.5:
@@ -120,6 +128,25 @@ class Nemesis:
 
     def _slow(self, link: Link) -> None:
         link.slowness = self._random.choice((10.0, 50.0, 300.0))
+
+    def _lie(self) -> None:
+        """A worker releases edges that lead to another."""
+        world, workers = self._world, self._world.workers()
+        name, other = self._random.sample(world.names, 2)
+        if name not in workers or other not in workers:
+            return
+        liar, hit = workers[name].agent, workers[other].engine.edges
+        edges = [n for n, sent in hit.sent.items() if sent.peer != liar.directory.me.id]
+        if not edges:
+            return
+        self.liars.add(name)
+        world.fault("lie", name, f"to {other}")
+
+        def lie() -> None:
+            with suppress(GradwireError):
+                liar.tell(hit.me, Release(edges), deadline=liar.clock.now() + 1.0)
+
+        world.run_as(name, "lie", lie)
 
     def _heal(self, link: Link) -> None:
         if link.is_cut or link.is_stalled or link.slowness != 1.0:

@@ -33,7 +33,8 @@ TIMEOUTS = Timeouts(
 _NOTICED_SECONDS = 2.5
 """The longest that the end of a worker stays unseen by its peers."""
 _SETTLED_SECONDS = 1.0
-_LEASE_SECONDS = 300.0
+_LOOK_SECONDS, _LOOKS = 5.0, 60
+"""How often it is looked whether something is left, and how often at most: beyond every lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,9 @@ def setting_of(seed: int, *, liveness: bool = False) -> Setting:
     )
     within = chosen.choice((20, 60, 150))
     repeats = chosen.choice((0.0, 0.0, 0.1, 0.5))
-    faults = Faults(**kinds, heal=not liveness, within=within, repeats=repeats)
     scripts = tuple(random_script(chosen, root, names, tickets, steps) for root in roots)
+    kinds["lies"] = chosen.choice((0, 0, 1, 3))
+    faults = Faults(**kinds, heal=not liveness, within=within, repeats=repeats)
     return Setting(seed, workers, is_open, leaves, capacity, faults, scripts)
 
 
@@ -181,10 +183,15 @@ class _Playing:
         world.scheduler.run(world.scheduler.now + _SETTLED_SECONDS)
         gc.collect()
         world.scheduler.run(world.scheduler.now + _SETTLED_SECONDS)
-        if self._left():
-            world.scheduler.run(world.scheduler.now + _LEASE_SECONDS, lambda: not self._left())
+        for _ in range(_LOOKS):
+            if not self._left():
+                break
+            world.scheduler.run(world.scheduler.now + _LOOK_SECONDS)
         for text in self._left():
             stage.violate("I4", text)
+        for name, text in world.refusals:
+            if name not in self._nemesis.liars:
+                stage.violate("I7", text)
         for name in stage.parts:
             stage.check_part(name)
 
@@ -227,7 +234,12 @@ class _Playing:
 
 def leaks(worker: Worker) -> list[str]:
     """Each table that is not empty, for people."""
+    edges = worker.engine.edges
     found = {
+        "edges sent": len(edges.sent),
+        "edges received": len(edges.received),
+        "edges to release": int(edges.has_died),
+        "joins": len(edges.joins),
         "contexts": len(worker.engine.contexts),
         "passes": len(worker.engine.passes),
         "calls in flight": worker.agent.in_flight,

@@ -52,13 +52,12 @@ def simulate(
 
     >>> def step():
     ...     x = torch.ones(2, requires_grad=True)
-    ...     with gradwire.context():
-    ...         gradwire.rpc_sync("w1", torch.mul, args=(x, 3)).sum().backward()
+    ...     gradwire.rpc_sync("w1", torch.mul, args=(x, 3)).sum().backward()
     ...     return x.grad.tolist()
     >>> simulate(step, workers=2, seed=1).result
     [3.0, 3.0]
     >>> print(simulate(step, workers=2, seed=3, faults=Faults(crashes=1, within=5)).error)
-    w1 was lost: connection closed by peer [memory://w1.0], in the middle of p0.1 of c0.0
+    w1 was lost: connection closed by peer [memory://w1.0], in the middle of p0.1
     """
     faults = faults or Faults()
     with World(

@@ -64,6 +64,8 @@ class Lock:
 
     def release(self) -> None:
         """Give it back; the next may have it."""
+        if self._scheduler.current is None:
+            return  # nor was it taken
         self._is_held = False
         if self._waits:
             self._scheduler.wake(self._waits)
@@ -103,7 +105,9 @@ class RLock(Lock):
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it, or take it once more."""
         me = self._scheduler.current
-        if self._owner is not me or me is None:
+        if me is None:
+            return True
+        if self._owner is not me:
             if not super().acquire(blocking, timeout):
                 return False
             self._owner = me
@@ -112,6 +116,8 @@ class RLock(Lock):
 
     def release(self) -> None:
         """Give it back, if it was taken as often."""
+        if self._scheduler.current is None:
+            return
         self._depth -= 1
         if self._depth <= 0:
             self._owner, self._depth = None, 0

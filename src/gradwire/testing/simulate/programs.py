@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple, final
 
@@ -21,6 +21,8 @@ from gradwire.testing.simulate.scheduler import here
 TO_GRAD, TO_MAP, OF_INPUT = "loss.backward()", "backward(context, [loss])", "autograd.grad()"
 _APART = 7
 """The factor of calls that are given no graph: their part's gradient is all that backward gives."""
+NOWHERE, PARTLY, EVERYWHERE = "without a context", "partly in a context", "in a context"
+"""Which part of a step is in a context. If a part is, backward is, and half of the calls."""
 _MODES = ("sync", "sync", "async", "remote")
 
 
@@ -33,6 +35,8 @@ class Node:
     factor: int
     mode: str
     is_used: bool
+    is_kept: bool = False
+    """whether the part keeps what it returns, and the graph behind it, until its next call"""
     children: tuple[Node, ...] = ()
 
     def size(self) -> int:
@@ -48,6 +52,15 @@ class Step:
     times: int
     x: tuple[int, ...]
     calls: tuple[Node, ...]
+    scope: str = EVERYWHERE
+    uses_last: bool = False
+    """whether the loss depends on what the step before returned, and on its graph"""
+
+    def calls_before_context(self) -> int:
+        """How many of the calls are made before the context is opened."""
+        return {NOWHERE: len(self.calls), PARTLY: (len(self.calls) + 1) // 2, EVERYWHERE: 0}[
+            self.scope
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +74,11 @@ class Script:
 
     def describe(self) -> str:
         """In a line."""
-        sizes = [(step.way, sum(call.size() for call in step.calls)) for step in self.steps]
-        ways = ", ".join(f"{way} of {calls} calls" for way, calls in sizes)
+        ways = ", ".join(
+            f"{step.way} of {sum(call.size() for call in step.calls)} calls {step.scope}"
+            + (" and of the step before" if step.uses_last else "")
+            for step in self.steps
+        )
         return f"{self.root} with parts on {', '.join(self.places)}: {ways}"
 
 
@@ -80,12 +96,13 @@ class Parameter:
 
     def __init__(self, name: str, values: list[int]) -> None:
         self.p = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        self._kept: torch.Tensor | None = None
         scheduler = here()
         if name and scheduler is not None:
-            scheduler.stage.made(name, self)
+            scheduler.stage.made(name, self.p)
 
     def forward(
-        self, x: torch.Tensor, ticket: int, factor: int, children: list[Any]
+        self, x: torch.Tensor, ticket: int, factor: int, is_kept: bool, children: list[Any]
     ) -> torch.Tensor:
         """Use the parameter, call the children, use what they return."""
         scheduler = here()
@@ -95,15 +112,16 @@ class Parameter:
         y = h * self.p
         for out in called(h, children):
             y = y + out
+        self._kept = y if is_kept else None
         return y
 
 
 def called(h: torch.Tensor, children: Sequence[Any]) -> list[torch.Tensor]:
     """What the children return that is used; the asynchronous ones run meanwhile."""
     outs: list[tuple[bool, Any]] = []
-    for child, ticket, factor, mode, is_used, grandchildren in children:
+    for child, ticket, factor, mode, is_used, is_kept, grandchildren in children:
         given = h.detach() if factor == _APART else h
-        rest = (given, ticket, factor, grandchildren)
+        rest = (given, ticket, factor, is_kept, grandchildren)
         if isinstance(child, Parameter):
             outs.append((is_used, child.forward(*rest)))
         elif mode == "async":
@@ -127,6 +145,7 @@ def plan(calls: Sequence[Node], parts: Sequence[object], *, counted: bool = True
             node.factor,
             node.mode,
             node.is_used,
+            node.is_kept,
             plan(node.children, parts, counted=counted),
         ]
         for node in calls
@@ -142,11 +161,16 @@ def loss_of(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
     return (total * weights).sum()
 
 
-def alone(script: Script, step: Step) -> ExpectedStep:
-    """The same in one process, with plain torch."""
+def alone(script: Script, step: Step, last: Step | None) -> ExpectedStep:
+    """The same in one process, with plain torch; the loss depends on the `last` step, if any."""
     parts = [Parameter("", list(values)) for values in script.values]
     x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
-    loss = loss_of(x, called(x * 2, plan(step.calls, parts, counted=False)))
+    outs = called(x * 2, plan(step.calls, parts, counted=False))
+    if last is not None:
+        before = last.calls[: last.calls_before_context()]
+        h = torch.tensor(last.x, dtype=torch.float64, requires_grad=True) * 2
+        outs += called(h, plan(before, parts, counted=False))
+    loss = loss_of(x, outs)
     found = torch.autograd.grad(loss, [x, *(part.p for part in parts)], allow_unused=True)
     times = 1 if step.way == OF_INPUT else step.times
     scaled: list[torch.Tensor | None] = [None if g is None else g * times for g in found]
@@ -159,8 +183,12 @@ def random_script(
     """A program for one worker."""
     places = tuple(chosen.choice(names) for _ in range(chosen.randint(2, 3)))
     values = tuple(tuple(chosen.randint(1, 3) for _ in range(2)) for _ in places)
-    made = tuple(_random_step(chosen, len(places), tickets) for _ in range(steps))
-    return Script(root, places, values, made)
+    made = [_random_step(chosen, len(places), tickets) for _ in range(steps)]
+    for n, step in enumerate(made):
+        scopes = (PARTLY, EVERYWHERE) if step.way == TO_MAP else (NOWHERE, NOWHERE, PARTLY)
+        uses_last = n > 0 and made[n - 1].scope != EVERYWHERE and chosen.random() < 0.5
+        made[n] = replace(step, scope=chosen.choice(scopes), uses_last=uses_last)
+    return Script(root, places, values, tuple(made))
 
 
 def make_parts(script: Script, tag: str) -> list[Any]:
@@ -190,4 +218,5 @@ def _random_node(chosen: random.Random, parts: int, tickets: count[int], depth: 
     ticket = next(tickets)
     factor = 2 + ticket % 11
     is_used = chosen.random() < 0.85
-    return Node(chosen.randrange(parts), ticket, factor, chosen.choice(_MODES), is_used, children)
+    part, mode = chosen.randrange(parts), chosen.choice(_MODES)
+    return Node(part, ticket, factor, mode, is_used, ticket % 3 == 0, children)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,11 +16,11 @@ from gradwire.autograd.graph.context import Context
 from gradwire.errors import GradwireError
 from gradwire.testing.simulate.faults import Nemesis
 from gradwire.testing.simulate.programs import (
+    NOWHERE,
     OF_INPUT,
     TO_GRAD,
     TO_MAP,
     ExpectedStep,
-    Parameter,
     Script,
     Step,
     alone,
@@ -31,6 +31,9 @@ from gradwire.testing.simulate.programs import (
 )
 from gradwire.testing.simulate.world import Incarnation, World
 
+Outs = list[torch.Tensor]
+"""What the calls of a step gave."""
+
 _SLACK_SECONDS = 0.5
 _UNDO_SECONDS = 10.0
 """How long the others may take to undo a failed pass; see autograd/backward/coordinator.py."""
@@ -40,7 +43,8 @@ _UNDO_SECONDS = 10.0
 class MadeParameter:
     """A part that was made, where, and what its `.grad` must be."""
 
-    part: Parameter
+    p: torch.Tensor
+    """and not the part itself, which ends with the last reference to it"""
     incarnation: Incarnation
     grad: torch.Tensor | None = None
     root: Incarnation | None = None
@@ -69,14 +73,14 @@ class StepRun:
 
     # -- what parts say
 
-    def made(self, name: str, part: Parameter) -> None:
-        """A part was made where the thread that asks runs."""
+    def made(self, name: str, p: torch.Tensor) -> None:
+        """A part with this parameter was made where the thread that asks runs."""
         process = self._world.scheduler.me().process
         incarnation = self._world.incarnations[process.name]
         assert incarnation.process is process
         if name in self.parts:
             self.violate("I8", f"{name} was made twice")
-        self.parts[name] = MadeParameter(part, incarnation)
+        self.parts[name] = MadeParameter(p, incarnation)
 
     def ran(self, ticket: int) -> None:
         """A call was executed."""
@@ -98,6 +102,7 @@ class StepRun:
         scheduler = self._world.scheduler
         parts: list[Any] | None = None
         tag = name
+        last: Outs | None = None
         for n, step in enumerate(script.steps):
             error: str | None = None
             try:
@@ -106,49 +111,50 @@ class StepRun:
                     seconds = len(script.places) * self._world.options.timeouts.call
                     with self._within("remote()", seconds):
                         parts = make_parts(script, tag)
-                self._step(script, step, parts, tag)
+                last = self._step(script, n, parts, tag, last if step.uses_last else None)
             except GradwireError as raised:
                 error = f"{type(raised).__name__}: {raised}"
                 self._check_error(error)
                 self.errors.append(error)
-                parts = None
+                parts = last = None
             self._world.counts["good steps" if error is None else "failed steps"] += 1
             first_line = (error or "good").partition("\n")[0]
             self._world.note("step", script.root, f"{n} of {name}: {first_line}")
             scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
         self.over.add(name)
 
-    def _step(self, script: Script, step: Step, parts: list[Any], tag: str) -> None:
-        timeouts = self._world.options.timeouts
-        expected = alone(script, step)
+    def _step(self, script: Script, n: int, parts: list[Any], tag: str, last: Outs | None) -> Outs:
+        """One step, whose loss depends on what the `last` one gave, if that is given.
+
+        Returns what its calls gave whose graph stays when its context ends.
+        """
+        step, timeouts = script.steps[n], self._world.options.timeouts
+        expected = alone(script, step, None if last is None else script.steps[n - 1])
         x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
-        with gradwire.context() as context:
-            # remote() and to_here() of each call have a deadline each
-            with self._within("forward", 2 * len(step.calls) * timeouts.call):
-                loss = loss_of(x, called(x * 2, plan(step.calls, parts)))
+        h, calls = x * 2, plan(step.calls, parts)
+        before = step.calls_before_context()
+        # remote() and to_here() of each call have a deadline each
+        with self._within("forward", 2 * before * timeouts.call):
+            stays = called(h, calls[:before])
+        with ExitStack() as scope:
+            context = None
+            if step.scope != NOWHERE:
+                context = scope.enter_context(gradwire.context())
+            with self._within("forward in a context", 2 * (len(calls) - before) * timeouts.call):
+                loss = loss_of(x, [*stays, *called(h, calls[before:]), *(last or ())])
             if not torch.equal(loss.detach(), expected.loss):
                 self.violate("I1", f"loss {loss.item()} and not {expected.loss.item()}")
             names = [f"{tag}.{n}" for n in range(len(script.places))]
             self._begins(script, step, names, expected)
+            is_needed = n + 1 < len(script.steps) and script.steps[n + 1].uses_last
             try:
                 with self._within("backward", step.times * timeouts.backward + _UNDO_SECONDS):
-                    got = self._backward(step, context, loss, x)
+                    got = _differentiate(step, context, loss, x, keep=is_needed)
             except GradwireError:
                 self._failed(script, step, context, names)
                 raise
             self._succeeded(step, context, names, expected, got)
-
-    def _backward(
-        self, step: Step, context: int, loss: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor | None:
-        if step.way == TO_MAP:
-            gradwire.backward(context, [loss])
-            return gradwire.get_gradients(context).get(x)
-        if step.way == OF_INPUT:
-            return torch.autograd.grad(loss, [x])[0]
-        for n in range(step.times):
-            loss.backward(retain_graph=n + 1 < step.times)  # type: ignore[no-untyped-call]
-        return x.grad
+        return stays
 
     # -- checking
 
@@ -164,7 +170,7 @@ class StepRun:
     def _succeeded(
         self,
         step: Step,
-        context: int,
+        context: int | None,
         names: list[str],
         expected: ExpectedStep,
         got: torch.Tensor | None,
@@ -177,14 +183,14 @@ class StepRun:
             if step.way == TO_MAP:
                 known = _maybe_context(made.incarnation, context)
                 if known is not None:
-                    found = known.gradients.get(made.part.p)
+                    found = known.gradients.get(made.p)
                     self._same("I1", f"the map's gradient of {name}", found, gradient)
             if step.way == TO_GRAD and gradient is not None:
                 made.grad = _plus(made.grad, gradient)
             if not made.is_in_doubt:
-                self._same("I1", f".grad of {name}", made.part.p.grad, made.grad)
+                self._same("I1", f".grad of {name}", made.p.grad, made.grad)
 
-    def _failed(self, script: Script, step: Step, context: int, names: list[str]) -> None:
+    def _failed(self, script: Script, step: Step, context: int | None, names: list[str]) -> None:
         """Nothing was committed, on the workers that could hear of the failure."""
         for name in names:
             made = self.parts.get(name)
@@ -197,7 +203,7 @@ class StepRun:
                 continue  # it may hear of it later; looked at in the end
             self.check_part(name)
             known = _maybe_context(made.incarnation, context)
-            if known is not None and known.gradients.get(made.part.p) is not None:
+            if known is not None and known.gradients.get(made.p) is not None:
                 self.violate("I5", f"the map keeps a gradient of {name} from a failed pass")
 
     def check_part(self, name: str) -> None:
@@ -216,9 +222,9 @@ class StepRun:
             last, might_be = made.last, [made.before]
             if last is not None:
                 might_be += [_plus(made.before, last * n) for n in range(1, made.times + 1)]
-            if any(_is_same(made.part.p.grad, other) for other in might_be):
+            if any(_is_same(made.p.grad, other) for other in might_be):
                 return
-        self._same("I5", f".grad of {name}", made.part.p.grad, made.grad)
+        self._same("I5", f".grad of {name}", made.p.grad, made.grad)
 
     def _check_error(self, error: str) -> None:
         victims = self._nemesis.victims
@@ -248,9 +254,26 @@ class StepRun:
                 self.violate("I3", f"{what} took {took:.3f} s, at most {seconds:g} were allowed")
 
 
-def _maybe_context(incarnation: Incarnation, id: int) -> Context | None:
+def _differentiate(
+    step: Step, context: int | None, loss: torch.Tensor, x: torch.Tensor, *, keep: bool
+) -> torch.Tensor | None:
+    """The gradient of the input; `keep` the graph."""
+    if step.way == TO_MAP:
+        assert context is not None
+        gradwire.backward(context, [loss], retain_graph=keep)
+        return gradwire.get_gradients(context).get(x)
+    if step.way == OF_INPUT:
+        return torch.autograd.grad(loss, [x], retain_graph=keep)[0]
+    for n in range(step.times):
+        loss.backward(retain_graph=keep or n + 1 < step.times)  # type: ignore[no-untyped-call]
+    return x.grad
+
+
+def _maybe_context(incarnation: Incarnation, id: int | None) -> Context | None:
     """The context there; a worker may serve calls before it has joined."""
-    return None if incarnation.worker is None else incarnation.worker.engine.contexts.maybe(id)
+    if id is None or incarnation.worker is None:
+        return None
+    return incarnation.worker.engine.contexts.maybe(id)
 
 
 def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ What happens is recorded as lines of text, in order.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,8 +37,11 @@ from gradwire.wire.message import IS_ANSWER, Frame, Message
 ANY, BACKWARD = "any", "backward"
 """Steps that are counted: of all frames, or of those of the autograd layer."""
 
-_REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget"}
+_REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget", "Release"}
 """What may come twice, as each of them says of itself. So may any answer."""
+
+_REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")
+"""What a worker logs of a Release that no correct peer sends."""
 
 _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
@@ -82,6 +86,9 @@ class World:
         self._repeats = repeats
         self._store = HashStore() if is_open else None
         self._numbers: Counter[str] = Counter()
+        self._workers: list[Worker] = []
+        self.refusals: list[tuple[str, str]] = []
+        """whose Releases were refused, and what was said about it"""
         self._open = ExitStack()
 
     def __enter__(self) -> World:
@@ -90,6 +97,7 @@ class World:
         handler = _LogToWorld(self)
         log.addHandler(handler)
         self._open.callback(log.removeHandler, handler)
+        self._open.callback(self._clear)
         self._open.callback(self.scheduler.close)
         return self
 
@@ -226,7 +234,14 @@ class World:
         self, directory: Directory, job: str, transports: Transports, listener: Listener
     ) -> Worker:
         place = (directory, job, _SECRET, transports, listener)
-        return Worker(*place, self.options, self.expose, store=self._store)
+        worker = Worker(*place, self.options, self.expose, store=self._store)
+        self._workers.append(worker)
+        return worker
+
+    def _clear(self) -> None:
+        """Drop what this process knows of workers that have not shut down."""
+        for worker in self._workers:
+            worker.engine.edges.clear()
 
     def _joined(self, it: Incarnation, worker: Worker) -> None:
         self._open.enter_context(worker.events.subscribe(self._heard))
@@ -244,8 +259,11 @@ class _LogToWorld(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         task = self._world.scheduler.current
-        where = "-" if task is None else task.process.name
-        self._world.note("logs", where, record.getMessage())
+        where, text = "-" if task is None else task.process.name, record.getMessage()
+        self._world.note("logs", where, text)
+        refused = _REFUSED.match(text)
+        if refused is not None:
+            self._world.refusals.append((refused[1], text))
 
 
 def _address(name: str, incarnation: int) -> str:

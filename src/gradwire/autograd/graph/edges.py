@@ -1,0 +1,241 @@
+"""The edges of one worker, each of which lives exactly as long as its Recv.
+
+    sent       by number; holds the token of the Send, and with it the graph behind the Send
+    received   by edge; holds only a weak reference to the Recv
+
+When a Recv dies, its edge is queued here, and the next `Release` tells the sender, which drops the
+token. The graph behind the Send dies, with it the Recvs in that graph, and so on upstream:
+reference counting along a graph without cycles, with one holder for each edge. So the edges behind
+a Recv that is alive are all there: what arrives never names a released edge, and a Start never
+misses a Send, unless a peer was lost or a context was closed early.
+
+Note [Edges are not locked]: nodes are made while edges are recorded, and what makes objects may run
+the collector, and with it a finalizer of the user's that sends something itself. So no lock is held
+there. Each change is one step for the interpreter, or does no harm if it is done twice: two Joins
+may stand for one set, two edges may have one depth. The worker's lock is for passes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import msgspec
+import torch
+
+from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.autograd.graph.lineage import Lineage, meets, one, union
+from gradwire.autograd.graph.walk import ROOM
+from gradwire.errors import BadMessage
+from gradwire.ids import EdgeId, WorkerId
+from gradwire.torch_private import Node
+
+if TYPE_CHECKING:
+    from gradwire.autograd.graph.crossing import EdgeEnd
+
+_LOST_REMEMBERED = 1 << 12
+_JOINS_KEPT = 32
+"""How many of the latest Joins a new link may build on: one per recurrent state in use."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """A crossing that left here. To run from its `token` is to run its Send."""
+
+    edge: EdgeId
+    peer: WorkerId
+    lineage: Lineage
+    depth: int
+    token: torch.Tensor
+    node: Node
+    """the Send"""
+    made: float
+    line: tuple[str, int]
+    """when, by the clock of the worker, and by which line of the user's"""
+
+
+class LiveEdge(NamedTuple):
+    """An edge that holds a graph here, because a worker holds what has crossed by it."""
+
+    edge: str
+    to: str
+    """the worker that holds it"""
+    age: float
+    """in seconds"""
+    bytes: int
+    """of the tensors that have crossed by it; the graph behind them may hold more"""
+    line: str
+    """of the program, where they were sent; or that they were the result of a call"""
+
+
+class Join(msgspec.Struct, frozen=True):
+    """One node that stands for a set of sends: a Recv has one link, however many it needs.
+
+    It is kept while all of its edges are unreleased, so it holds nothing that `sent` does not.
+    """
+
+    edges: Lineage
+    depth: int
+    token: torch.Tensor
+
+
+@final
+class RecvRef(weakref.ref[Any]):
+    """A Recv, held weakly."""
+
+    __slots__ = ("edge",)
+    edge: EdgeId
+
+
+_open: dict[Edges, None] = {}
+"""of all workers of this process"""
+
+
+def any_received() -> bool:
+    """Whether a worker of this process has a Recv: then engine runs are prepared."""
+    for edges in tuple(_open):  # noqa: SIM110  (half the time of a generator)
+        if edges.received:
+            return True
+    return False
+
+
+@final
+class Edges:
+    """What one worker has sent and received that is alive."""
+
+    def __init__(self, me: WorkerId, first: int, most: int, lock: threading.RLock) -> None:
+        self.me, self.lock = me, lock
+        """the lock is the worker's; see Note [Edges are not locked]"""
+        self.sent: dict[int, Sent] = {}
+        self.received: dict[EdgeId, RecvRef] = {}
+        self.joins: list[Join] = []
+        self.lost_to: dict[int, WorkerId] = {}
+        """the latest that were dropped with the worker they led to, which an error then names"""
+        self._dead: deque[RecvRef] = deque()
+        self._unseen: deque[EdgeId] = deque()
+        self._first = self._next = first
+        self._latest_depth = 0
+        self._quota = PeerLimit("edges", most)
+        self._counting = threading.RLock()
+        _open[self] = None
+
+    def next_edge(self) -> EdgeId:
+        """A new edge; its number is not used again, whatever becomes of it."""
+        with self._counting:  # no calls in here, see docs/threads.md
+            n = self._next
+            self._next = n + 1
+        return EdgeId(self.me, n)
+
+    def has_sent(self, n: int) -> bool:
+        """Whether this incarnation has made an edge of this number."""
+        return self._first <= n < self._next
+
+    def next_depth(self, below: int) -> int:
+        """The depth of a new edge that depends on others down to `below`.
+
+        Deeper than the edges sent before, too: see Note [The order of waiting], walk.py.
+        """
+        depth = self._latest_depth = max(below, min(self._latest_depth, ROOM // 2)) + 1
+        return depth
+
+    def keep_join(self, join: Join) -> None:
+        """Let later links build on it."""
+        self.joins = [*self.joins[1 - _JOINS_KEPT :], join]
+
+    def arrived(self, end: EdgeEnd, node: Node) -> None:
+        """A Recv was made. Its end, in any thread, only appends to a queue.
+
+        OverLimit if its sender has too many here that are alive.
+        """
+        self._quota.take(end.peer)
+        ref = RecvRef(node, self._dead.append)
+        ref.edge = end.edge
+        self.received[end.edge] = ref
+
+    def unseen(self, edges: Iterable[EdgeId]) -> None:
+        """A message with these edges was dropped before it became a Recv."""
+        self._unseen.extend(edges)
+
+    def recvs(self) -> list[Node]:
+        """Every Recv that is alive."""
+        alive = [ref() for ref in tuple(self.received.values())]
+        return [node for node in alive if node is not None]
+
+    @property
+    def has_died(self) -> bool:
+        """Whether a sender is to be told that an edge is over."""
+        return bool(self._dead or self._unseen)
+
+    def take_dead(self) -> dict[WorkerId, list[int]]:
+        """The edges that nobody can differentiate through any more, by their sender."""
+        released: dict[WorkerId, list[int]] = {}
+        while self._dead:
+            edge = self._dead.popleft().edge
+            if self._forget(edge):
+                released.setdefault(edge.worker, []).append(edge.n)
+        while self._unseen:
+            edge = self._unseen.popleft()
+            released.setdefault(edge.worker, []).append(edge.n)
+        return released
+
+    def _forget(self, edge: EdgeId) -> bool:
+        if self.received.pop(edge, None) is None:
+            return False  # released early, or lost with its sender
+        self._quota.give_back(edge.worker)
+        return True
+
+    def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
+        """The receiver holds these no more: what to drop, with no lock held.
+
+        Where it is dropped graphs die, and finalizers of users run. An edge that is not there was
+        withdrawn, or released before, or is of an earlier incarnation of this worker. BadMessage,
+        and nothing is released, if one leads elsewhere.
+        """
+        found = []
+        for n in numbers:
+            sent = self.sent.get(n)
+            if sent is not None:
+                if sent.peer != by:
+                    raise BadMessage(f"w{by} releases {sent.edge}, which leads to another worker")
+                found.append(sent)
+            elif n >= self._next:
+                raise BadMessage(f"w{by} releases edge {n}, which never left here")
+        return self._dropped(found)
+
+    def withdraw(self, edges: Iterable[EdgeId]) -> None:
+        """The message of these edges never left."""
+        self._dropped([sent for edge in edges if (sent := self.sent.get(edge.n)) is not None])
+
+    def release_early(self, sent: Iterable[int], received: Iterable[EdgeId]) -> list[object]:
+        """The end of a context: release what was sent and received in it; returns what to drop."""
+        self._unseen.extend([edge for edge in received if self._forget(edge)])
+        return self._dropped([self.sent[n] for n in sent if n in self.sent])
+
+    def peer_lost(self, peer: WorkerId) -> list[object]:
+        """It holds nothing of ours any more, and what it has sent leads nowhere."""
+        for edge in tuple(self.received):
+            if edge.worker == peer:
+                self._forget(edge)
+        lost = [sent for sent in tuple(self.sent.values()) if sent.peer == peer]
+        known = [*self.lost_to.items(), *[(sent.edge.n, peer) for sent in lost]]
+        self.lost_to = dict(known[-_LOST_REMEMBERED:])
+        return self._dropped(lost)
+
+    def clear(self) -> list[object]:
+        """This worker shuts down."""
+        _open.pop(self, None)
+        self.received.clear()
+        return self._dropped(list(self.sent.values()))
+
+    def _dropped(self, released: list[Sent]) -> list[object]:
+        dropped: list[object] = [s for s in released if self.sent.pop(s.edge.n, None) is not None]
+        if dropped and self.joins:
+            edges = union([one(sent.edge) for sent in released])
+            dropped += [join for join in self.joins if meets(join.edges, edges)]
+            self.joins = [join for join in self.joins if not meets(join.edges, edges)]
+        if not self.sent:
+            self._latest_depth = 0
+            self.joins = []  # two threads at once may have put back one that was dropped
+        return dropped
