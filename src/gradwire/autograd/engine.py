@@ -134,7 +134,7 @@ class Engine:
         """
         context = None if id is None else self._maybe_open(id, peer)
         if context is None and self.only_in_contexts:
-            self.drop_crossings(crossings)
+            self.drop_crossings(crossings, peer)
             return False
         tag, most = None if context is None else context.id, self.limits.edges
         for crossed in crossings:
@@ -158,9 +158,9 @@ class Engine:
         """The message did not leave: forget its crossings."""
         self.edges.withdraw([crossed.edge for crossed in crossings])
 
-    def drop_crossings(self, crossings: Sequence[Crossing]) -> None:
+    def drop_crossings(self, crossings: Sequence[Crossing], sender: WorkerId) -> None:
         """A message is dropped unread: release its edges."""
-        self.edges.unseen([crossed.edge for crossed in crossings])
+        self.edges.unseen([crossed.edge for crossed in crossings], sender)
         self._releases.expect()
 
     def depth_of(self, value: object) -> int:
@@ -242,7 +242,7 @@ class Engine:
         is_there = check_gradients(self.edges, message.edge, source.worker)
         active = self.passes.heard_of(message.pass_id) if is_there else None
         if active is None:
-            self.drop_crossings(message.crossings)
+            self.drop_crossings(message.crossings, source.worker)
             self._agent.events.emit("late", message.edge)
             self._agent.noting.came_late(source.worker)
             return

@@ -76,9 +76,19 @@ def test_a_recv_that_dies_releases_its_edge_once(edges):
     assert edges.received == {}
 
 
+def test_who_drops_a_message_releases_no_edge_of_others_and_none_that_is_alive(edges):
+    """The sender of a message that is dropped unread may have named any edges in it."""
+    kept = arrive(edges, answer_to(n=7, worker=1))
+    edges.unseen([EdgeId(1, 7), EdgeId(1, 8), EdgeId(2, 5)], 1)
+
+    assert edges.take_dead() == {1: [8]}
+    del kept
+    assert edges.take_dead() == {1: [7]}
+
+
 def test_dead_edges_are_sorted_by_their_sender(edges):
     kept = [arrive(edges, answer_to(n=n, worker=w)) for w, n in ((1, 3), (2, 3), (1, 4), (2, 9))]
-    edges.unseen([EdgeId(2, 5)])
+    edges.unseen([EdgeId(2, 5)], 2)
     del kept
 
     assert {w: sorted(ns) for w, ns in edges.take_dead().items()} == {1: [3, 4], 2: [3, 5, 9]}
@@ -104,7 +114,7 @@ def test_threads_that_take_dead_edges_at_once_share_them(edges):
         for n in range(rounds):
             if number == 0:
                 arrive(edges, answer_to(n=n))
-                edges.unseen([EdgeId(1, rounds + n)])
+                edges.unseen([EdgeId(1, rounds + n)], 1)
             all_are_here.wait(30)
             taken += edges.take_dead().get(1, [])
             all_are_here.wait(30)

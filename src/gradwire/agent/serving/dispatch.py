@@ -85,7 +85,7 @@ class Registered(NamedTuple):
     handler: Callable[[Message, Payload, Source], None]
     lane: Lane
     latency_key: Callable[[Message], Hashable]
-    refuse: Callable[[Message], None]
+    refuse: Callable[[Message, Source], None]
 
 
 class Interceptor(Protocol):
@@ -141,7 +141,7 @@ class Dispatch:
         handler: Handler[M],
         lane: Lane,
         latency_key: Callable[[M], Hashable] = type,
-        refuse: Callable[[M], None] = lambda _: None,
+        refuse: Callable[[M, Source], None] = lambda *_: None,
     ) -> None:
         """Register the handler of a message type. What it raises is sent back as the answer.
 
@@ -219,7 +219,7 @@ class Dispatch:
         lane, began = registered.lane, 0.0
         try:
             if lane is Lane.USER and source.cancelled:
-                registered.refuse(message)
+                registered.refuse(message, source)
             else:
                 began = time.monotonic()
                 registered.handler(message, payload, source)

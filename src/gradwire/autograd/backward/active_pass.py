@@ -170,10 +170,14 @@ class ActivePass:
 
         Whether there are such edges.
         """
-        edges = [crossing.edge for _, crossed in self._inbox.values() for crossing in crossed]
-        self._inbox = {}
-        self._table.unseen(edges)
-        return bool(edges)
+        inbox, self._inbox = self._inbox, {}
+        has_edges = False
+        for settled, (_, crossed) in inbox.items():
+            sent = self._table.sent.get(settled.n)
+            if crossed and sent is not None:  # else its sender was lost, with the edges from it
+                self._table.unseen([crossing.edge for crossing in crossed], sent.peer)
+                has_edges = True
+        return has_edges
 
     def _resume(self) -> None:
         """Without the lock: gradients have arrived, or the pass has failed."""

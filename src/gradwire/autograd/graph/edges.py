@@ -154,9 +154,14 @@ class Edges:
         ref.edge = end.edge
         self.received[end.edge] = ref
 
-    def unseen(self, edges: Iterable[EdgeId]) -> None:
-        """A message with these edges was dropped before it became a Recv."""
-        self._unseen.extend(edges)
+    def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
+        """A message with these edges was dropped before they became Recvs.
+
+        Its sender may name any edges: those of others are not released on its word, nor what is
+        alive here.
+        """
+        mine = [e for e in edges if e.worker == sender and e not in self.received]
+        self._unseen.extend(mine)
 
     def recvs(self) -> list[Node]:
         """Every Recv that is alive."""

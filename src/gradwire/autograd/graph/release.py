@@ -65,7 +65,7 @@ class Releases:
         try:
             self._agent.tell(worker, Release(list(edges)), deadline=deadline)
         except DeadlinePassed:
-            self._edges.unseen([EdgeId(worker, n) for n in edges])
+            self._edges.unseen([EdgeId(worker, n) for n in edges], worker)
             self.expect()  # the tick may have ended meanwhile
         except GradwireError:  # it is lost, or this worker shuts down
             self._agent.events.emit("unreleased", worker)

@@ -392,7 +392,7 @@ class Calls:
         assert isinstance(message, Result)
         self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)
-        self._engine.drop_crossings(message.body.crossings)
+        self._engine.drop_crossings(message.body.crossings, peer)
 
 
 Deadline = Callable[[Timeout], float]

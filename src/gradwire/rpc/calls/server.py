@@ -93,10 +93,10 @@ class CallServer:
         elif not source.cancelled:
             self._answer_value(source, value, call.context, deadline, ())
 
-    def _refuse(self, call: Call) -> None:
+    def _refuse(self, call: Call, source: Source) -> None:
         """Drop the references and edges of a call that was cancelled before it began."""
         self._refs.release(call.body.references)
-        self._engine.drop_crossings(call.body.crossings)
+        self._engine.drop_crossings(call.body.crossings, source.worker)
 
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
@@ -140,7 +140,7 @@ class CallServer:
             try:
                 self._engine.works_in(call.context, source)
             except GradwireError:
-                self._refuse(call)
+                self._refuse(call, source)
                 raise
         scope = self._scope_for(call.context, deadline, source)
         try:

@@ -203,12 +203,12 @@ class BodyCodec:
         try:
             tensors = decode_tensors(body.tensors, payload, self._engine.limits)
             if crossings and not is_recorded:
-                self._engine.drop_crossings(crossings)
+                self._engine.drop_crossings(crossings, source)
                 crossings = ()
             elif crossings and not self._engine.attach_recv(context, source, crossings, tensors):
                 crossings = ()
         except BaseException:
-            self._engine.drop_crossings(crossings)
+            self._engine.drop_crossings(crossings, source)
             raise
         depth = 0
         for crossing in crossings:
