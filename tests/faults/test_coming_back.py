@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import PeerLost, UsageError
+from gradwire import DeadlinePassed, PeerLost, UsageError
+from gradwire.agent.messages import Done
 from gradwire.testing import cluster, faults
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
@@ -114,6 +115,46 @@ def test_one_that_is_closed_by_another_thread_waits_for_nobody(workers):
         workers[1].worker.close()
 
         assert leaving.result(30) == []
+
+
+def test_one_that_cannot_tell_a_peer_ends_its_tries_when_it_is_closed(workers, caplog):
+    shutdown = workers[1].worker._graceful_shutdown
+    tried = threading.Event()
+
+    def too_late(*_):
+        tried.set()
+        raise DeadlinePassed("a test lets nothing through")
+
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(workers[1].worker.shutdown, graceful=True)
+        assert eventually(lambda: workers[0].worker._graceful_shutdown._progress.has_reached(1, 1))
+        shutdown._tell = too_late
+        _cut(workers)
+        assert tried.wait(30)
+        workers[1].worker.close()
+
+        assert leaving.result(30) == []
+        assert "while these still ran" not in caplog.text
+
+
+def test_a_peer_that_leaves_with_our_answer_that_it_is_ready_is_not_told_again(workers):
+    agent, shutdown = workers[1].worker.agent, workers[1].worker._graceful_shutdown
+    answer, told_again = agent.answer, []
+
+    def answer_the_last(source, message, *payload, deadline):
+        if type(message) is Done:
+            assert eventually(lambda: 0 in shutdown._progress._confirmed)
+        answered = answer(source, message, *payload, deadline=deadline)
+        if type(message) is Done:
+            agent.hang_up(0, "it has left")
+        return answered
+
+    agent.answer, shutdown._disconnected = answer_the_last, told_again.append
+    with ThreadPoolExecutor(2) as pool:
+        leaving = [pool.submit(one.worker.shutdown, graceful=True) for one in workers]
+
+        assert [one.result(30) for one in leaving] == [[], []]
+    assert told_again == []
 
 
 # -- gradients

@@ -249,11 +249,11 @@ class Worker:
         """Stop now. Waits for peers raise. Idempotent; does nothing in a forked process."""
         if self.is_forked:
             return
+        self._graceful_shutdown.close()  # first: it tries again on threads that the agent joins
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
         self.refs.close()
         self.store = None
-        self._graceful_shutdown.close()
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
 

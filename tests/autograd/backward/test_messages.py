@@ -52,15 +52,14 @@ def said(cluster_and_said):
 
 
 def backward_of(workers, said, function, *args):
-    """What is said in a backward over one call, but for the end of the context."""
+    """What is said in a backward over one call."""
     x = torch.ones(2, requires_grad=True)
 
     def program():
-        with gw.context():
-            loss = gw.rpc_sync("w1", function, args=(x, *args)).sum()
-            said.clear()
-            loss.backward()
-            return said.names()
+        loss = gw.rpc_sync("w1", function, args=(x, *args)).sum()
+        said.clear()
+        loss.backward()
+        return said.names()
 
     return workers[0].run(program), x.grad
 

@@ -54,7 +54,8 @@ class GracefulShutdown:
         others = [info.id for info in agent.directory.others()]
         self._progress = ShutdownProgress(others)
         self._incarnations = {worker: agent.directory.incarnation(worker) for worker in others}
-        self._phase = 0
+        self._phase = self._answering = 0
+        """`_answering`: how many peers are just told that we know that they are ready"""
         self._is_over = False
         agent.handle(Leaving, self._serve_leaving, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
@@ -153,7 +154,7 @@ class GracefulShutdown:
 
     def _wait_until_confirmed(self, until: float) -> None:
         with self._lock:
-            while self._progress.unconfirmed() and not self._is_over:
+            while (self._progress.unconfirmed() or self._answering) and not self._is_over:
                 left = until - self._agent.clock.now()
                 if left <= 0:
                     return
@@ -169,13 +170,19 @@ class GracefulShutdown:
         return []  # all have reached it, or another thread has closed this worker
 
     def _serve_leaving(self, message: Leaving, _: Payload, source: Source) -> None:
-        if source.request:  # before it counts: this worker may close as soon as it does
+        # It counts before the answer leaves: with that the peer may close its connection, and one
+        # that is not known to be ready would be told our phase again.
+        with self._lock:
+            self._progress.reached(source.worker, message.phase)
+            self._answering += bool(source.request)  # this worker does not close meanwhile
+            self._changed.notify_all()
+        if source.request:
             with suppress(GradwireError):
                 limit = self._agent.clock.now() + _TELL_SECONDS
                 self._agent.answer(source, Done(), deadline=limit)
-        with self._lock:
-            self._progress.reached(source.worker, message.phase)
-            self._changed.notify_all()
+            with self._lock:
+                self._answering -= 1
+                self._changed.notify_all()
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         incarnation = self._agent.directory.incarnation(worker)
@@ -216,7 +223,6 @@ class GracefulShutdown:
 
     def _tell_again(self, worker: WorkerId) -> None:
         """Repeat until the peer has been told or is gone, or this worker is closed."""
-        pause = threading.Event()
         while self._progress.is_untold(worker) and not self._is_over:
             epoch = self._progress.epoch(worker)
             deadline = self._agent.clock.now() + _TELL_SECONDS
@@ -229,7 +235,8 @@ class GracefulShutdown:
                 if _is_refusal(error):
                     self._is_refused(worker, epoch)
                 else:
-                    pause.wait(_TELL_AGAIN_SECONDS)
+                    with self._lock:
+                        self._changed.wait(_TELL_AGAIN_SECONDS)
             else:
                 self._was_told(worker, epoch)
 

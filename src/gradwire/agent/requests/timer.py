@@ -176,14 +176,18 @@ class Timer:
                     return
                 # Before the watchers run: a deadline that is added meanwhile arms the timer again.
                 self.armed = math.inf
-            for watcher in self._watchers:
-                try:
-                    deadline = watcher(self.clock.now())
-                except Exception:  # every other wait depends on this thread
-                    _log.exception("%s: a watcher failed", self._name)
-                    deadline = self.clock.now() + _RETRY_SECONDS
-                if deadline is not None:
-                    self.need(deadline)
+            with threads.no_collection():  # a finalizer's call would be refused on this thread
+                self._run_watchers()
+
+    def _run_watchers(self) -> None:
+        for watcher in self._watchers:
+            try:
+                deadline = watcher(self.clock.now())
+            except Exception:  # every other wait depends on this thread
+                _log.exception("%s: a watcher failed", self._name)
+                deadline = self.clock.now() + _RETRY_SECONDS
+            if deadline is not None:
+                self.need(deadline)
 
 
 @final

@@ -38,6 +38,8 @@ class PassTable:
         self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
         self._lock = agent.directory.lock
         self._count = first_of(agent.directory.myself.incarnation)
+        self._mine: dict[int, None] = {}
+        """the numbers of the passes that began here and are not over, lowest first"""
         self._by_id: dict[PassId, AnyPass] = {}
         self._by_run: dict[int, AnyPass] = {}
         self._floors: dict[WorkerId, int] = {}
@@ -53,13 +55,16 @@ class PassTable:
     ) -> CoordinatedPass:
         """Add a pass that begins here, in this engine run."""
         deadline, now = self.due(timeout), self._clock.now()
-        me = self._directory.me.id
-        with self._lock:
-            self._count += 1
-            id = PassId(me, self._count)
-            floor = min([n.n for n in self._by_id if n.worker == me], default=id.n)
+        with self._lock:  # nothing is made in here that the collector counts, see docs/threads.md
+            n = self._count = self._count + 1
+            self._mine[n] = None
+        try:
+            id, floor = PassId(self._directory.me.id, n), next(iter(self._mine))
             active = CoordinatedPass(id, context, deadline, now, self._edges, run, edges, floor)
             self._by_id[id] = self._by_run[run] = active
+        except BaseException:  # an interrupt, or one in a finalizer
+            self._mine.pop(n, None)
+            raise
         self._timer.need(deadline)
         return active
 
@@ -84,20 +89,17 @@ class PassTable:
     def _maybe_new(self, id: PassId, deadline: float | None) -> AnyPass | None:
         now = self._clock.now()
         due = now + self._seconds if deadline is None else deadline
+        known = sum([other.worker == id.worker for other in tuple(self._by_id)])
+        if known + len(self._ended.get(id.worker, ())) >= self._most:
+            raise OverLimit(
+                f"{self._most} backward passes of w{id.worker} are known here, which is the limit",
+                hint="run fewer at once, or raise Limits(passes=…)",
+            )
+        made = ParticipantPass(id, due, now, self._edges)
         with self._lock:
             if self._is_over(id):
                 return None
-            active = self._by_id.get(id)
-            if active is None:
-                begun = sum([other.worker == id.worker for other in self._by_id])
-                if begun + len(self._ended.get(id.worker, ())) >= self._most:
-                    raise OverLimit(
-                        f"{self._most} backward passes of w{id.worker} are known here, "
-                        "which is the limit",
-                        hint="run fewer at once, or raise Limits(passes=…)",
-                    )
-                active = ParticipantPass(id, due, now, self._edges)
-                self._by_id[id] = active
+            active = self._by_id.setdefault(id, made)
         self._timer.need(due)
         return active
 
@@ -132,7 +134,9 @@ class PassTable:
             self._by_id.pop(id, None)
             if active.run is not None:
                 self._by_run.pop(active.run, None)
-            if id.worker != self._directory.me.id and not self._is_over(id):
+            if id.worker == self._directory.me.id:
+                self._mine.pop(id.n, None)
+            elif not self._is_over(id):
                 self._ended.setdefault(id.worker, set()).add(id.n)
         if active.drop_inbox():
             self._timer.need(self._clock.now())  # their senders are told

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.resources import files
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -67,7 +67,8 @@ def classes() -> frozenset[str]:
 
 def lines_of(file: str) -> list[str]:
     """The lines of a list, in order, without comments."""
-    text = files("gradwire.rpc.expose").joinpath(file).read_text(encoding="ascii")
+    # Not by importlib.resources: it imports modules, and a finalizer may interrupt that.
+    text = Path(__file__).with_name(file).read_text(encoding="ascii")
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
