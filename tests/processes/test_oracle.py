@@ -9,6 +9,7 @@ from gradwire.testing.process_cluster import process_cluster
 from tests import strength
 from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
+from tests.oracle.leaks import cheap_collections
 from tests.oracle.programs import KINDS, features_of
 from tests.oracle.unusual import LOST
 
@@ -19,7 +20,7 @@ PROGRAMS = strength.seeds(48, 8)
 @pytest.mark.processes
 def test_random_programs_over_processes_are_as_in_one_process():
     options = Options(timeouts=Timeouts(call=30, backward=30))
-    with process_cluster(6, expose=exposed(), options=options) as hosts:
+    with cheap_collections(), process_cluster(6, expose=exposed(), options=options) as hosts:
         hosts[LOST].kill()
         checker = Checker(lambda function, *args: function(*args))
         failures = [checker.failure(seed) for seed in PROGRAMS]

@@ -27,7 +27,7 @@ from gradwire.autograd.backward.coordinator import Coordinator
 from gradwire.autograd.backward.engine_run import this_thread
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import check_order
+from gradwire.autograd.backward.reach import check_order, leads_on
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import (
@@ -48,7 +48,7 @@ from gradwire.current import user_line
 from gradwire.errors import BadMessage, ContextClosed, PeerLost
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
-from gradwire.torch_private import current_run
+from gradwire.torch_private import Node, current_run
 from gradwire.wire.tensor import encode_tensors
 
 _log = logging.getLogger("gradwire")
@@ -185,8 +185,13 @@ class Engine:
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
-    def send_gradients(self, end: EdgeEnd, gradients: Sequence[torch.Tensor | None]) -> None:
+    def send_gradients(
+        self, recv: Node, end: EdgeEnd, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
+
+        `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
+        gradient, and nothing behind it: no other worker waits for that gradient.
 
         See Note [Gradients are never shared]. If the last gradients of a run go to the coordinator,
         they are held until the engine has returned, and stand for RunDone too. Under create_graph a
@@ -194,7 +199,7 @@ class Engine:
         """
         active, edge, peer = self._active_pass(end), end.edge, end.peer
         active.edges_sent.add(edge)
-        if isinstance(active, CoordinatedPass) and edge in active.stops:
+        if isinstance(active, CoordinatedPass) and active.is_partial and not leads_on(recv):
             return
         if edge not in self.edges.received:
             raise self._gone(end)

@@ -95,6 +95,22 @@ def test_who_gets_no_gradients_from_the_root_is_told_when_the_first_leave(worker
     assert gradient.tolist() == [2, 2]
 
 
+def towards_received(x):
+    """The gradient of x is behind a result: its Recv is none of the first that the run meets."""
+    y = gw.rpc_sync("w2", twice, args=(x,))
+    y.sum().backward(inputs=[x])
+    return x.grad
+
+
+def test_the_gradients_of_a_received_input_are_sent_to_nobody(workers, said):
+    x = torch.ones(2, requires_grad=True)
+
+    gradient = workers[0].run(gw.rpc_sync, "w1", towards_received, args=(x * 3,))
+
+    assert gradient.tolist() == [2, 2]
+    assert said.names().count("Gradients") == 1  # from w2, of x
+
+
 def test_a_pass_over_a_worker_without_leaves_is_over_there_with_its_run(workers, said):
     x = torch.ones(2, requires_grad=True)
 

@@ -260,6 +260,14 @@ def test_depth_goes_back_to_0_when_nothing_is_alive(edges):
     assert leave(edges, leaf()).depth == 1
 
 
+def test_depth_begins_anew_with_each_pass(edges):
+    before = leave(edges, leaf())
+    edges.pass_over()
+
+    assert leave(edges, leaf()).depth == 1
+    assert edges.next_depth(before.depth) == 2  # what depends on an edge is deeper, always
+
+
 def test_edges_that_do_not_depend_on_each_other_get_no_deeper_than_half_the_room(edges):
     for n in range(ROOM):
         depth = leave(edges, leaf()).depth

@@ -21,6 +21,7 @@ from gradwire.errors import CallTimeout, ContextClosed, PeerLost
 from gradwire.testing import cluster
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually, flush
+from tests.listening import overheard
 
 HERE = sys.modules[__name__]
 WEIGHTS: dict[str, torch.Tensor] = {}
@@ -118,6 +119,33 @@ def test_a_served_argument_is_released_when_the_function_has_returned_without_it
 
     held = workers[0].run(program)
     assert eventually(lambda: held() is None)
+
+
+def doubled(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_release_is_answered_at_once_only_if_nothing_waits_for_the_tick(monkeypatch, is_queued):
+    """In a loop of training something always waits: two workers would answer without end."""
+    monkeypatch.setattr(release, "_TICK_SECONDS", 3600.0)
+    with overheard(2, expose=[HERE]) as (workers, said):
+        near, far = (member.worker.engine for member in workers)
+        kept = workers[0].run(gw.rpc_sync, "w1", doubled, (number(),))
+        if is_queued:
+            workers[0].run(gw.rpc_sync, "w1", torch.numel, (number(),))
+            assert eventually(lambda: far.edges.has_died)
+        said.clear()
+        del kept
+        near._releases.flush()
+
+        assert eventually(lambda: not far.edges.sent)
+        if is_queued:
+            assert far.edges.has_died
+            assert said.names() == ["Release"]
+        else:
+            assert eventually(lambda: not near.edges.sent)
+        flush(workers)
 
 
 # -- results that nobody takes

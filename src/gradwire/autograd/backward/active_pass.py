@@ -223,8 +223,8 @@ class CoordinatedPass(ActivePass):
         self.run, self.edges, self.floor = run, edges, floor
         self.outer: list[Nested] | None = None
         """the nested passes of the outer backward, if there is one"""
-        self.stops: frozenset[EdgeId] = frozenset()
-        """the edges of the Recvs behind which the pass has nothing to run"""
+        self.is_partial = False
+        """whether it goes only to some inputs: a grad(), or a backward with `inputs=`"""
         self.not_started: Sequence[WorkerId] = participants
         """the participants to which no Start was sent yet"""
 

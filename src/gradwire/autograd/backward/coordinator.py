@@ -54,7 +54,7 @@ from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
-from gradwire.ids import EdgeId, PassId, WorkerId
+from gradwire.ids import PassId, WorkerId
 from gradwire.options import DEFAULT, Timeout
 from gradwire.torch_private import Node, current_run, is_profiled, keeps_graph, will_execute
 from gradwire.wire.message import Buffer
@@ -94,29 +94,23 @@ class Coordinator:
         executed = self._executed(engine_run.this_thread.recvs, met)
         if executed is None:  # the run was not begun by Python code
             executed = self._executed(self._edges.recvs(), met) or []
-        reached, plain, lineages = [], False, []
+        plain, lineages = False, []
         for recv in executed:
             if leads_on(recv):
-                reached.append(recv)
                 lineages.append(end_of(recv).origin.lineage)
                 # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
                 plain = plain or will_execute(anchor_of(recv))
         lineage = union(lineages)
         sends = self._sends_in(lineage)
-        needed, stops = None, frozenset[EdgeId]()
-        if not plain:
-            # `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
-            # gradient, and nothing behind it: no other worker waits for that gradient.
-            needed = sends_executed(sends)
-            kept = {end_of(r).edge for r in executed} - {end_of(r).edge for r in reached}
-            stops = frozenset(kept)
+        needed = None if plain else sends_executed(sends)
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
         destination = NOWHERE if not plain else TO_GRAD if into is None else TO_MAP
         modes = (keeps_graph(), torch.is_grad_enabled())
         active = self._begin(into, lineage, needed, destination, *modes)
-        active.stops, active.outer = stops, undo_log.nested if undo_log else inside_now()
+        active.is_partial = not plain
+        active.outer = undo_log.nested if undo_log else inside_now()
         return active
 
     def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node] | None:

@@ -138,6 +138,7 @@ class PassTable:
                 self._mine.pop(id.n, None)
             elif not self._is_over(id):
                 self._ended.setdefault(id.worker, set()).add(id.n)
+        self._edges.pass_over()
         if active.drop_inbox():
             self._timer.need(self._clock.now())  # their senders are told
 

@@ -141,7 +141,7 @@ class Recv(Function):
     def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
         """Send them. A link carries no gradient, only the order."""
         end: EdgeEnd = node.end
-        end.engine().send_gradients(end, list(gradients))
+        end.engine().send_gradients(node, end, list(gradients))
         return node.nothing
 
 

@@ -135,10 +135,15 @@ class Edges:
     def next_depth(self, below: int) -> int:
         """The depth of a new edge that depends on others down to `below`.
 
-        Deeper than the edges sent before, too: see Note [The order of waiting], walk.py.
+        Deeper than the edges sent since the last pass, too: see Note [The order of waiting],
+        walk.py.
         """
         depth = self._latest_depth = max(below, min(self._latest_depth, ROOM // 2)) + 1
         return depth
+
+    def pass_over(self) -> None:
+        """A pass has ended here: what is sent from now on is for the next, and begins anew."""
+        self._latest_depth = 0
 
     def keep_join(self, join: Join) -> None:
         """Let later links build on it."""

@@ -71,7 +71,10 @@ class Releases:
             self._agent.events.emit("unreleased", worker)
 
     def _serve(self, message: Release, _: Payload, source: Source) -> None:
+        were_dead = self._edges.has_died
         self._edges.release(message.edges, source.worker).clear()
-        # What was dropped may have held Recvs. At once, or a chain would take a tick for each hop.
-        if self._edges.has_died:
+        # What was dropped may have held Recvs: at once, or a chain would take a tick for each hop.
+        # Only if nothing was queued before. In a loop of training there is always something, and
+        # two workers would answer each other's Releases without end.
+        if self._edges.has_died and not were_dead:
             self.flush()

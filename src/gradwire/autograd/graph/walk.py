@@ -37,12 +37,12 @@ and a Send would wait before a Recv of the same depth or a greater one has run, 
 (`reach.check_order`): by (1) that happens only if the order is wrong.
 
 The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
-its worker sent before, up to depth ROOM/2. So all pipeline workers process micro-batches in the
-same order, last first, as one process would, and none blocks on a gradient that has not arrived
-while another is available. torch counts sequence numbers per thread, from 0. A thread that enters a
-context advances its sequence counter past ROOM, and one that receives advances it past the depth it
-received: so most nodes keep the numbers that torch gave them, and run in the order that they would
-have in one process.
+its worker sent before it since the last pass, up to depth ROOM/2. So all pipeline workers process
+micro-batches in the same order, last first, as one process would, and none blocks on a gradient
+that has not arrived while another is available. torch counts sequence numbers per thread, from 0. A
+thread that enters a context advances its sequence counter past ROOM, and one that receives advances
+it past the depth it received: so most nodes keep the numbers that torch gave them, and run in the
+order that they would have in one process.
 """
 
 from __future__ import annotations
