@@ -45,7 +45,7 @@ def leftovers(workers) -> list[str]:
 def flush(workers) -> None:
     """Let the workers say at once which edges are over."""
     for member in workers:
-        member.worker.engine._releases.flush()
+        member.worker.engine.releases.flush()
 
 
 def assert_nothing_left(workers) -> None:

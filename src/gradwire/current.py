@@ -158,12 +158,15 @@ def user_level(frame: FrameType) -> int:
     return level
 
 
+NO_LINE = ("", 0)
+
+
 def user_line() -> tuple[str, int]:
     """The file and line of the user's code that runs now, if any. hot: each message with a graph"""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_LIBRARIES):
         if frame.f_back is None:
-            return "", 0
+            return NO_LINE
         frame = frame.f_back
     name = frame.f_code.co_filename
-    return ("", 0) if name == threading.__file__ else (name, frame.f_lineno)
+    return NO_LINE if name == threading.__file__ else (name, frame.f_lineno)

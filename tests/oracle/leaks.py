@@ -34,14 +34,14 @@ def left_here(collects: bool) -> dict[str, int]:
     engine = current_worker.find().engine
     if collects:
         gc.collect()
-    engine._releases.flush()
+    engine.releases.flush()
     edges = engine.edges
     left = Counter(
         {
             "sent edges": len(edges.sent),
             "received edges": len(edges.received),
             "joins": len(edges.joins),
-            "edges to release": int(edges.has_died),
+            "edges to release": len(edges.to_tell),
             "passes": len(engine.passes),
             "contexts": len(engine.contexts),
         }

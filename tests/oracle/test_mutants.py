@@ -70,7 +70,7 @@ def loss_side_not_lifted(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Releases, "_tell", lambda self, worker, edges: None)
+    patch.setattr(Releases, "heard", lambda self, edges, by: None)
 
 
 MUTANTS: dict[Mutate, int] = {

@@ -5,8 +5,6 @@ For each the first seed that finds it is written down, so that this is quick. Al
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import pytest
 
 from gradwire.agent.requests.promise import RequestTable
@@ -19,9 +17,7 @@ from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.release import Releases
-from gradwire.autograd.messages import Release
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import GradwireError
 from gradwire.rpc.refs import refs
 from gradwire.rpc.refs.owner_state import DuplicateFilter, Owned
 from gradwire.rpc.refs.state import RefTable
@@ -150,17 +146,20 @@ def a_lost_root_leaves_its_passes_behind(patch):
 
 
 @mutant(False, 0)
-def releases_are_never_sent(patch):
-    patch.setattr(Releases, "_tell", lambda self, worker, edges: None)
+def releases_are_never_heard(patch):
+    patch.setattr(Releases, "heard", lambda self, edges, by: None)
 
 
 @mutant(False, 229)
 def a_release_that_did_not_leave_is_forgotten(patch):
-    def once(self, worker, edges):
-        with suppress(GradwireError):
-            self._agent.tell(worker, Release(list(edges)), deadline=self._agent.clock.now() + 0.5)
+    to_release = Edges.to_release
 
-    patch.setattr(Releases, "_tell", once)
+    def once(self, sender, most):
+        numbers = to_release(self, sender, most)
+        self.was_told(sender, numbers)
+        return numbers
+
+    patch.setattr(Edges, "to_release", once)
 
 
 @mutant(False, 4)

@@ -61,6 +61,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 Outcome = Answer | Exception
 OnLost = Callable[[WorkerId, PeerLost], None]
+OnAnswer = Callable[[WorkerId, Message], None]
 T = TypeVar("T")
 
 
@@ -98,7 +99,8 @@ class Agent:
         self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._late_listeners: dict[type[Message], Callable[[WorkerId, Message], None]] = {}
+        self._answer_listeners: dict[type[Message], OnAnswer] = {}
+        self._late_listeners: dict[type[Message], OnAnswer] = {}
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
@@ -135,9 +137,14 @@ class Agent:
         """Add a listener for a worker that is connected, or connected again. It must not block."""
         self._joined_listeners.append(listener)
 
-    def on_late(
-        self, message_type: type[Message], listener: Callable[[WorkerId, Message], None]
-    ) -> None:
+    def on_answer(self, message_type: type[Message], listener: OnAnswer) -> None:
+        """Set the listener for an answer, late or not, before anyone waits for it no more.
+
+        It is called on the thread that reads, so it must not block.
+        """
+        self._answer_listeners[message_type] = listener
+
+    def on_late(self, message_type: type[Message], listener: OnAnswer) -> None:
         """Set the listener for an answer that came too late; it releases what the answer holds."""
         self._late_listeners[message_type] = listener
 
@@ -344,6 +351,9 @@ class Agent:
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
+        heard = self._answer_listeners.get(type(message))
+        if heard is not None:
+            heard(worker, message)
         pending = self._calls.answered(frame.request, worker)
         if pending is not None:
             payload = payload_of(frame) if frame.payload else None

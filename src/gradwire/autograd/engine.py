@@ -37,14 +37,14 @@ from gradwire.autograd.graph.crossing import (
     check_gradients,
     leave,
 )
-from gradwire.autograd.graph.edges import Edges, LiveEdge
+from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
 from gradwire.autograd.graph.lineage import meets, one, union
 from gradwire.autograd.graph.release import Releases
 from gradwire.autograd.graph.walk import origin_of, tensors_in
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.current import user_line
+from gradwire.current import NO_LINE, user_line
 from gradwire.errors import BadMessage, ContextClosed, PeerLost
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
@@ -79,7 +79,7 @@ class Engine:
         self.limits = agent.limits
         first = first_of(agent.directory.myself.incarnation)
         self.edges = Edges(me.id, first, agent.limits.edges, agent.directory.lock)
-        self._releases = Releases(agent, self.edges)
+        self.releases = Releases(agent, self.edges)
         self.contexts = Contexts(
             me.id,
             me.name,
@@ -104,7 +104,12 @@ class Engine:
     # -- forward
 
     def attach_send(
-        self, id: ContextId | None, peer: WorkerId, tensors: Sequence[torch.Tensor]
+        self,
+        id: ContextId | None,
+        peer: WorkerId,
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_call: bool = False,
     ) -> list[Crossing]:
         """Record the edges by which the tensors of a message leave that require a gradient."""
         differentiable = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -115,8 +120,8 @@ class Engine:
             return []
         tag = None if context is None else context.id
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
-        made = self._agent.clock.now(), user_line()
-        left = [leave(self.edges, self._ref, tag, peer, each, tensors, *made) for each in groups]
+        made = Made(self._agent.clock.now(), user_line() if is_call else NO_LINE)
+        left = [leave(self.edges, self._ref, tag, peer, each, tensors, made) for each in groups]
         if context is not None:
             context.sent += [crossed.edge.n for crossed in left]
         return left
@@ -144,7 +149,7 @@ class Engine:
                 context.received.append(crossed.edge)
                 if self.only_in_contexts:
                     context.kept.append(recv)
-        self._releases.expect()
+        self.releases.expect()
         return True
 
     def _maybe_open(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
@@ -161,7 +166,7 @@ class Engine:
     def drop_crossings(self, crossings: Sequence[Crossing], sender: WorkerId) -> None:
         """A message is dropped unread: release its edges."""
         self.edges.unseen([crossed.edge for crossed in crossings], sender)
-        self._releases.expect()
+        self.releases.expect()
 
     def depth_of(self, value: object) -> int:
         """The depth of the tensors in a value, above which its next thread must make nodes."""
@@ -262,19 +267,19 @@ class Engine:
 
     def release_no_more(self) -> None:
         """All programs are over."""
-        self._releases.stop()
+        self.releases.stop()
 
     def live_edges(self) -> list[LiveEdge]:
         """What holds graphs here, oldest first."""
         now, name = self._agent.clock.now(), self._agent.directory.name
-        found = sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made)
+        found = sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made.when)
         return [
             LiveEdge(
                 str(sent.edge),
                 name(sent.peer),
-                now - sent.made,
-                sent.node.bytes,  # type: ignore[attr-defined]  # set in Send.forward
-                f"{sent.line[0]}:{sent.line[1]}" if sent.line[0] else "a result",
+                now - sent.made.when,
+                sent.bytes,
+                "a result" if sent.made.line == NO_LINE else ":".join(map(str, sent.made.line)),
             )
             for sent in found
         ]
@@ -352,9 +357,9 @@ class Engine:
             return
         why = "" if lost is None else f", as {lost} was lost"
         here = self._agent.directory.me.name
-        dropped = self.edges.release_early(context.sent, context.received)
-        if self.edges.has_died:
-            self._releases.expect()
+        is_opener = opener_of(id) == self._me
+        dropped = self.edges.release_early(context.sent, context.received, is_opener=is_opener)
+        self.releases.expect()
         for active in self.passes.all() if len(self.passes) else ():
             released = union([one(EdgeId(self._me, n)) for n in context.sent])
             if active.context is not context and not meets(active.mine, released):
@@ -365,7 +370,7 @@ class Engine:
             if not isinstance(active, CoordinatedPass) and active.undo_log is None:
                 self.passes.over(active)
         del dropped
-        if opener_of(id) == self._me:
+        if is_opener:
             for worker in context.called - {self._me}:
                 self._forgetting.tell(worker, id)
 

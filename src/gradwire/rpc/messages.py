@@ -28,6 +28,8 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     tensors: list[TensorHeader]
     crossings: list[Crossing]
     references: list[Reference]
+    released: list[int] = []
+    """edges of the receiver that the sender holds no more; see autograd/graph/release.py"""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):

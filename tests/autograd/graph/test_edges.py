@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from gradwire.autograd.graph import crossing
-from gradwire.autograd.graph.edges import _JOINS_KEPT, Edges
+from gradwire.autograd.graph.edges import _JOINS_KEPT, Edges, Made
 from gradwire.autograd.graph.lineage import from_wire, plus, to_wire, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.autograd.messages import Crossing
+from gradwire.current import NO_LINE
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.ids import EdgeId
 
@@ -38,7 +39,7 @@ def edges():
 
 
 def leave(edges, tensor, peer=1):
-    return crossing.leave(edges, HOME, None, peer, [0], [tensor], 0.0, ("", 0))
+    return crossing.leave(edges, HOME, None, peer, [0], [tensor], Made(0.0, NO_LINE))
 
 
 def answer_to(*crossings, n=0, worker=1):
@@ -62,17 +63,25 @@ def leaf():
 # -- the end of a Recv
 
 
+def taken(edges):
+    """What there is to release, by sender, as if all were told at once."""
+    found = {sender: edges.to_release(sender, 100) for sender in edges.to_tell}
+    for sender, numbers in found.items():
+        edges.was_told(sender, numbers)
+    return found
+
+
 def test_a_recv_that_dies_releases_its_edge_once(edges):
     received = arrive(edges, answer_to(n=7))
-    assert not edges.has_died
+    assert not edges.to_tell
     made = received * 2
     del received
-    assert edges.take_dead() == {}  # what was made of it holds it
+    assert taken(edges) == {}  # what was made of it holds it
 
     del made
-    assert edges.has_died
-    assert edges.take_dead() == {1: [7]}
-    assert edges.take_dead() == {}
+    assert edges.to_tell == [1]
+    assert taken(edges) == {1: [7]}
+    assert taken(edges) == {}
     assert edges.received == {}
 
 
@@ -81,9 +90,9 @@ def test_who_drops_a_message_releases_no_edge_of_others_and_none_that_is_alive(e
     kept = arrive(edges, answer_to(n=7, worker=1))
     edges.unseen([EdgeId(1, 7), EdgeId(1, 8), EdgeId(2, 5)], 1)
 
-    assert edges.take_dead() == {1: [8]}
+    assert taken(edges) == {1: [8]}
     del kept
-    assert edges.take_dead() == {1: [7]}
+    assert taken(edges) == {1: [7]}
 
 
 def test_dead_edges_are_sorted_by_their_sender(edges):
@@ -91,7 +100,7 @@ def test_dead_edges_are_sorted_by_their_sender(edges):
     edges.unseen([EdgeId(2, 5)], 2)
     del kept
 
-    assert {w: sorted(ns) for w, ns in edges.take_dead().items()} == {1: [3, 4], 2: [3, 5, 9]}
+    assert {w: sorted(ns) for w, ns in taken(edges).items()} == {1: [3, 4], 2: [3, 5, 9]}
 
 
 @pytest.fixture
@@ -104,26 +113,28 @@ def often():
 
 
 @pytest.mark.usefixtures("often")
-def test_threads_that_take_dead_edges_at_once_share_them(edges):
-    """The tick of the timer does, and whoever has served a Release."""
+def test_threads_that_tell_of_dead_edges_at_once_miss_none(edges):
+    """The tick of the timer does, and every call and answer. Twice does no harm."""
     rounds, count = 300, 4
     all_are_here = threading.Barrier(count)
 
     def take(number):
-        taken = []
+        told = []
         for n in range(rounds):
             if number == 0:
                 arrive(edges, answer_to(n=n))
                 edges.unseen([EdgeId(1, rounds + n)], 1)
             all_are_here.wait(30)
-            taken += edges.take_dead().get(1, [])
+            told += taken(edges).get(1, [])
             all_are_here.wait(30)
-        return taken
+        return told
 
     with ThreadPoolExecutor(count) as threads:
-        taken = [n for part in threads.map(take, range(count)) for n in part]
+        told = {n for part in threads.map(take, range(count)) for n in part}
 
-    assert sorted(taken) == list(range(2 * rounds))
+    assert told == set(range(2 * rounds))
+    assert not edges.to_tell
+    assert not edges.received
 
 
 # -- the word of the receiver
@@ -155,13 +166,13 @@ def test_what_is_released_dies_where_it_is_dropped_and_the_recvs_behind_it_follo
     held = weakref.ref(tensor)
     onward = leave(edges, tensor, peer=2)
     del tensor, back
-    assert edges.take_dead() == {}
+    assert taken(edges) == {}
 
     dropped = edges.release([onward.edge.n], by=2)
-    assert edges.take_dead() == {}
+    assert taken(edges) == {}
     dropped.clear()
     assert held() is None
-    assert edges.take_dead() == {1: [0]}
+    assert taken(edges) == {1: [0]}
 
 
 def test_an_edge_whose_message_did_not_leave_is_withdrawn(edges):
@@ -182,12 +193,12 @@ def test_the_end_of_a_context_releases_what_is_alive_and_only_what_it_names(edge
     kept = [arrive(edges, answer_to(n=n)) for n in range(3)]
     edges.release([1], by=1)
 
-    edges.release_early([0, 1], [EdgeId(1, 0), EdgeId(1, 2), EdgeId(1, 9)])
+    edges.release_early([0, 1], [EdgeId(1, 0), EdgeId(1, 2), EdgeId(1, 9)], is_opener=False)
     assert sorted(edges.sent) == [sent[2].edge.n]
     assert sorted(edges.received) == [EdgeId(1, 1)]
-    assert edges.take_dead() == {1: [0, 2]}
+    assert taken(edges) == {1: [0, 2]}
     kept.clear()
-    assert edges.take_dead() == {1: [1]}  # not again those that were released early
+    assert taken(edges) == {1: [1]}  # not again those that were released early
 
 
 def test_with_a_peer_goes_what_it_received_and_what_it_sent(edges):
@@ -198,7 +209,7 @@ def test_with_a_peer_goes_what_it_received_and_what_it_sent(edges):
     assert [sent.peer for sent in edges.sent.values()] == [2]
     assert sorted(edges.received) == [EdgeId(2, 0)]
     kept.clear()
-    assert edges.take_dead() == {2: [0]}  # nobody is told about the lost one's
+    assert taken(edges) == {2: [0]}  # nobody is told about the lost one's
     assert edges.peer_lost(1) == []
 
 
@@ -209,7 +220,7 @@ def test_at_shutdown_nothing_stays(edges):
 
     assert (edges.sent, edges.received, edges.joins) == ({}, {}, [])
     del kept
-    assert edges.take_dead() == {}
+    assert taken(edges) == {}
 
 
 # -- links
@@ -229,7 +240,7 @@ def test_a_join_goes_with_the_first_of_its_edges_that_is_released(edges):
     assert len(edges.joins) == 3
     tokens = [weakref.ref(join.token) for join in edges.joins]
     kept.clear()
-    edges.take_dead()
+    taken(edges)
 
     edges.release([2], by=1).clear()
     assert len(edges.joins) == 1  # that of the first two edges
@@ -289,11 +300,11 @@ def test_the_quota_counts_edges_of_one_sender_that_are_alive(edges):
     other = arrive(edges, answer_to(n=0, worker=2))
 
     del kept[10:20]
-    edges.take_dead()
+    taken(edges)
     kept += [arrive(edges, answer_to(n=n)) for n in range(MOST + 1, MOST + 11)]
     assert edges._quota.taken(1) == MOST
     del kept, other
-    edges.take_dead()
+    taken(edges)
     assert (edges._quota.taken(1), edges._quota.taken(2)) == (0, 0)
 
 
@@ -301,11 +312,11 @@ def test_the_quota_counts_edges_of_one_sender_that_are_alive(edges):
 def test_every_end_of_an_edge_gives_its_place_back_once(edges, end):
     kept = [arrive(edges, answer_to(n=n)) for n in range(3)]
     if end == "early":
-        edges.release_early([], list(edges.received))
+        edges.release_early([], list(edges.received), is_opener=True)
     else:
         edges.peer_lost(1)
     assert edges._quota.taken(1) == 0
     kept.clear()
-    edges.take_dead()
+    taken(edges)
     assert edges._quota.taken(1) == 0
     assert arrive(edges, answer_to(n=9)).requires_grad

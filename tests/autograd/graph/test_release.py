@@ -17,7 +17,7 @@ import torch
 
 import gradwire as gw
 from gradwire.autograd.graph import release
-from gradwire.errors import CallTimeout, ContextClosed, PeerLost
+from gradwire.errors import CallTimeout, ContextClosed, NotSerializable, PeerLost
 from gradwire.testing import cluster
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually, flush
@@ -121,31 +121,100 @@ def test_a_served_argument_is_released_when_the_function_has_returned_without_it
     assert eventually(lambda: held() is None)
 
 
+# -- how it is told
+
+
 def doubled(x):
     return 2 * x
 
 
-@pytest.mark.parametrize("is_queued", [False, True])
-def test_a_release_is_answered_at_once_only_if_nothing_waits_for_the_tick(monkeypatch, is_queued):
-    """In a loop of training something always waits: two workers would answer without end."""
+def kept(x):
+    STATES["x"] = x
+
+
+@pytest.fixture
+def without_a_tick(monkeypatch):
     monkeypatch.setattr(release, "_TICK_SECONDS", 3600.0)
     with overheard(2, expose=[HERE]) as (workers, said):
-        near, far = (member.worker.engine for member in workers)
-        kept = workers[0].run(gw.rpc_sync, "w1", doubled, (number(),))
-        if is_queued:
-            workers[0].run(gw.rpc_sync, "w1", torch.numel, (number(),))
-            assert eventually(lambda: far.edges.has_died)
-        said.clear()
-        del kept
-        near._releases.flush()
-
-        assert eventually(lambda: not far.edges.sent)
-        if is_queued:
-            assert far.edges.has_died
-            assert said.names() == ["Release"]
-        else:
-            assert eventually(lambda: not near.edges.sent)
+        yield workers, said
         flush(workers)
+        assert_nothing_left(workers)
+
+
+def test_in_a_loop_releases_ride_on_calls_and_answers(without_a_tick):
+    workers, said = without_a_tick
+
+    def program():
+        x, most = number(), 0
+        for _ in range(20):
+            gw.rpc_sync("w1", doubled, args=(x,)).sum().backward()
+            most = max(most, *[len(edges.sent) + len(edges.received) for edges in tables])
+        return most
+
+    tables = [member.worker.engine.edges for member in workers]
+
+    assert workers[0].run(program) <= 4
+    assert set(said.names()) == {"Call", "Result", "Start", "Gradients"}
+
+
+def test_what_rides_on_an_answer_is_heard_though_nobody_reads_it(without_a_tick):
+    workers, _ = without_a_tick
+    near, far = (member.worker.engine for member in workers)
+    workers[0].run(gw.rpc_sync, "w1", kept, (number(),))
+    assert len(near.edges.sent) == 1
+    STATES.clear()
+
+    unread = workers[0].run(gw.rpc_async, "w1", torch.numel, (torch.ones(2),))
+
+    assert eventually(lambda: not near.edges.sent)
+    assert not far.edges.to_tell
+    assert unread.wait() == 2
+
+
+def test_what_a_call_takes_along_is_told_by_the_next_if_it_does_not_leave(without_a_tick):
+    workers, _ = without_a_tick
+    near, far = (member.worker.engine for member in workers)
+    result = workers[0].run(gw.rpc_sync, "w1", doubled, (number(),))
+    del result
+    assert near.edges.to_tell == [1]
+
+    with pytest.raises(NotSerializable):
+        workers[0].run(gw.rpc_sync, "w1", torch.numel, (torch.ones(2), object()))
+    huge = gw.Limits(head=1)
+    near._agent.limits, before = huge, near._agent.limits
+    with pytest.raises(NotSerializable):
+        workers[0].run(gw.rpc_sync, "w1", torch.numel, (torch.ones(2),))
+    near._agent.limits = before
+    assert near.edges.to_tell == [1]
+
+    workers[0].run(gw.rpc_sync, "w1", torch.numel, (torch.ones(2),))
+    assert near.edges.to_tell == []
+    assert not far.edges.sent
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_release_is_answered_at_once_only_if_nothing_waits_for_the_tick(
+    without_a_tick, is_queued
+):
+    """In a loop of training something always waits: two workers would answer without end."""
+    workers, said = without_a_tick
+    near, far = (member.worker.engine for member in workers)
+    workers[0].run(gw.rpc_sync, "w1", kept, (number(),))
+    result = workers[0].run(gw.rpc_sync, "w1", doubled, (number(),))
+    if is_queued:
+        STATES.clear()
+        assert far.edges.to_tell == [0]
+    said.clear()
+    del result
+    near.releases.flush()
+
+    assert eventually(lambda: not far.edges.sent)
+    if is_queued:
+        assert far.edges.to_tell == [0]
+        assert said.names() == ["Release"]
+    else:
+        assert eventually(lambda: len(near.edges.sent) == 1)
+    STATES.clear()
 
 
 # -- results that nobody takes
@@ -406,9 +475,9 @@ def test_a_release_that_cannot_leave_is_repeated(workers, monkeypatch):
         del kept
         assert eventually(lambda: not engine.edges.received)
         for _ in range(3):
-            engine._releases.flush()
+            engine.releases.flush()
         assert len(workers[1].worker.engine.edges.sent) == 1
-        assert eventually(lambda: engine.edges.has_died)  # unless the tick has it in its hands
+        assert eventually(lambda: engine.edges.to_tell)  # unless the tick has it in its hands
     assert eventually(lambda: is_empty(workers))
 
 

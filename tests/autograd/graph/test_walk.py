@@ -11,7 +11,7 @@ import torch
 from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph import walk as graph
 from gradwire.autograd.graph.context import Contexts
-from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.edges import Edges, Made
 from gradwire.autograd.graph.lineage import (
     from_wire,
     numbers,
@@ -22,6 +22,7 @@ from gradwire.autograd.graph.lineage import (
     workers_in,
 )
 from gradwire.autograd.messages import Crossing
+from gradwire.current import NO_LINE
 from gradwire.errors import BadMessage, ContextClosed, UsageError
 from gradwire.ids import EdgeId
 from gradwire.torch_private import sequence_number
@@ -43,7 +44,7 @@ def edges():
 
 
 def leave(edges, tensor, context=None):
-    return crossing.leave(edges, HOME, context, 1, [0], [tensor], 0.0, ("", 0))
+    return crossing.leave(edges, HOME, context, 1, [0], [tensor], Made(0.0, NO_LINE))
 
 
 def arrive(edges, crossed, tensor=None, context=None):

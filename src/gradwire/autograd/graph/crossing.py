@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch.autograd import Function
 
-from gradwire.autograd.graph.edges import Edges, Join, Sent
+from gradwire.autograd.graph.edges import Edges, Join, Made, Sent
 from gradwire.autograd.graph.lineage import (
     Lineage,
     from_wire,
@@ -104,17 +104,13 @@ def anchor_of(recv: Node) -> Node:
     return node
 
 
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else 0
-
-
 class Send(Function):
     """The node where tensors leave. See Note [The order of waiting], walk.py, for its number."""
 
     @staticmethod
     def forward(node: Any, end: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """A token; the tensors are inputs only for the graph."""
-        node.end, node.bytes = end, sum(map(_bytes_of, tensors))
+        node.end = end
         node.set_materialize_grads(False)
         return _NOTHING.detach()
 
@@ -178,13 +174,12 @@ def leave(
     peer: WorkerId,
     places: list[int],
     tensors: Sequence[torch.Tensor],
-    made: float,
-    line: tuple[str, int],
+    made: Made,
 ) -> Crossing:
     """Record that the tensors at these places of a message leave together by one new edge."""
     if not is_recording():
         with recording():
-            return leave(edges, engine, context, peer, places, tensors, made, line)
+            return leave(edges, engine, context, peer, places, tensors, made)
     leaving = [tensors[place] for place in places]
     edge = edges.next_edge()
     held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
@@ -194,7 +189,8 @@ def leave(
     origin = origin_behind(node)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
     set_sequence_number(node, depth)
-    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, made, line)
+    size = sum([tensor.numel() * tensor.itemsize for tensor in leaving])
+    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, made, size)
     return Crossing(edge, depth, to_wire(lineage), places)
 
 

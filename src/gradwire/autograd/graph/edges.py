@@ -3,8 +3,8 @@
     sent       by number; holds the token of the Send, and with it the graph behind the Send
     received   by edge; holds only a weak reference to the Recv
 
-When a Recv dies, its edge is queued here, and the next `Release` tells the sender, which drops the
-token. The graph behind the Send dies, with it the Recvs in that graph, and so on upstream:
+When a Recv dies, its edge is queued here until its sender has been told (release.py), which drops
+the token. The graph behind the Send dies, with it the Recvs in that graph, and so on upstream:
 reference counting along a graph without cycles, with one holder for each edge. So the edges behind
 a Recv that is alive are all there: what arrives never names a released edge, and a Start never
 misses a Send, unless a peer was lost or a context was closed early.
@@ -41,6 +41,15 @@ _JOINS_KEPT = 32
 """How many of the latest Joins a new link may build on: one per recurrent state in use."""
 
 
+class Made(msgspec.Struct, frozen=True):
+    """When and where an edge was made."""
+
+    when: float
+    """by the clock of the worker"""
+    line: tuple[str, int]
+    """of the user's program; of no file if it is the result of a call, or a gradient"""
+
+
 class Sent(msgspec.Struct, frozen=True):
     """A crossing that left here. To run from its `token` is to run its Send."""
 
@@ -51,9 +60,9 @@ class Sent(msgspec.Struct, frozen=True):
     token: torch.Tensor
     node: Node
     """the Send"""
-    made: float
-    line: tuple[str, int]
-    """when, by the clock of the worker, and by which line of the user's"""
+    made: Made
+    bytes: int
+    """of the tensors, as if none were sparse"""
 
 
 class LiveEdge(NamedTuple):
@@ -114,7 +123,8 @@ class Edges:
         self.lost_to: dict[int, WorkerId] = {}
         """the latest that were dropped with the worker they led to, which an error then names"""
         self._dead: deque[RecvRef] = deque()
-        self._unseen: deque[EdgeId] = deque()
+        self._to_release: dict[WorkerId, dict[int, None]] = {}
+        """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first
         self._latest_depth = 0
         self._quota = PeerLimit("edges", most)
@@ -125,7 +135,7 @@ class Edges:
         """A new edge; its number is not used again, whatever becomes of it."""
         with self._counting:  # no calls in here, see docs/threads.md
             n = self._next
-            self._next = n + 1
+            self._next = n + 1  # one step
         return EdgeId(self.me, n)
 
     def has_sent(self, n: int) -> bool:
@@ -138,7 +148,10 @@ class Edges:
         Deeper than the edges sent since the last pass, too: see Note [The order of waiting],
         walk.py.
         """
-        depth = self._latest_depth = max(below, min(self._latest_depth, ROOM // 2)) + 1
+        before = self._latest_depth
+        if before > ROOM // 2:
+            before = ROOM // 2
+        depth = self._latest_depth = (before if before > below else below) + 1
         return depth
 
     def pass_over(self) -> None:
@@ -165,8 +178,9 @@ class Edges:
         Its sender may name any edges: those of others are not released on its word, nor what is
         alive here.
         """
-        mine = [e for e in edges if e.worker == sender and e not in self.received]
-        self._unseen.extend(mine)
+        for edge in edges:
+            if edge.worker == sender and edge not in self.received:
+                self._add_to_release(edge)
 
     def recvs(self) -> list[Node]:
         """Every Recv that is alive."""
@@ -174,21 +188,38 @@ class Edges:
         return [node for node in alive if node is not None]
 
     @property
-    def has_died(self) -> bool:
-        """Whether a sender is to be told that an edge is over."""
-        return bool(self._dead or self._unseen)
+    def to_tell(self) -> list[WorkerId]:
+        """The senders of edges that are over, which they do not know yet."""
+        self._look_for_dead()
+        return [sender for sender, edges in tuple(self._to_release.items()) if edges]
 
-    def take_dead(self) -> dict[WorkerId, list[int]]:
-        """The edges that nobody can differentiate through any more, by their sender."""
-        released: dict[WorkerId, list[int]] = {}
+    def to_release(self, sender: WorkerId, most: int) -> list[int]:
+        """Edges of this sender that nobody can differentiate through any more.
+
+        They stay here until it `was_told`: to tell it twice does no harm. hot: each call and answer
+        """
+        if self._dead:
+            self._look_for_dead()
+        edges = self._to_release.get(sender)
+        return list(edges)[:most] if edges else []
+
+    def was_told(self, sender: WorkerId, numbers: Iterable[int]) -> None:
+        """A message with these has left for their sender."""
+        edges = self._to_release.get(sender, {})
+        for n in numbers:
+            edges.pop(n, None)
+
+    def _look_for_dead(self) -> None:
         while self._dead:
-            edge = self._dead.popleft().edge
+            try:
+                edge = self._dead.popleft().edge
+            except IndexError:  # another thread has taken it
+                return
             if self._forget(edge):
-                released.setdefault(edge.worker, []).append(edge.n)
-        while self._unseen:
-            edge = self._unseen.popleft()
-            released.setdefault(edge.worker, []).append(edge.n)
-        return released
+                self._add_to_release(edge)
+
+    def _add_to_release(self, edge: EdgeId) -> None:
+        self._to_release.setdefault(edge.worker, {})[edge.n] = None
 
     def _forget(self, edge: EdgeId) -> bool:
         if self.received.pop(edge, None) is None:
@@ -218,13 +249,22 @@ class Edges:
         """The message of these edges never left."""
         self._dropped([sent for edge in edges if (sent := self.sent.get(edge.n)) is not None])
 
-    def release_early(self, sent: Iterable[int], received: Iterable[EdgeId]) -> list[object]:
-        """The end of a context: release what was sent and received in it; returns what to drop."""
-        self._unseen.extend([edge for edge in received if self._forget(edge)])
+    def release_early(
+        self, sent: Iterable[int], received: Iterable[EdgeId], *, is_opener: bool
+    ) -> list[object]:
+        """The end of a context: release what was sent and received in it; returns what to drop.
+
+        The senders hear from its opener that it is closed. One that heard it earlier than this
+        worker may have sent something since, which is in the context here but not there.
+        """
+        for edge in received:
+            if self._forget(edge) and not is_opener:
+                self._add_to_release(edge)
         return self._dropped([self.sent[n] for n in sent if n in self.sent])
 
     def peer_lost(self, peer: WorkerId) -> list[object]:
         """It holds nothing of ours any more, and what it has sent leads nowhere."""
+        self._to_release.pop(peer, None)
         for edge in tuple(self.received):
             if edge.worker == peer:
                 self._forget(edge)

@@ -1,14 +1,19 @@
 """Tells the senders of edges that their Recvs are no more.
 
-The end of a Recv only queues its edge: a finalizer must not send. A tick of the timer, while this
-worker has any Recvs, sends what is queued, one message for each sender. What does not leave is kept
-for the next tick. A peer that is lost needs no word, nor a connection to tell it: both sides drop
-the edges between them, and an edge comes by a connection.
+The end of a Recv only queues its edge: a finalizer must not send. What is queued for a worker rides
+on the next call or answer to it, so in a loop of training a graph is dropped one step later, on the
+thread that serves the next call, and no message is needed for it. A tick of the timer, while this
+worker has any Recvs, sends what has found no ride since the tick before. To be told of an edge
+twice does no harm, so an edge stays in the queue until a message with it has left.
+
+A peer that is lost needs no word, nor a connection to tell it: both sides drop the edges between
+them, and an edge comes by a connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 from gradwire.agent.agent import Agent
@@ -16,13 +21,15 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.messages import Release
 from gradwire.errors import DeadlinePassed, GradwireError
-from gradwire.ids import EdgeId, WorkerId
+from gradwire.ids import WorkerId
 
 _TICK_SECONDS = 0.03
 _SECONDS = 0.5
 """How long a Release may take to leave; then it is sent again. Shutdown waits 1 s for threads."""
 _MOST = 1 << 16
 """Edges in one message."""
+_MOST_RIDING = 64
+"""Edges on one call or answer, whose receiver drops them before it goes on."""
 
 
 @final
@@ -32,6 +39,8 @@ class Releases:
     def __init__(self, agent: Agent, edges: Edges) -> None:
         self._agent, self._edges = agent, edges
         self._is_over = False
+        self._late: set[WorkerId] = set()
+        """whom the next tick tells, unless a message takes it along before"""
         agent.handle(Release, self._serve, Lane.SERVICE)
         agent.timer.watch(self._tick)
 
@@ -45,36 +54,54 @@ class Releases:
         """All programs are over: nobody needs to hear anything more, and some have left."""
         self._is_over = True
 
+    def riding_to(self, worker: WorkerId) -> list[int]:
+        """What a message to this worker takes along; say `rode` when it has left."""
+        return self._edges.to_release(worker, _MOST_RIDING)
+
+    def rode(self, worker: WorkerId, edges: Sequence[int]) -> None:
+        """A message with these has left."""
+        self._late.discard(worker)
+        self._edges.was_told(worker, edges)
+
+    def heard(self, edges: Sequence[int], by: WorkerId) -> None:
+        """A message has brought these; what they held is dropped here."""
+        self._edges.release(edges, by).clear()
+
     def _tick(self, now: float) -> float | None:
         if self._is_over:
             return None
-        if self._edges.has_died:
-            self._agent.dispatch.service.submit(self.flush)
-        return now + _TICK_SECONDS if self._edges.received or self._edges.has_died else None
+        waiting = set(self._edges.to_tell)
+        if late := waiting & self._late:
+            self._agent.dispatch.service.submit(partial(self.flush, late))
+        self._late = waiting - late
+        return now + _TICK_SECONDS if self._edges.received or waiting else None
 
-    def flush(self) -> None:
-        """Send what is queued."""
-        for worker, edges in self._edges.take_dead().items():
-            for first in range(0, len(edges), _MOST):
-                self._tell(worker, edges[first : first + _MOST])
+    def flush(self, workers: set[WorkerId] | None = None) -> None:
+        """Tell these workers, or all, what is queued for them."""
+        for worker in self._edges.to_tell if workers is None else workers:
+            while edges := self._edges.to_release(worker, _MOST):
+                if not self._tell(worker, edges):
+                    break
 
-    def _tell(self, worker: WorkerId, edges: Sequence[int]) -> None:
-        if self._is_over or not self._agent.is_connected(worker):
-            return
-        deadline = self._agent.clock.now() + _SECONDS
-        try:
-            self._agent.tell(worker, Release(list(edges)), deadline=deadline)
-        except DeadlinePassed:
-            self._edges.unseen([EdgeId(worker, n) for n in edges], worker)
-            self.expect()  # the tick may have ended meanwhile
-        except GradwireError:  # it is lost, or this worker shuts down
-            self._agent.events.emit("unreleased", worker)
+    def _tell(self, worker: WorkerId, edges: Sequence[int]) -> bool:
+        """False if it is to be told later."""
+        if not self._is_over and self._agent.is_connected(worker):
+            deadline = self._agent.clock.now() + _SECONDS
+            try:
+                self._agent.tell(worker, Release(list(edges)), deadline=deadline)
+            except DeadlinePassed:
+                self.expect()  # the tick may have ended meanwhile
+                return False
+            except GradwireError:  # it is lost, or this worker shuts down
+                self._agent.events.emit("unreleased", worker)
+        self.rode(worker, edges)
+        return True
 
     def _serve(self, message: Release, _: Payload, source: Source) -> None:
-        were_dead = self._edges.has_died
-        self._edges.release(message.edges, source.worker).clear()
-        # What was dropped may have held Recvs: at once, or a chain would take a tick for each hop.
-        # Only if nothing was queued before. In a loop of training there is always something, and
+        were_waiting = self._edges.to_tell
+        self.heard(message.edges, source.worker)
+        # What was dropped may have held Recvs: at once, or a chain would take two ticks a hop. Only
+        # for whom nothing was queued before. In a loop of training there is always something, and
         # two workers would answer each other's Releases without end.
-        if self._edges.has_died and not were_dead:
-            self.flush()
+        if newly := set(self._edges.to_tell).difference(were_waiting):
+            self.flush(newly)

@@ -87,7 +87,10 @@ def origin_of(nodes: Iterable[Node | None]) -> Origin:
 
 def origin_behind(node: Node) -> Origin:
     """What a node's inputs depend on together."""
-    return origin_of([parent for parent, _ in node.next_functions])
+    behind = node.next_functions
+    if len(behind) == 1 and (parent := behind[0][0]) is not None:  # most Sends
+        return _memo(parent).get(_KEY) or _visit(parent)
+    return origin_of([parent for parent, _ in behind])
 
 
 def set_origin(node: Node, origin: Origin) -> None:
@@ -98,23 +101,26 @@ def set_origin(node: Node, origin: Origin) -> None:
 def _visit(root: Node) -> Origin:
     if type(root) is AccumulateGrad:
         return FROM_HERE
-    todo = [root]
+    todo, origin = [root], FROM_HERE
     while todo:
         node = todo[-1]
-        if _KEY in _memo(node):
-            todo.pop()
-            continue
-        parents = [n for n, _ in node.next_functions if n is not None]
-        parents = [n for n in parents if type(n) is not AccumulateGrad]
-        missing = [n for n in parents if _KEY not in _memo(n)]
+        origins, missing = [], []
+        for parent, _ in node.next_functions:
+            if parent is None or type(parent) is AccumulateGrad:
+                continue
+            known = _memo(parent).get(_KEY)
+            if known is None:
+                missing.append(parent)
+            else:
+                origins.append(known)
         if missing:
             todo += missing
             continue
-        origin = _together([_memo(n)[_KEY] for n in parents])
+        origin = _together(origins)
         lift(node, origin.depth)
         _memo(node)[_KEY] = origin
         todo.pop()
-    return _memo(root)[_KEY]
+    return origin
 
 
 def reachable_from(roots: Iterable[Node]) -> list[Node]:

@@ -96,6 +96,7 @@ class Calls:
         self._environment = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
+        agent.on_answer(Result, self._result_came)
         agent.on_late(Result, self._release_late)
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
@@ -306,6 +307,8 @@ class Calls:
         except BaseException:
             self._undo_send(to, size if counted else 0, packed, checkpointed)
             raise
+        if body.released:
+            self._engine.releases.rode(to, body.released)
         answer = None if checkpointed is None else checkpointed.sent(promise, self._agent)
         return SentCall(call, promise, size, answer)
 
@@ -387,6 +390,12 @@ class Calls:
             result.body, answer.payload, source=peer, context=context, is_recorded=recorded
         )
         return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
+
+    def _result_came(self, peer: WorkerId, result: Message) -> None:
+        """At once: a future may be read much later. hot: every answer"""
+        assert isinstance(result, Result)
+        if result.body.released:
+            self._engine.releases.heard(result.body.released, peer)
 
     def _release_late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)

@@ -71,6 +71,8 @@ class CallServer:
 
     def _serve(self, call: Call, payload: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + call.seconds
+        if call.body.released:
+            self._engine.releases.heard(call.body.released, source.worker)
         if call.depth > 0:
             deadline = ShortenedDeadline(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
@@ -96,6 +98,7 @@ class CallServer:
     def _refuse(self, call: Call, source: Source) -> None:
         """Drop the references and edges of a call that was cancelled before it began."""
         self._refs.release(call.body.references)
+        self._engine.releases.heard(call.body.released, source.worker)
         self._engine.drop_crossings(call.body.crossings, source.worker)
 
     def _keep(
@@ -298,6 +301,8 @@ class CallServer:
         try:
             result = Result(packed.body, accepted, packed.copies, source.note)
             left = self._agent.answer(source, result, packed.payload, deadline=deadline)
+            if left and packed.body.released:
+                self._engine.releases.rode(source.worker, packed.body.released)
         finally:
             if not left:
                 self._bodies.undo(packed)

@@ -95,6 +95,7 @@ class BodyCodec:
         self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, behavior: Behavior
     ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
+        self._riding_to = engine.releases.riding_to
         self._leaves = behavior.leaves_outside_contexts
         self._carries_modes = behavior.carries_modes
         limits, self._decode_node = engine.limits, None
@@ -119,10 +120,10 @@ class BodyCodec:
                 tensors: list[Tensor] = []
                 node = maybe_node(value, tensors)
                 if node is not WALK and len(data := _to_msgpack(node)) <= self._fast_bytes:
-                    return self._with_tensors(data, tensors, [], to, context)
+                    return self._with_tensors(data, tensors, [], to, context, place)
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.encode(value, place)
-                encoded = self._with_tensors(data, tensors, references, to, context)
+                encoded = self._with_tensors(data, tensors, references, to, context, place)
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
         if copies and (context is not None or not self._leaves):
@@ -136,9 +137,10 @@ class BodyCodec:
         references: list[Reference],
         to: WorkerId,
         context: ContextId | None,
+        place: str | tuple[str, ...],
     ) -> EncodedBody:
         if not tensors:
-            return EncodedBody(Body(data, [], [], references), ())
+            return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
         if is_inside_transform():
             refuse_transformed(tensors)
         if has_tangent(tensors):
@@ -149,8 +151,10 @@ class BodyCodec:
         headers, payload = encode_tensors(tensors, self._engine.limits)
         if not self._carries_modes:  # autograd refuses what was made in inference mode
             headers = [without_inference(header) for header in headers]
-        crossings = self._engine.attach_send(context, to, tensors)
-        return EncodedBody(Body(data, headers, crossings, references), payload)
+        is_call = place != "result"  # else no line of the user's runs now
+        crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
+        body = Body(data, headers, crossings, references, self._riding_to(to))
+        return EncodedBody(body, payload)
 
     def _placed(
         self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]

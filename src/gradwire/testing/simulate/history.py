@@ -238,7 +238,7 @@ def leaks(worker: Worker) -> list[str]:
     found = {
         "edges sent": len(edges.sent),
         "edges received": len(edges.received),
-        "edges to release": int(edges.has_died),
+        "edges to release": len(edges.to_tell),
         "joins": len(edges.joins),
         "contexts": len(worker.engine.contexts),
         "passes": len(worker.engine.passes),
