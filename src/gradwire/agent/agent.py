@@ -62,6 +62,7 @@ class Answer(msgspec.Struct, frozen=True):
 Outcome = Answer | Exception
 OnLost = Callable[[WorkerId, PeerLost], None]
 OnAnswer = Callable[[WorkerId, Message], None]
+Listeners = dict[type[Message], OnAnswer]
 T = TypeVar("T")
 
 
@@ -99,8 +100,7 @@ class Agent:
         self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._answer_listeners: dict[type[Message], OnAnswer] = {}
-        self._late_listeners: dict[type[Message], OnAnswer] = {}
+        self._answer_listeners, self._late_listeners = Listeners(), Listeners()
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)

@@ -162,8 +162,8 @@ class Participant:
             active.settle(first, payload, self._agent.limits)
         sends = self._sends_of(active, start)
         run = partial(self._take_part_and_tell, active, start, sends, deadline)
-        direct = [sent for sent in sends if sent.peer == coordinator]
-        if not minus(active.mine, union([sent.lineage for sent in direct])):
+        direct = [sent.lineage for sent in sends if sent.peer == coordinator]
+        if len(direct) == len(sends) or not minus(active.mine, union(direct)):
             return run()
         attempt = partial(self._attempt, coordinator, run, failed)
         return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()

@@ -285,18 +285,17 @@ class Calls:
         body, size, counted = packed.body, packed.size, False
         what = target.description or display_name(target.name)
         try:
-            grad = torch.is_grad_enabled()
+            is_recorded = (grad := torch.is_grad_enabled()) or not self._carries_modes
             if grad and (body.tensors or packed.copies):
                 self._warn_if_cut(packed, what, to)
             counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
-            carries = self._carries_modes
-            inference = carries and torch.is_inference_mode_enabled()
+            inference = self._carries_modes and torch.is_inference_mode_enabled()
             anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
             extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
             call, promise = self._agent.request(
                 to,
-                Call(target.name, body, context, grad or not carries, inference, *more),
+                Call(target.name, body, context, is_recorded, inference, *more),
                 packed.payload,
                 deadline=deadline,
                 description=what,
