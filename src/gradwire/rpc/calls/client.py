@@ -279,23 +279,23 @@ class Calls:
         """
         _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
-        draws = None if checkpointed is None else checkpointed.draws  # see messages.Draws
         value, place = (target.args, target.kwargs), ("args", "kwargs")
         packed = self._bodies.encode(value, to=to, context=context, place=place, deadline=deadline)
         body, size, counted = packed.body, packed.size, False
         what = target.description or display_name(target.name)
         try:
-            is_recorded = (grad := torch.is_grad_enabled()) or not self._carries_modes
+            grad, carries = torch.is_grad_enabled(), self._carries_modes
             if grad and (body.tensors or packed.copies):
                 self._warn_if_cut(packed, what, to)
             counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
-            inference = self._carries_modes and torch.is_inference_mode_enabled()
+            inference = carries and torch.is_inference_mode_enabled()
             anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
             extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
+            draws = checkpointed and checkpointed.draws  # see messages.Draws
             more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
-            call, promise = self._agent.request(
+            id, promise = self._agent.request(
                 to,
-                Call(target.name, body, context, is_recorded, inference, *more),
+                Call(target.name, body, context, grad or not carries, inference, *more),
                 packed.payload,
                 deadline=deadline,
                 description=what,
@@ -308,8 +308,7 @@ class Calls:
             raise
         if body.released:
             self._engine.releases.rode(to, body.released)
-        answer = None if checkpointed is None else checkpointed.sent(promise, self._agent)
-        return SentCall(call, promise, size, answer)
+        return SentCall(id, promise, size, checkpointed and checkpointed.sent(promise, self._agent))
 
     def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
