@@ -26,6 +26,8 @@ class Api:
     backward: Callable[..., Any]
     get_gradients: Callable[..., Any]
     optimizer: Callable[..., Any]
+    needs_context: bool
+    """whether a graph crosses workers only inside a context"""
 
 
 def secret_beside(place: str) -> Path:
@@ -64,6 +66,7 @@ def _torch() -> Api:
         backward=autograd.backward,
         get_gradients=autograd.get_gradients,
         optimizer=optimizer,
+        needs_context=True,
     )
 
 
@@ -103,6 +106,7 @@ def _gradwire() -> Api:
         backward=gradwire.backward,
         get_gradients=gradwire.get_gradients,
         optimizer=gradwire.DistributedOptimizer,
+        needs_context=False,
     )
 
 

@@ -28,7 +28,7 @@ class Server:
         return self.model(x)
 
 
-def steps(seconds: float) -> list[float]:
+def steps(in_context: bool, seconds: float) -> list[float]:
     """Forward on the server, loss here, backward, and a step of the optimizer there."""
     api, x = here(), torch.randn(64, 64)
     server = api.remote("w1", Server)
@@ -41,13 +41,19 @@ def steps(seconds: float) -> list[float]:
             api.backward(context, [loss])
             optimizer.step(context)
 
-    return timed(step, seconds)
+    def plain_step() -> None:
+        optimizer.zero_grad()
+        server.rpc_sync().forward(x).square().mean().backward()
+        optimizer.step()
+
+    return timed(step if in_context or api.needs_context else plain_step, seconds)
 
 
 def rows(run: Run) -> Iterator[Row]:
     """One trainer, one server."""
-    samples = run.compare(run.worlds(2), steps, run.seconds)
-    yield row("parameter_server", "forward, backward, step", samples)
+    for in_context, more in ((True, ""), (False, ", no context")):
+        samples = run.compare(run.worlds(2), steps, in_context, run.seconds)
+        yield row("parameter_server", f"forward, backward, step{more}", samples)
 
 
 if __name__ == "__main__":

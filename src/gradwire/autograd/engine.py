@@ -357,8 +357,7 @@ class Engine:
             return
         why = "" if lost is None else f", as {lost} was lost"
         here = self._agent.directory.me.name
-        is_opener = opener_of(id) == self._me
-        dropped = self.edges.release_early(context.sent, context.received, is_opener=is_opener)
+        dropped = self.edges.release_early(context.sent, context.received)
         self.releases.expect()
         for active in self.passes.all() if len(self.passes) else ():
             released = union([one(EdgeId(self._me, n)) for n in context.sent])
@@ -370,7 +369,7 @@ class Engine:
             if not isinstance(active, CoordinatedPass) and active.undo_log is None:
                 self.passes.over(active)
         del dropped
-        if is_opener:
+        if opener_of(id) == self._me:
             for worker in context.called - {self._me}:
                 self._forgetting.tell(worker, id)
 

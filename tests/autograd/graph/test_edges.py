@@ -193,7 +193,7 @@ def test_the_end_of_a_context_releases_what_is_alive_and_only_what_it_names(edge
     kept = [arrive(edges, answer_to(n=n)) for n in range(3)]
     edges.release([1], by=1)
 
-    edges.release_early([0, 1], [EdgeId(1, 0), EdgeId(1, 2), EdgeId(1, 9)], is_opener=False)
+    edges.release_early([0, 1], [EdgeId(1, 0), EdgeId(1, 2), EdgeId(1, 9)])
     assert sorted(edges.sent) == [sent[2].edge.n]
     assert sorted(edges.received) == [EdgeId(1, 1)]
     assert taken(edges) == {1: [0, 2]}
@@ -312,7 +312,7 @@ def test_the_quota_counts_edges_of_one_sender_that_are_alive(edges):
 def test_every_end_of_an_edge_gives_its_place_back_once(edges, end):
     kept = [arrive(edges, answer_to(n=n)) for n in range(3)]
     if end == "early":
-        edges.release_early([], list(edges.received), is_opener=True)
+        edges.release_early([], list(edges.received))
     else:
         edges.peer_lost(1)
     assert edges._quota.taken(1) == 0

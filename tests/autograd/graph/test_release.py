@@ -229,6 +229,20 @@ def test_a_future_that_nobody_waits_for_is_released(workers):
     assert eventually(lambda: is_empty(workers))
 
 
+def test_a_value_kept_here_whose_reference_died_before_it_was_made_is_dropped(gate):
+    def program():
+        busy = gw.rpc_async("w0", nap, args=(gate, torch.ones(2)))  # on the only thread
+        kept = gw.remote("w0", doubled, args=(gw.rpc_sync("w1", doubled, args=(number(),)),))
+        del kept
+        GATES[gate].set()
+        busy.wait()
+
+    WEIGHTS["w0"] = torch.ones(2)
+    with cluster(2, expose=[HERE], options=gw.Options(threads=1)) as workers:
+        workers[0].run(program)
+        assert_nothing_left(workers)
+
+
 def test_a_result_that_comes_too_late_is_released(workers, gate):
     def program():
         with pytest.raises(CallTimeout):

@@ -284,40 +284,35 @@ def _node(root: _TensorOrEdge) -> Node | None:
 
 # -- the order of waiting; see the note of that name, graph/walk.py
 
-_UNSEEN: list[Node] = []
-"""stands for the inputs of a node that was not visited yet"""
-
 
 def number_nodes(roots: Iterable[Node]) -> list[Node]:
     """Lift each node between these and the first Recvs above the depth it depends on.
 
     Returns these Recvs.
     """
-    depths: dict[Node, int] = {}
-    todo = [(node, _UNSEEN) for node in roots]
-    recvs = []
+    depths: dict[Node | None, int] = {None: 0}  # an input that needs no gradient has no node
+    todo, recvs = list(roots), []
     while todo:
-        node, inputs = todo.pop()
-        if inputs is _UNSEEN:
-            if node in depths:
+        node, depth, count = todo[-1], 0, len(todo)
+        kind = type(node)
+        if node in depths:
+            depth = depths[node]
+        elif kind is RECV:
+            recvs.append(node)
+            depth = end_of(node).origin.depth
+        elif kind is not AccumulateGrad:
+            for behind, _ in node.next_functions:
+                known = depths.get(behind)
+                if known is None:
+                    todo.append(behind)  # type: ignore[arg-type]  # None is known
+                elif known > depth:
+                    depth = known
+            if len(todo) > count:
                 continue
-            kind = type(node)
-            if kind is RECV:
-                recvs.append(node)
-                depths[node] = end_of(node).origin.depth
-                continue
-            if kind is AccumulateGrad:
-                depths[node] = 0
-                continue
-            inputs = [behind for behind, _ in node.next_functions if behind is not None]
-            missing = [(behind, _UNSEEN) for behind in inputs if behind not in depths]
-            if missing:
-                todo.append((node, inputs))
-                todo += missing
-                continue
-        depth = depths[node] = max([depths[behind] for behind in inputs], default=0)
-        if depth:
-            lift(node, depth)
+            if depth:
+                lift(node, depth)
+        depths[node] = depth
+        todo.pop()
     return recvs
 
 

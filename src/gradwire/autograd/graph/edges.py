@@ -249,16 +249,14 @@ class Edges:
         """The message of these edges never left."""
         self._dropped([sent for edge in edges if (sent := self.sent.get(edge.n)) is not None])
 
-    def release_early(
-        self, sent: Iterable[int], received: Iterable[EdgeId], *, is_opener: bool
-    ) -> list[object]:
+    def release_early(self, sent: Iterable[int], received: Iterable[EdgeId]) -> list[object]:
         """The end of a context: release what was sent and received in it; returns what to drop.
 
-        The senders hear from its opener that it is closed. One that heard it earlier than this
-        worker may have sent something since, which is in the context here but not there.
+        Its sender is told of each edge, though it closes the context, too: it may have closed it
+        before, as it had lost the opener, and then the edge is in the context only here.
         """
         for edge in received:
-            if self._forget(edge) and not is_opener:
+            if self._forget(edge):
                 self._add_to_release(edge)
         return self._dropped([self.sent[n] for n in sent if n in self.sent])
 
