@@ -12,7 +12,7 @@ from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd import engine
 from gradwire.autograd.backward import coordinator
 from gradwire.autograd.backward.active_pass import ActivePass
-from gradwire.autograd.backward.participant import Participant
+from gradwire.autograd.backward.pass_ending import PassEnding
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.edges import Edges
@@ -142,7 +142,7 @@ def nobody_asks_the_opener_of_a_context(patch):
 
 @mutant(False, 11)
 def a_lost_root_leaves_its_passes_behind(patch):
-    patch.setattr(Participant, "coordinator_lost", lambda self, worker: lambda: None)
+    patch.setattr(PassEnding, "coordinator_lost", lambda self, worker: lambda: None)
 
 
 @mutant(False, 0)

@@ -270,7 +270,7 @@ class Coordinator:
             ended = PassEnded(active.id, None)
             try:
                 self._agent.tell(worker, ended, deadline=active.deadline)
-            except GradwireError:  # it asks later, see Participant.coordinator_lost
+            except GradwireError:  # it asks later, see PassEnding.coordinator_lost
                 self._agent.events.emit("unended", active.id, self._agent.directory.name(worker))
         if self._agent.events.are_heard:
             self._agent.events.emit("end", active.id)

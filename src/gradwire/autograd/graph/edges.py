@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import msgspec
@@ -201,7 +202,7 @@ class Edges:
         if self._dead:
             self._look_for_dead()
         edges = self._to_release.get(sender)
-        return list(edges)[:most] if edges else []
+        return list(islice(edges, most)) if edges else []  # one step of the interpreter
 
     def was_told(self, sender: WorkerId, numbers: Iterable[int]) -> None:
         """A message with these has left for their sender."""

@@ -1,0 +1,180 @@
+"""How a pass ends on a participant: its changes are kept, or reverted.
+
+The coordinator says which (PassEnded). If the coordinator is lost first, it is asked. Until then
+the undo log of the run is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import final
+
+from gradwire.agent.agent import Agent, Answer
+from gradwire.agent.messages import Done, Failure
+from gradwire.agent.requests.promise import Promise
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.agent.serving.thread_pool import Job
+from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
+from gradwire.autograd.backward.pass_table import PassTable
+from gradwire.autograd.messages import HasEnded, PassEnded, QueryPass
+from gradwire.errors import BadMessage, DeadlinePassed, GradwireError
+from gradwire.ids import PassId, WorkerId
+
+_ANSWER_SECONDS = 10.0
+_RUN_SECONDS = 60.0
+_IN_DOUBT_SECONDS = 30.0
+"""How long an unreachable coordinator is asked how its pass ended; then it counts as dead."""
+_MOST_FAILED_QUERIES = 3
+"""After so many queries that could not be sent, it counts as dead at once."""
+_ASK_AGAIN_SECONDS = 0.05
+
+
+@final
+class PassEnding:
+    """Ends the passes that other workers coordinate."""
+
+    def __init__(self, agent: Agent, passes: PassTable) -> None:
+        self._agent, self._passes = agent, passes
+        self._rollbacks = PeerLimit("runs", agent.limits.runs)
+        """those that wait, each on a thread, for the run here to be over"""
+        self._in_doubt: dict[ParticipantPass, Promise[None]] = {}
+        """the passes of lost coordinators, until they are committed or rolled back"""
+        agent.handle(PassEnded, self._serve_ended, Lane.CONTROL)
+
+    # -- the coordinator says it
+
+    def _serve_ended(self, message: PassEnded, _: Payload, source: Source) -> None:
+        # A good end is handled on the reading thread: before the coordinator's next message, or
+        # its loss, can be handled. A failure waits for the run here, so it needs another thread.
+        check_coordinator(message.pass_id, source.worker)
+        if message.failure is None:
+            self._keep(message)
+            return
+        self._rollbacks.take(source.worker)
+        roll_back = partial(self._roll_back, message, message.failure, source)
+        self._agent.dispatch.service.submit(partial(self._agent.guarded, source, roll_back))
+
+    def _keep(self, message: PassEnded) -> None:
+        found = self._passes.maybe(message.pass_id)
+        if found is None:
+            return
+        active = participated(found)
+        if active.is_running():  # its undo log would end before all entries are in it
+            raise BadMessage(f"{active.id} ended well before its run here was over")
+        self._passes.over(active)
+        if active.undo_log is not None:
+            active.undo_log.keep(self._agent.dispatch.service.submit)
+
+    def _roll_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
+        try:
+            is_undone = self._undo(message, failure)
+        finally:
+            self._rollbacks.give_back(source.worker)
+        if is_undone:  # else the coordinator reports that this worker did not confirm
+            self._agent.answer(source, Done(), deadline=self._agent.clock.now() + _ANSWER_SECONDS)
+
+    def _undo(self, message: PassEnded, failure: Failure) -> bool:
+        found = self._passes.maybe(message.pass_id)
+        if found is None:
+            # Record the pass as failed (a tombstone), so that a Start that comes later is ignored.
+            found = self._passes.heard_of(message.pass_id)
+        if found is None:
+            return True
+        active = participated(found)
+        active.fail(self._agent.revive(failure))
+        over = active.wait_for_run(_RUN_SECONDS)
+        self._passes.over(active)
+        if not over:
+            return False
+        if active.undo_log is not None:
+            if not active.undo_log.undo():
+                return False
+            if stays := active.undo_log.what_stays(self._agent.directory.me.name):
+                raise GradwireError(stays)
+        return True
+
+    # -- the coordinator is lost
+
+    def coordinator_lost(self, worker: WorkerId) -> Job:
+        """A job that commits or rolls back the passes of a lost coordinator here.
+
+        A pass whose run is over here may have ended well, and the message was lost with the
+        connection. So the coordinator is asked; if nobody answers, nobody can rely on the pass, and
+        it is rolled back. Until the job is done no pass of the same coordinator begins here.
+        """
+        begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
+        if not begun:  # or an earlier loss is being handled
+            return lambda: None
+        doubt: Promise[None] = Promise()
+        self._in_doubt.update(dict.fromkeys(begun, doubt))
+        return partial(self._resolve, worker, begun, doubt)
+
+    def _resolve(
+        self, worker: WorkerId, begun: list[ParticipantPass], doubt: Promise[None]
+    ) -> None:
+        try:
+            for active in begun:
+                if active.wait_for_run(_RUN_SECONDS) and active.undo_log is not None:
+                    if self._ask_whether_ended_well(worker, active):
+                        active.undo_log.keep()
+                    else:
+                        active.undo_log.undo()
+                self._passes.over(active)
+        finally:
+            for active in begun:
+                del self._in_doubt[active]
+            doubt.settle(None)
+
+    def _ask_whether_ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
+        agent = self._agent
+        deadline = agent.clock.now() + _IN_DOUBT_SECONDS
+        query = QueryPass(active.id)
+        failed = 0
+        while agent.clock.now() < deadline and failed < _MOST_FAILED_QUERIES:
+            until = min(deadline, agent.clock.now() + _ANSWER_SECONDS)
+            try:
+                _, promise = agent.request(
+                    coordinator, query, deadline=until, description=f"end of {active.id}"
+                )
+                outcome = promise.wait()
+            except DeadlinePassed:
+                continue
+            except GradwireError:  # the coordinator is gone, or cannot be reached from here
+                failed += 1
+                threading.Event().wait(_ASK_AGAIN_SECONDS)
+                continue
+            if isinstance(outcome, Answer):
+                return isinstance(outcome.message, HasEnded) and outcome.message.ended_well
+        return False
+
+    def wait_while_in_doubt(self, active: ParticipantPass, seconds: float) -> None:
+        """Wait until earlier passes of a coordinator that was lost and is back have an outcome.
+
+        A new pass could add to leaves that one of them has changed.
+        """
+        doubts = list(self._in_doubt.items())
+        for doubt in [doubt for other, doubt in doubts if other.id.worker == active.id.worker]:
+            try:
+                doubt.wait(seconds)
+            except TimeoutError:
+                raise DeadlinePassed(
+                    f"{active.id} timed out waiting for an earlier pass of the same coordinator to "
+                    "be committed or rolled back"
+                ) from None
+
+
+def check_coordinator(pass_id: PassId, source: WorkerId) -> None:
+    """BadMessage if a pass is begun or ended by another worker than its coordinator."""
+    if pass_id.worker != source:
+        raise BadMessage(f"w{source} sent a message for {pass_id} but is not its coordinator")
+
+
+def participated(active: AnyPass) -> ParticipantPass:
+    """The pass, which began elsewhere: `check_coordinator` has compared its id with the sender."""
+    if not isinstance(active, ParticipantPass):
+        raise BadMessage(
+            f"{active.id} is coordinated by this worker, so no peer may start or end it"
+        )
+    return active
