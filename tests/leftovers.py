@@ -12,7 +12,7 @@ import threading
 import time
 
 
-def eventually(condition, seconds: float = 5.0) -> bool:
+def eventually(condition, seconds: float = 20.0) -> bool:
     """Whether the condition comes true within the time; asks again until it does."""
     deadline = time.monotonic() + seconds
     pause = threading.Event()

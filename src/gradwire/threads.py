@@ -77,6 +77,20 @@ class Irreplaceable:
 IRREPLACEABLE = Irreplaceable()
 
 
+@contextmanager
+def needed_by_others() -> Iterator[None]:
+    """A finalizer or a signal handler that interrupts the block may not wait.
+
+    The block holds a lock that is not among `WorkerLocks`, or leaves something half done without
+    which an answer would not be read. Thread.start inside of it waits, so handlers often come.
+    """
+    before, mine.duty = mine.duty, IRREPLACEABLE
+    try:
+        yield
+    finally:
+        mine.duty = before
+
+
 class _CurrentDuty(threading.local):
     """The duty of each thread, for all workers of the process."""
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.agent.links.readers import ChannelReaders
 from gradwire.agent.requests.promise import Promise
 from gradwire.autograd.scope import current_context
 from gradwire.rpc.calls.futures import DecodedBody, PendingResult
@@ -204,6 +205,23 @@ class Finalized:
             self._ended.append(gw.rpc_sync("w1", double, args=(self._x,), timeout=20.0).item())
         except gw.UsageError as error:
             self._ended.append(str(error))
+
+
+def test_a_call_inside_the_opening_of_a_connection_is_refused(workers, monkeypatch):
+    """The connection has no reader yet, and the lock of its peer is held."""
+    opened, refused = ChannelReaders.open, []
+
+    def interrupted(self, *args):
+        if threading.current_thread() is threading.main_thread() and not refused:
+            with pytest.raises(gw.UsageError, match="on a thread that others need") as raised:
+                gw.rpc_sync("w1", double, args=(1,), timeout=2.0)
+            refused.append(raised.value)
+        opened(self, *args)
+
+    monkeypatch.setattr(ChannelReaders, "open", interrupted)
+
+    assert workers[0].run(gw.rpc_sync, "w1", double, args=(2,)) == 4
+    assert len(refused) == 1
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def question(member, to, fork):
 def fetching_before_it_is_there(workers, monkeypatch):
     """A reference that w0 made on w1, and what w2 fetches by it: w1 does not know it meanwhile."""
     reference = workers[0].run(gw.remote, "w1", same, args=(1,))
+    assert eventually(reference.confirmed_by_owner)  # nothing of it comes after a loss
     with monkeypatch.context() as patch:
         patch.setattr(refs(workers[1])._table.owned, "fork_arrived", lambda *_: Verdict.NOT_YET)
         answer = workers[0].run(gw.rpc_async, "w2", fetched, args=(reference,), timeout=LONG)

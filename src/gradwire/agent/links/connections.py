@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn, final
 
+from gradwire import threads
 from gradwire.agent.links import handshake
 from gradwire.agent.links.acceptor import Acceptor
 from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame
@@ -312,7 +313,7 @@ class Connections:
         # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
         # could overtake the join that came before it, or a frame of the new channel the report of
         # the last loss. So listeners must not block, nor wait for anything that takes this lock.
-        with self._peer_lock(worker):
+        with threads.needed_by_others(), self._peer_lock(worker):
             with self._lock:
                 known = self.channels.get(worker, [])
                 refusal = self._maybe_refused(worker, len(known), losses)
