@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.autograd.backward import coordinator, participant, rollback
+from gradwire.autograd.backward import coordinator, pass_ending, rollback
 from gradwire.errors import ContextClosed, UsageError
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
@@ -296,7 +296,7 @@ def test_a_worker_that_has_not_put_back_in_time_is_reported_once(workers, monkey
 @pytest.mark.parametrize("gives_up", [False, True], ids=["waits for the run", "gives up on it"])
 def test_a_context_may_close_before_it_was_put_back(workers, monkeypatch, caplog, gives_up):
     if gives_up:  # w1 does not wait for its run and does not confirm: the run puts back by itself
-        monkeypatch.setattr(participant, "_RUN_SECONDS", 0.01)
+        monkeypatch.setattr(pass_ending, "_RUN_SECONDS", 0.01)
         monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
 
     with a_run_that_does_not_return(monkeypatch):
