@@ -62,7 +62,9 @@ class Answer(msgspec.Struct, frozen=True):
 Outcome = Answer | Exception
 OnLost = Callable[[WorkerId, PeerLost], None]
 OnAnswer = Callable[[WorkerId, Message], None]
+Concerns = Callable[[Message], object]
 Listeners = dict[type[Message], OnAnswer]
+AnswerListeners = dict[type[Message], tuple[Concerns, OnAnswer]]
 T = TypeVar("T")
 
 
@@ -100,7 +102,7 @@ class Agent:
         self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._answer_listeners, self._late_listeners = Listeners(), Listeners()
+        self._answer_listeners, self._late_listeners = AnswerListeners(), Listeners()
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
@@ -137,12 +139,15 @@ class Agent:
         """Add a listener for a worker that is connected, or connected again. It must not block."""
         self._joined_listeners.append(listener)
 
-    def on_answer(self, message_type: type[Message], listener: OnAnswer) -> None:
-        """Set the listener for an answer, late or not, before anyone waits for it no more.
+    def on_answer(
+        self, message_type: type[Message], concerns: Concerns, listener: OnAnswer
+    ) -> None:
+        """Set the listener for an answer, late or not, for which `concerns(message)` is true.
 
-        It is called on the thread that reads, so it must not block.
+        Both are called on the thread that reads, before the answer is there for those who wait, so
+        they must not block.
         """
-        self._answer_listeners[message_type] = listener
+        self._answer_listeners[message_type] = concerns, listener
 
     def on_late(self, message_type: type[Message], listener: OnAnswer) -> None:
         """Set the listener for an answer that came too late; it releases what the answer holds."""
@@ -352,8 +357,8 @@ class Agent:
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
         heard = self._answer_listeners.get(type(message))
-        if heard is not None:
-            heard(worker, message)
+        if heard is not None and heard[0](message):
+            heard[1](worker, message)
         pending = self._calls.answered(frame.request, worker)
         if pending is not None:
             payload = payload_of(frame) if frame.payload else None

@@ -113,7 +113,7 @@ class Shard:
         self._lock_keys = frozenset(map(id, self._stand_ins))
         self._pairs: Pairs = list(self._stand_ins.items())
         self._stepper = Stepper(self._optimizer, self._stand_ins)
-        self._here.versions.register(self._stand_ins)
+        self._registration = self._here.versions.register(self._stand_ins)
 
     def defaults(self) -> Options:
         """The default options of a group."""
@@ -188,7 +188,8 @@ class Shard:
         return True
 
     def _put_in_place(self, prepared: Prepared) -> None:
-        for parameter, stand_in in self._here.versions.replace(prepared.pairs):
+        apart = self._here.versions.replace(prepared.pairs, self._registration)
+        for parameter, stand_in in apart:
             stand_in.data = parameter.data
 
     def _abort(self, step: StepId) -> None:

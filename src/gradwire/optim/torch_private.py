@@ -62,31 +62,36 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         step.__wrapped__(optimizer)
 
 
+use_count: Callable[[torch.Tensor], int] = cast(Any, torch.Tensor)._use_count
+"""How many references there are to a tensor, of its Python object, of nodes and of operators."""
+
+
+def accumulator_of(leaf: torch.Tensor) -> object:
+    """The node that adds to the gradient of a leaf; None if the leaf requires no gradient."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        node = with_accumulator(leaf).grad_fn
+        return None if node is None else node.next_functions[0][0]
+
+
 def kept_by_graphs(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those that a graph holds itself, or an operator that is running.
 
     Two references are harmless: the Python object's, and that of the node that adds the gradient.
     But that node dies with the last graph that leads to it, and a graph made while the leaf
     required no gradient has none. So where there are two, the node is made, if it is not there.
-
-    hot: all parameters, at each step
     """
-    held = [leaf for leaf in leaves if leaf._use_count() > 1]  # type: ignore[attr-defined]
-    if not held:
-        return held
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        return [leaf for leaf in held if _is_held_by_others(leaf)]
+    return [leaf for leaf in leaves if use_count(leaf) > 1 and _is_held_by_others(leaf)]
 
 
-def _is_held_by_others(leaf: Any) -> bool:  # noqa: ANN401
+def _is_held_by_others(leaf: torch.Tensor) -> bool:
     """Whether a third reference is left with those of its Python object and its node.
 
     Without a gradient it has no node that could be asked for: then the second counts.
     """
-    if leaf._use_count() > 2 or not leaf.requires_grad:
+    if use_count(leaf) > 2 or not leaf.requires_grad:
         return True
-    _node = cast(Any, with_accumulator(leaf)).grad_fn.next_functions[0][0]
-    return bool(leaf._use_count() > 2)
+    _node = accumulator_of(leaf)
+    return use_count(leaf) > 2
 
 
 def holders_of(storage: torch.UntypedStorage) -> int:

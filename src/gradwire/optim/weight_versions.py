@@ -51,7 +51,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.optim.torch_private import holders_of, is_over, kept_by_graphs, same_over
+from gradwire.optim.torch_private import (
+    accumulator_of,
+    holders_of,
+    is_over,
+    kept_by_graphs,
+    same_over,
+    use_count,
+)
 
 _POLL_SECONDS = 0.0002
 _OPERATOR_SECONDS = 5.0
@@ -93,6 +100,25 @@ class _Entry:
         self.generation: _Generation | None = None
         self.before: object = None
         self.stand_ins: _ById = {}
+
+
+@final
+class Registration:
+    """What an optimizer keeps while it steps parameters: the nodes that add to their gradients.
+
+    While it does, each parameter has two references of its own, and a third is that of a graph or
+    an operator. The nodes hold the parameters, so WeightVersions must not keep them itself.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self.renew()
+
+    def renew(self) -> None:
+        """Keep the nodes of now: torch makes new ones after a change of dtype or device."""
+        self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
+        self.is_complete = None not in self._nodes
+        """a parameter that requires no gradient has no node"""
 
 
 def _note(known: _ById, tensor: torch.Tensor) -> None:
@@ -164,7 +190,7 @@ class WeightVersions:
         self._under_hooks: dict[int, int] = {}
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def register(self, parameters: Iterable[torch.Tensor]) -> None:
+    def register(self, parameters: Iterable[torch.Tensor]) -> Registration:
         """Let graphs save these parameters by their storage from now on."""
         entries = self._entries
         with self._lock:
@@ -173,13 +199,16 @@ class WeightVersions:
                 if key not in entries or entries[key].parameter() is not parameter:
                     alive = weakref.ref(parameter, lambda _, key=key: entries.pop(key, None))  # type: ignore[misc]
                     entries[key] = _Entry(alive, parameter.layout == torch.strided)
+        return Registration(parameters)
 
     def hooks(self) -> AbstractContextManager[None]:
         """A block with the hooks, for code that makes graphs."""
         return _HookedBlock(self, self._hooks) if self._entries else _NOTHING
 
     def replace(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        registration: Registration | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Give each parameter the storage of its stand-in; returns the pairs that do not share one.
 
@@ -188,7 +217,7 @@ class WeightVersions:
         """
         apart, replaced = [], []
         with self._lock:
-            kept = self._wait_for_operators([parameter for parameter, _ in pairs])
+            kept = self._wait_for_operators([parameter for parameter, _ in pairs], registration)
             for parameter, stand_in in pairs:
                 entry = self._entries[id(parameter)]
                 own: Any = parameter.untyped_storage() if entry.is_strided else parameter.data
@@ -204,7 +233,7 @@ class WeightVersions:
                 replaced.append(parameter)
                 if entry.generation is not None:
                     _leave(entry, own, parameter)
-            held = kept_by_graphs(replaced) if kept is None else kept.intersection(replaced)
+            held = _held(replaced, registration) if kept is None else kept.intersection(replaced)
             for parameter in held:
                 torch.autograd.graph.increment_version(parameter)
         return apart
@@ -255,7 +284,9 @@ class WeightVersions:
         more = spot.parameters if spot is not None and is_same else frozenset()
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
-    def _wait_for_operators(self, parameters: list[torch.Tensor]) -> set[torch.Tensor] | None:
+    def _wait_for_operators(
+        self, parameters: list[torch.Tensor], registration: Registration | None
+    ) -> set[torch.Tensor] | None:
         """See Note [Between saving and computing]. Returns those held without the hooks.
 
         None if no other thread is under the hooks: then the references to them can be counted at
@@ -269,12 +300,24 @@ class WeightVersions:
             spots = self._spots.values()
             is_read = any(not spot.parameters.isdisjoint(map(id, parameters)) for spot in spots)
             others = self._under_hooks.keys() - {me}
-            kept = kept_by_graphs(kept) if others else kept
+            kept = _held(kept, registration) if others else kept
             look_again = others and kept and polled < _POLLS_OF_GRAPHS
             if not is_read and not look_again:
                 break
             self._changed.wait(_POLL_SECONDS)
         return {*kept} if others else None
+
+
+def _held(parameters: list[torch.Tensor], registration: Registration | None) -> list[torch.Tensor]:
+    """Those that a graph holds itself, or an operator that is running.
+
+    hot: all parameters, at each step
+    """
+    if registration is not None and registration.is_complete:
+        if max(map(use_count, parameters), default=0) <= 2:
+            return []
+        registration.renew()  # the third may be a node that is used no more
+    return kept_by_graphs(parameters)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

@@ -123,8 +123,9 @@ class Edges:
         self.joins: list[Join] = []
         self.lost_to: dict[int, WorkerId] = {}
         """the latest that were dropped with the worker they led to, which an error then names"""
-        self._dead: deque[RecvRef] = deque()
-        self._to_release: dict[WorkerId, dict[int, None]] = {}
+        self.dead: deque[RecvRef] = deque()
+        """Recvs that have died, whose edges are not queued yet"""
+        self.queued: dict[WorkerId, dict[int, None]] = {}
         """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first
         self._latest_depth = 0
@@ -169,7 +170,7 @@ class Edges:
         OverLimit if its sender has too many here that are alive.
         """
         self._quota.take(end.peer)
-        ref = RecvRef(node, self._dead.append)
+        ref = RecvRef(node, self.dead.append)
         ref.edge = end.edge
         self.received[end.edge] = ref
 
@@ -192,35 +193,35 @@ class Edges:
     def to_tell(self) -> list[WorkerId]:
         """The senders of edges that are over, which they do not know yet."""
         self._look_for_dead()
-        return [sender for sender, edges in tuple(self._to_release.items()) if edges]
+        return [sender for sender, edges in tuple(self.queued.items()) if edges]
 
     def to_release(self, sender: WorkerId, most: int) -> list[int]:
         """Edges of this sender that nobody can differentiate through any more.
 
         They stay here until it `was_told`: to tell it twice does no harm. hot: each call and answer
         """
-        if self._dead:
+        if self.dead:
             self._look_for_dead()
-        edges = self._to_release.get(sender)
+        edges = self.queued.get(sender)
         return list(islice(edges, most)) if edges else []  # one step of the interpreter
 
     def was_told(self, sender: WorkerId, numbers: Iterable[int]) -> None:
         """A message with these has left for their sender."""
-        edges = self._to_release.get(sender, {})
+        edges = self.queued.get(sender, {})
         for n in numbers:
             edges.pop(n, None)
 
     def _look_for_dead(self) -> None:
-        while self._dead:
+        while self.dead:
             try:
-                edge = self._dead.popleft().edge
+                edge = self.dead.popleft().edge
             except IndexError:  # another thread has taken it
                 return
             if self._forget(edge):
                 self._add_to_release(edge)
 
     def _add_to_release(self, edge: EdgeId) -> None:
-        self._to_release.setdefault(edge.worker, {})[edge.n] = None
+        self.queued.setdefault(edge.worker, {})[edge.n] = None
 
     def _forget(self, edge: EdgeId) -> bool:
         if self.received.pop(edge, None) is None:
@@ -263,7 +264,7 @@ class Edges:
 
     def peer_lost(self, peer: WorkerId) -> list[object]:
         """It holds nothing of ours any more, and what it has sent leads nowhere."""
-        self._to_release.pop(peer, None)
+        self.queued.pop(peer, None)
         for edge in tuple(self.received):
             if edge.worker == peer:
                 self._forget(edge)

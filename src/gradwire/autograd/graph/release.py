@@ -12,7 +12,7 @@ them, and an edge comes by a connection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
@@ -41,10 +41,6 @@ class Releases:
         self._is_over = False
         self._late: set[WorkerId] = set()
         """whom the next tick tells, unless a message takes it along before"""
-        self.riding_to: Callable[[WorkerId], list[int]] = partial(
-            edges.to_release, most=_MOST_RIDING
-        )
-        """what a message to a worker takes along; say `rode` when it has left"""
         agent.handle(Release, self._serve, Lane.SERVICE)
         agent.timer.watch(self._tick)
 
@@ -57,6 +53,16 @@ class Releases:
     def stop(self) -> None:
         """All programs are over: nobody needs to hear anything more, and some have left."""
         self._is_over = True
+
+    def riding_to(self, worker: WorkerId) -> list[int]:
+        """What a message to a worker takes along; say `rode` when it has left.
+
+        hot: each call and answer
+        """
+        edges = self._edges
+        if edges.dead or edges.queued:
+            return edges.to_release(worker, _MOST_RIDING)
+        return []
 
     def rode(self, worker: WorkerId, edges: Sequence[int]) -> None:
         """A message with these has left."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple, cast, final
 
 import msgspec
@@ -96,7 +97,7 @@ class Calls:
         self._environment = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
-        agent.on_answer(Result, self._result_came)
+        agent.on_answer(Result, attrgetter("body.released"), self._result_came)
         agent.on_late(Result, self._release_late)
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
@@ -390,10 +391,9 @@ class Calls:
         return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
 
     def _result_came(self, peer: WorkerId, result: Message) -> None:
-        """At once: a future may be read much later. hot: every answer"""
+        """At once: a future may be read much later."""
         assert isinstance(result, Result)
-        if result.body.released:
-            self._engine.releases.heard(result.body.released, peer)
+        self._engine.releases.heard(result.body.released, peer)
 
     def _release_late(self, peer: WorkerId, message: Message) -> None:
         assert isinstance(message, Result)

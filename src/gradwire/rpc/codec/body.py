@@ -54,6 +54,8 @@ WALK: Final = object()
 _to_msgpack = msgspec.msgpack.Encoder().encode
 _from_msgpack = msgspec.msgpack.Decoder().decode
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
+_NO_ARGUMENTS: Final = _to_msgpack([TUPLE, [TUPLE], [DICT]])
+_NONE: Final = _to_msgpack(None)
 
 
 class EncodedBody(msgspec.Struct, frozen=True):
@@ -226,6 +228,11 @@ class BodyCodec:
 
     def _decode_value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
         data, decode_node = body.data, self._decode_node
+        if not tensors and decode_node is not None:
+            if data == _NONE:
+                return None
+            if data == _NO_ARGUMENTS:
+                return (), {}
         if decode_node is None or len(data) > self._fast_bytes:
             decode = partial(self._codec.decode, data, tensors)
         else:
@@ -262,13 +269,10 @@ def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) 
 
     hot: every message with tensors
     """
-    recorded: set[int] = set()
-    for crossing in crossings:
-        recorded.update(crossing.tensors)
-    cut: list[int] = []
-    for n, header in enumerate(headers):
-        if header.flags & REQUIRES_GRAD and n not in recorded:
-            cut.append(n)
+    cut = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
+    if cut and crossings:
+        recorded = {n for crossing in crossings for n in crossing.tensors}
+        cut = [n for n in cut if n not in recorded]
     return cut
 
 
