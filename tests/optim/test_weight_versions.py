@@ -16,24 +16,25 @@ from gradwire.optim.weight_versions import WeightVersions
 
 
 class Weights:
-    """A parameter that is stepped here."""
+    """A parameter that is stepped here, by an optimizer that keeps its registration or not."""
 
-    def __init__(self, *values: float) -> None:
+    def __init__(self, *values: float, keeps: bool = True) -> None:
         self.versions = WeightVersions()
         self.p = nn.Parameter(torch.tensor(values, dtype=torch.float64))
-        self.versions.register([self.p])
+        registration = self.versions.register([self.p])
+        self.registration = registration if keeps else None
 
     def hooks(self):
         return self.versions.hooks()
 
     def step(self, by: float = 10.0) -> None:
         with torch.no_grad():
-            self.versions.replace([(self.p, self.p * by)])
+            self.versions.replace([(self.p, self.p * by)], self.registration)
 
 
-@pytest.fixture
-def weights():
-    return Weights(2.0, 3.0)
+@pytest.fixture(params=[True, False], ids=["kept", "not kept"])
+def weights(request):
+    return Weights(2.0, 3.0, keeps=request.param)
 
 
 def test_the_gradient_is_that_of_the_weights_that_were_used(weights):
@@ -289,6 +290,36 @@ def test_custom_functions_and_second_derivatives_are_as_without():
 
     assert torch.autograd.gradcheck(f, (x, weights.p))
     assert torch.autograd.gradgradcheck(f, (x, weights.p))
+
+
+@pytest.mark.parametrize("change", ["dtype", "frozen", "nothing"])
+def test_no_graph_is_taken_for_one_that_holds_the_parameter(weights, change):
+    """The version of a parameter is raised for graphs that hold it, and for nothing else."""
+    y = weights.p.sum()  # holds the accumulator, not the parameter
+    if change == "dtype":
+        weights.p.data = weights.p.data.float()  # torch makes another accumulator
+        y = weights.p.sum()
+    elif change == "frozen":
+        weights.p.requires_grad_(False)
+        weights.p.requires_grad_(True)
+    before = weights.p._version
+
+    weights.step()
+
+    assert weights.p._version == before
+    y.backward()
+
+
+def test_a_graph_that_was_made_while_it_was_frozen_holds_the_parameter(weights):
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    weights.p.requires_grad_(False)
+    y = (x * weights.p).sum()
+    weights.p.requires_grad_(True)
+
+    weights.step()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
 
 
 def test_a_parameter_that_shares_its_storage_is_written_in_place():
