@@ -159,14 +159,17 @@ def user_level(frame: FrameType) -> int:
 
 
 NO_LINE = ("", 0)
+_library_files: set[str] = set()
+"""those found so far: looking a name up is faster than comparing its beginning"""
 
 
 def user_line() -> tuple[str, int]:
     """The file and line of the user's code that runs now, if any. hot: each message with a graph"""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_LIBRARIES):
+    while (name := frame.f_code.co_filename) in _library_files or name.startswith(_LIBRARIES):
+        if name not in _library_files:
+            _library_files.add(name)
         if frame.f_back is None:
             return NO_LINE
         frame = frame.f_back
-    name = frame.f_code.co_filename
     return NO_LINE if name == threading.__file__ else (name, frame.f_lineno)
