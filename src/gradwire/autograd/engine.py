@@ -30,13 +30,7 @@ from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import check_order, leads_on
 from gradwire.autograd.graph.closing import Forgetting
 from gradwire.autograd.graph.context import Context, Contexts
-from gradwire.autograd.graph.crossing import (
-    EdgeEnd,
-    arrive,
-    check_crossing,
-    check_gradients,
-    leave,
-)
+from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
 from gradwire.autograd.graph.lineage import meets, one, union
 from gradwire.autograd.graph.release import Releases

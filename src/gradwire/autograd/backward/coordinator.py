@@ -20,23 +20,12 @@ from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import CoordinatedPass
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import (
-    leads_on,
-    reached_from,
-    sends_executed,
-    sends_in,
-)
+from gradwire.autograd.backward.reach import leads_on, reached_from, sends_executed, sends_in
 from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
-from gradwire.autograd.graph.lineage import (
-    Lineage,
-    common,
-    of_worker,
-    to_wire,
-    union,
-)
+from gradwire.autograd.graph.lineage import Lineage, common, of_worker, to_wire, union
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_GRAD,
@@ -49,14 +38,13 @@ from gradwire.autograd.messages import (
     RunFailed,
     Start,
 )
-from gradwire.autograd.profiling import span
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import PassId, WorkerId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.torch_private import Node, current_run, is_profiled, keeps_graph, will_execute
+from gradwire.torch_private import Node, current_run, keeps_graph, span, will_execute
 from gradwire.wire.message import Buffer
 
 _END_SECONDS = 10.0
@@ -152,16 +140,11 @@ class Coordinator:
             self._begin(context, lineage, None, TO_MAP, retain_graph, False, timeout)
 
         try:
-            engine_run.execute(
-                tuple(roots),
-                tuple([torch.ones_like(root) for root in roots]),
-                None,
-                undo_log,
-                reached,
-                on_start,
-                retain_graph=retain_graph,
-                span=span("gradwire backward of %s", context) if is_profiled() else None,
-            )
+            with span("gradwire backward of %s", context):
+                ones = tuple([torch.ones_like(root) for root in roots])
+                engine_run.execute(
+                    tuple(roots), ones, None, undo_log, reached, on_start, retain_graph=retain_graph
+                )
         except BaseException:
             undo_log.undo()
             raise

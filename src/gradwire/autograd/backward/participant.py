@@ -41,25 +41,13 @@ from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
-from gradwire.autograd.messages import (
-    NOWHERE,
-    RunDone,
-    RunFailed,
-    Start,
-)
-from gradwire.autograd.profiling import NOTHING, span
+from gradwire.autograd.messages import NOWHERE, RunDone, RunFailed, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import (
-    ContextClosed,
-    GradwireError,
-    OverLimit,
-    PeerLost,
-)
+from gradwire.errors import ContextClosed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import ContextId, WorkerId
-from gradwire.torch_private import is_profiled, is_recording, recording, will_execute
+from gradwire.torch_private import NOTHING, is_recording, recording, span, will_execute
 
-_SPAN = "gradwire backward %s"
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
     "`inputs` parameter to .backward(), and with a backward inside of these"
@@ -247,7 +235,7 @@ class Participant:
         if start.anomaly:
             nodes = [sent.node for sent in sends]
             mode = detecting(start.anomaly, nodes, self._agent.directory.me.name)
-        with mode:
+        with mode, span("gradwire backward %s", active):
             engine_run.execute(
                 tuple([sent.token for sent in sends]),
                 None,
@@ -257,6 +245,5 @@ class Participant:
                 on_start,
                 retain_graph=start.retain_graph,
                 create_graph=start.create_graph,
-                span=span(_SPAN, active) if is_profiled() else None,
                 checkpoints=start.checkpoints,
             )

@@ -61,10 +61,7 @@ class UndoLog:
     """
 
     def __init__(
-        self,
-        locks: LeafLocks,
-        context: Context | None,
-        outer: UndoLog | None = None,
+        self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
     ) -> None:
         self._locks = locks
         self.context, self.outer = context, outer

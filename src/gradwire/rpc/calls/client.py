@@ -23,7 +23,6 @@ from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
-from gradwire.autograd.profiling import NOTHING, call_span, fetch_span
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
@@ -40,10 +39,11 @@ from gradwire.rpc.calls.futures import (
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
+from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import is_profiled
+from gradwire.torch_private import NOTHING, is_profiled
 from gradwire.wire.message import Message
 
 

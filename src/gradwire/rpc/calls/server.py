@@ -22,7 +22,6 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.engine import Engine
-from gradwire.autograd.profiling import function_span
 from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
@@ -31,6 +30,7 @@ from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
+from gradwire.rpc.profiling import function_span
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
 from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
