@@ -31,11 +31,11 @@ class Leaf:
     that ended well are removed from `unfinished` without it, by one operation on a list.
     """
 
-    __slots__ = ("_tensor", "lock", "parked", "unfinished")
+    __slots__ = ("lock", "parked", "tensor", "unfinished")
 
     def __init__(self, tensor: weakref.ref[torch.Tensor]) -> None:
         self.lock = threading.RLock()
-        self._tensor = tensor
+        self.tensor = tensor
         self.unfinished: list[LeafEntry] = []
         """of the passes that have added to it and are not over, in the order in which they did"""
         self.parked: LeafEntry | None = None
@@ -44,13 +44,19 @@ class Leaf:
     def wait(self) -> None:
         """Acquire the lock, or raise BackwardTimeout."""
         if not self.lock.acquire(timeout=_LEAF_SECONDS):
-            leaf = self._tensor()
+            leaf = self.tensor()
             shape = () if leaf is None else tuple(leaf.shape)
             raise BackwardTimeout(
                 f"a leaf of shape {shape} was held for {_LEAF_SECONDS:g} s "
                 "by the hooks of another backward",
                 hint="a hook on a leaf must not wait for a pass that needs the same leaf",
             )
+
+    def __enter__(self) -> None:
+        self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
 
 
 @final
