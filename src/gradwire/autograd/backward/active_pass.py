@@ -19,6 +19,7 @@ import torch
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
+from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import explain_shortening
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
@@ -238,15 +239,12 @@ class CoordinatedPass(ActivePass):
 
     def changed_workers(self) -> Sequence[WorkerId]:
         """When all are done: the participants that have changed leaves."""
-        changed = self._state.changed
-        return sorted(changed) if changed else ()
+        return sorted(self._state.changed)
 
     def unfinished(self) -> Sequence[WorkerId]:
         """The participants that are not done; none if the pass has failed."""
-        if self.error is not None or not self._state.waiting_for:
-            return ()
         with self._lock:
-            return self._state.unfinished()
+            return self._state.unfinished() if self.error is None else ()
 
     def is_through(self, worker: WorkerId) -> bool:
         """Whether a participant is done, or the pass has failed."""
@@ -264,21 +262,9 @@ class ParticipantPass(ActivePass):
         """the last gradients of the run, held back until the engine has returned"""
         self._leaves = 0
         self._run_over = False
-        self._start = [None]
-        """taken by the first Start"""
+        self.started: Promise[None] = Promise()
+        """settled by the first Start"""
         self._parked: Callable[[], object] | None = None
-
-    def start_arrived(self) -> None:
-        """BadMessage for a second Start: its run would have an undo log that nobody ends."""
-        try:
-            self._start.pop()  # one step for the interpreter, so two Starts cannot both succeed
-        except IndexError:
-            raise BadMessage(f"{self.id} was begun twice") from None
-
-    @property
-    def has_started(self) -> bool:
-        """Whether its Start has arrived."""
-        return not self._start
 
     def park(self, begin: Callable[[], object]) -> bool:
         """Call `begin` when the first gradients arrive, or the pass fails.

@@ -19,13 +19,13 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import CoordinatedPass
+from gradwire.autograd.backward.pass_ending import END_LATE_SECONDS, END_SECONDS, Rollback
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import leads_on, reached_from, sends_executed, sends_in
-from gradwire.autograd.backward.rollback import Rollback
+from gradwire.autograd.backward.reach import leads_on, reached_from, sends_in
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
-from gradwire.autograd.graph.lineage import Lineage, common, of_worker, to_wire, union
+from gradwire.autograd.graph.lineage import Lineage, common, of_worker, one, to_wire, union
 from gradwire.autograd.messages import (
     NOWHERE,
     TO_GRAD,
@@ -47,15 +47,8 @@ from gradwire.options import DEFAULT, Timeout
 from gradwire.torch_private import Node, current_run, keeps_graph, span, will_execute
 from gradwire.wire.message import Buffer
 
-_END_SECONDS = 10.0
-"""How long to wait for a connected participant's rollback, never beyond the deadline of the pass.
-
-Also how long the question whether a pass ended well may stay open, see `_serve_query`.
-"""
-_END_LATE_SECONDS = 1.5
-"""The same for one that is not connected, and for a new pass that finds an unfinished rollback."""
 _GRACE_SECONDS = 0.01
-"""The same if the deadline has passed: enough for an answer in flight."""
+"""How long to wait for a rollback if the deadline has passed: enough for an answer in flight."""
 
 
 @final
@@ -68,7 +61,6 @@ class Coordinator:
         """of failed passes that some participant has not confirmed yet"""
         self._broken: dict[WorkerId, str] = {}
         """why the gradients on a worker are unknown: the next pass with it is refused"""
-        self._waiting = agent.dispatch.user.waiting
         self._me = agent.directory.me.id
         engine_run.watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
@@ -90,7 +82,9 @@ class Coordinator:
                 plain = plain or will_execute(anchor_of(recv))
         lineage = union(lineages)
         sends = self._sends_in(lineage)
-        needed = None if plain else sends_executed(sends)
+        needed = None
+        if not plain:
+            needed = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
@@ -203,13 +197,11 @@ class Coordinator:
         not_started = active.take_not_started()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
-        if not_started:
-            self._tell(active, [worker for worker in not_started if worker != peer])
+        self._tell(active, [worker for worker in not_started if worker != peer])
 
     def send_starts(self, active: CoordinatedPass) -> None:
         """This worker is about to wait: send the Starts that were not sent."""
-        if active.not_started:
-            self._tell(active, active.take_not_started())
+        self._tell(active, active.take_not_started())
 
     def _tell(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         for worker in workers:
@@ -270,8 +262,7 @@ class Coordinator:
         rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, told_workers)
         rollback.begin(self._agent.describe(told))
         deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
-        with self._waiting():
-            silent = rollback.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
+        silent = rollback.wait(deadline, END_SECONDS)
         self._agent.events.emit("fail", active.id)
         for remark in rollback.remarks:
             told.add_note(remark)
@@ -295,10 +286,9 @@ class Coordinator:
                     hint="zero the gradients there; then the next pass is begun again",
                 )
         for pass_id, rollback in list(self._rollbacks.items()):
-            if not rollback.concerns(active.participants):
+            if active.participants.isdisjoint(rollback.late()):
                 continue
-            with self._waiting():
-                silent = rollback.wait(active.deadline, _END_LATE_SECONDS, _END_LATE_SECONDS)
+            silent = rollback.wait(active.deadline, END_LATE_SECONDS)
             if silent:
                 raise UsageError(
                     f"{active} cannot begin until {silent} confirms that {pass_id} was rolled back",
@@ -312,10 +302,10 @@ class Coordinator:
         the outcome of the outer backward; there is no answer before that.
         """
         is_mine = message.pass_id.worker == self._me
-        ended_well = is_mine and self._outcomes.of(message.pass_id.n, _END_SECONDS)
+        ended_well = is_mine and self._outcomes.of(message.pass_id.n, END_SECONDS)
         if ended_well is None:
             return
-        limit = self._agent.clock.now() + _END_SECONDS
+        limit = self._agent.clock.now() + END_SECONDS
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:

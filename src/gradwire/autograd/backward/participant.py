@@ -20,7 +20,7 @@ for the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -44,9 +44,10 @@ from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, 
 from gradwire.autograd.messages import NOWHERE, RunDone, RunFailed, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import ContextClosed, GradwireError, OverLimit, PeerLost
-from gradwire.ids import ContextId, WorkerId
+from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
+from gradwire.ids import ContextId, PassId, WorkerId
 from gradwire.torch_private import NOTHING, is_recording, recording, span, will_execute
+from gradwire.wire.message import Buffer, Message
 
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
@@ -54,7 +55,6 @@ _NO_CHECKPOINTS = (
 )
 Run = Callable[[], bool]
 """Takes part in a pass. True if the run was deferred; it then still occupies a slot of `_runs`."""
-Failed = Callable[[BaseException], None]
 
 
 @final
@@ -79,36 +79,32 @@ class Participant:
         agent.handle(Start, self._serve_start, Lane.SERVICE)
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
-        coordinator = source.worker
-        check_coordinator(start.pass_id, coordinator)
+        check_coordinator(start.pass_id, source.worker)
         deadline = self.deadline(start.seconds)
-        failed = partial(self._tell_failed, start, coordinator, deadline)
         try:
-            self._runs.take(coordinator)
+            self._runs.take(source.worker)
         except OverLimit as error:
-            self._agent.noting.note(coordinator, error)
-            failed(error)
+            self._agent.noting.note(source.worker, error)
+            self._tell_failed(start.pass_id, deadline, error)
             return
-        run = partial(self._begin, start, payload, source, deadline, failed)
-        self._attempt(coordinator, run, failed)
+        begin = partial(self._begin, start, payload, source, deadline)
+        self._attempt(start.pass_id, deadline, begin)
 
     def deadline(self, seconds: float) -> float:
         """The local deadline of a pass: the coordinator's timeout, capped by ours."""
         return self._agent.clock.now() + min(seconds, self._seconds)
 
-    def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
+    def _attempt(self, pass_id: PassId, deadline: float, run: Run) -> None:
         is_parked = False
         try:
             is_parked = run()
         except BaseException as error:  # an error ends the pass everywhere
-            failed(error)
+            self._tell_failed(pass_id, deadline, error)
         finally:
             if not is_parked:
-                self._runs.give_back(coordinator)
+                self._runs.give_back(pass_id.worker)
 
-    def _begin(
-        self, start: Start, payload: Payload, source: Source, deadline: float, failed: Failed
-    ) -> bool:
+    def _begin(self, start: Start, payload: Payload, source: Source, deadline: float) -> bool:
         """Take part, now or later; True if later. See Note [Who may start a run here]."""
         coordinator = source.worker
         found = self._passes.heard_of(start.pass_id, deadline, start.floor)
@@ -121,18 +117,19 @@ class Participant:
         except PeerLost:  # its loss may have been handled before the pass was added
             self._passes.over(active)
             raise
-        active.start_arrived()
+        if not active.started.settle(None):  # its run would have an undo log that nobody ends
+            raise BadMessage(f"{active.id} was begun twice")
         active.context = None if start.context is None else self._find(start.context, coordinator)
         self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(self._edges, first.edge, coordinator):
             active.settle(first, payload, self._agent.limits)
         sends = self._sends_of(active, start)
-        run = partial(self._take_part_and_tell, active, start, sends, deadline)
+        run = partial(self._take_part_and_tell, active, start, sends)
         direct = [sent.lineage for sent in sends if sent.peer == coordinator]
         if len(direct) == len(sends) or not minus(active.mine, union(direct)):
             return run()
-        attempt = partial(self._attempt, coordinator, run, failed)
+        attempt = partial(self._attempt, active.id, deadline, run)
         return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
@@ -145,18 +142,6 @@ class Participant:
             active.mine = union([one(sent.edge) for sent in sends])
         return sends
 
-    def _take_part_and_tell(
-        self, active: ParticipantPass, start: Start, sends: list[Sent], deadline: float
-    ) -> bool:
-        try:
-            self._take_part(active, start, sends)
-        except BaseException:
-            # It is rolled back. The coordinator may never end the pass: remove it now.
-            self._passes.over(active)
-            raise
-        self._tell_done(active, start.pass_id.worker, deadline)
-        return False
-
     def _find(self, context: ContextId, coordinator: WorkerId) -> Context:
         try:
             return self._contexts.heard_of(context, coordinator) or self._contexts.find(context)
@@ -164,28 +149,36 @@ class Participant:
             self._agent.noting.came_late(coordinator)
             raise
 
-    def _tell_done(self, active: ParticipantPass, coordinator: WorkerId, deadline: float) -> None:
+    def _take_part_and_tell(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> bool:
+        try:
+            self._take_part(active, start, sends)
+        except BaseException:
+            # It is rolled back. The coordinator may never end the pass: remove it now.
+            self._passes.over(active)
+            raise
+        self._tell_done(active)
+        return False
+
+    def _tell_done(self, active: ParticipantPass) -> None:
         """Tell the coordinator. If the run has changed nothing, the pass is over here."""
         assert active.undo_log is not None, "its run is over"
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
-        if active.held is None:
-            done = RunDone(active.id, has_changed)
-            self._agent.tell(coordinator, done, deadline=deadline, phase="backward")
-        else:
-            message, payload = active.held
-            last = replace(message, last=True, has_changed=has_changed)
-            self._agent.tell(coordinator, last, payload, deadline=deadline, phase="backward")
+        done: Message = RunDone(active.id, has_changed)
+        payload: Sequence[Buffer] = ()
+        if active.held is not None:
+            last, payload = active.held
+            done = replace(last, last=True, has_changed=has_changed)
+        deadline = active.deadline
+        self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
 
-    def _tell_failed(
-        self, start: Start, coordinator: WorkerId, deadline: float, error: BaseException
-    ) -> None:
-        failed = RunFailed(start.pass_id, self._agent.describe(error))
+    def _tell_failed(self, pass_id: PassId, deadline: float, error: BaseException) -> None:
+        failed = RunFailed(pass_id, self._agent.describe(error))
         try:
-            self._agent.tell(coordinator, failed, deadline=deadline, phase="backward")
+            self._agent.tell(pass_id.worker, failed, deadline=deadline, phase="backward")
         except GradwireError:
-            self._agent.events.emit("untold", start.pass_id)
+            self._agent.events.emit("untold", pass_id)
 
     def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
         undo_log = UndoLog(self._locks, active.context)

@@ -29,18 +29,6 @@ from gradwire.ids import EdgeId, PassId, WorkerId
 class PassState:
     """What one worker knows of one pass. At the coordinator, `asked` are the participants."""
 
-    __slots__ = (
-        "_recvs_left",
-        "_sends",
-        "asked",
-        "changed",
-        "failed",
-        "id",
-        "settled",
-        "to_collect",
-        "waiting_for",
-    )
-
     def __init__(self, pass_id: PassId, asked: Iterable[WorkerId] = ()) -> None:
         self.id = pass_id
         self.asked = frozenset(asked)

@@ -89,11 +89,10 @@ class PassTable:
     def _maybe_new(self, id: PassId, deadline: float | None) -> AnyPass | None:
         now = self._clock.now()
         due = now + self._seconds if deadline is None else deadline
-        ended = len(self._ended.get(id.worker, ()))
-        if (
-            len(self._by_id) + ended >= self._most
-            and self._begun_by(id.worker) + ended >= self._most
-        ):
+        known = len(self._by_id) + len(self._ended.get(id.worker, ()))
+        if known >= self._most:  # of all coordinators
+            known -= sum([other.worker != id.worker for other in tuple(self._by_id)])
+        if known >= self._most:
             raise OverLimit(
                 f"{self._most} backward passes of w{id.worker} are known here, which is the limit",
                 hint="run fewer at once, or raise Limits(passes=…)",
@@ -105,9 +104,6 @@ class PassTable:
             active = self._by_id.setdefault(id, made)
         self._timer.need(due)
         return active
-
-    def _begun_by(self, worker: WorkerId) -> int:
-        return sum([id.worker == worker for id in tuple(self._by_id)])
 
     def _is_over(self, id: PassId) -> bool:
         if id.worker == self._directory.me.id:  # begun here: else it is in the table
@@ -169,7 +165,7 @@ class PassTable:
         for active in self.all():
             if active.deadline <= now:
                 active.expire(self._directory)
-                if isinstance(active, ParticipantPass) and not active.has_started:
+                if isinstance(active, ParticipantPass) and not active.started.settled:
                     self.over(active)  # its coordinator cannot reach us: nobody else ends it
             else:
                 waiting.append(active.deadline)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradwire.autograd.backward.engine_run import this_thread
 from gradwire.autograd.graph.crossing import RECV, EdgeEnd, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
-from gradwire.autograd.graph.lineage import NOTHING, Lineage, numbers, plus
+from gradwire.autograd.graph.lineage import Lineage, numbers
 from gradwire.autograd.graph.walk import reachable_from
 from gradwire.errors import PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
@@ -80,15 +80,6 @@ def sends_in(edges: Edges, mine: Lineage, name: Callable[[WorkerId], str]) -> li
             ).about("" if peer is None else lost, phase="backward")
         found.append(sent)
     return found
-
-
-def sends_executed(sends: Iterable[Sent]) -> Lineage:
-    """Those of them that the current run executes."""
-    executed = NOTHING
-    for sent in sends:
-        if will_execute(sent.node):
-            executed = plus(executed, sent.edge)
-    return executed
 
 
 def check_order(edges: Edges, end: EdgeEnd, edges_sent: set[EdgeId]) -> None:
