@@ -10,7 +10,7 @@ import torch
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import LiveEdge
-from gradwire.autograd.scope import current_context, enter, inside, leave
+from gradwire.autograd.scope import current_context, enter, inside, leave, saving_here
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, spoken_context
@@ -96,7 +96,7 @@ def backward(
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
     checked = [check_scalar_root(root) for root in roots]
-    with inside(context_id, engine.saving):
+    with inside(context_id), saving_here():
         engine.coordinator.backward(found, checked, retain_graph=retain_graph, timeout=timeout)
 
 

@@ -28,8 +28,7 @@ from gradwire.autograd.backward.engine_run import this_thread
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import check_order, leads_on
-from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.graph.context import Context, Contexts
+from gradwire.autograd.graph.context import Context, Contexts, Forgetting
 from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
 from gradwire.autograd.graph.lineage import meets, one, union
@@ -74,15 +73,7 @@ class Engine:
         first = first_of(agent.directory.myself.incarnation)
         self.edges = Edges(me.id, first, agent.limits.edges, agent.directory.lock)
         self.releases = Releases(agent, self.edges)
-        self.contexts = Contexts(
-            me.id,
-            me.name,
-            first=first,
-            most=agent.limits.contexts,
-            maybe_too_old=agent.directory.maybe_too_old,
-            register=self._register,
-            lock=agent.directory.lock,
-        )
+        self.contexts = Contexts(agent.directory, first, agent.limits.contexts, self._register)
         self.saving: Saving | None = None
         seconds, locks = timeouts.backward, LeafLocks()
         self.passes = PassTable(agent, self.edges, due, seconds)
@@ -259,10 +250,6 @@ class Engine:
         if message.last:
             active.worker_done(source.worker, has_changed=message.has_changed)
 
-    def release_no_more(self) -> None:
-        """All programs are over."""
-        self.releases.stop()
-
     def live_edges(self) -> list[LiveEdge]:
         """What holds graphs here, oldest first."""
         now, name = self._agent.clock.now(), self._agent.directory.name
@@ -283,16 +270,10 @@ class Engine:
         old = [edge for edge in self.live_edges() if edge.age > _LONG_SECONDS]
         if len(old) >= _MANY:
             _log.warning(
-                "%s shuts down with %d edges that other workers have held for over %g s, the "
-                "oldest (%s, %d bytes, sent to %s by %s) for %.0f s: see gradwire.live_edges()",
-                self._agent.directory.me.name,
-                len(old),
-                _LONG_SECONDS,
-                old[0].edge,
-                old[0].bytes,
-                old[0].to,
-                old[0].line,
-                old[0].age,
+                "%s shuts down with %d edges that other workers have held for over %g s: see "
+                "gradwire.live_edges(). The oldest is %s to %s, %.0f s old, of %d bytes, from %s",
+                *(self._agent.directory.me.name, len(old), _LONG_SECONDS),
+                *old[0],
             )
 
     def stop(self, reason: str) -> None:
@@ -308,7 +289,7 @@ class Engine:
         for id in self.contexts.all():
             self.contexts.close(id)
         self.edges.clear()
-        self.release_no_more()
+        self.releases.stop()
 
     # -- the life of a context
 

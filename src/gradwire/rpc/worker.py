@@ -240,7 +240,7 @@ class Worker:
             return ShutdownResult([], [], [])
 
         def let_all_go() -> None:
-            self.engine.release_no_more()
+            self.engine.releases.stop()
             let_go()
 
         return self._graceful_shutdown.leave(seconds, let_all_go, self._is_busy, self._find_leaks)
