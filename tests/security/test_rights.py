@@ -13,7 +13,6 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.requests.promise import Pending, RequestTable
 from gradwire.autograd.graph.lineage import one, to_wire, union
 from gradwire.autograd.messages import (
-    TO_GRAD,
     Forget,
     Gradients,
     PassEnded,
@@ -410,7 +409,7 @@ BOUNDED = gradwire.Options(
 def start(pass_id, worker, *numbers, seconds=5.0):
     """Have a worker run from these edges of its own."""
     edges = to_wire(union([one(EdgeId(worker, n)) for n in numbers]))
-    return Start(pass_id, 0, None, edges, None, TO_GRAD, False, False, seconds, None)
+    return Start(pass_id, 0, None, edges, None, False, False, seconds, None)
 
 
 def starts(root, worker, numbers, count):

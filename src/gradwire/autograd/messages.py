@@ -9,9 +9,6 @@ from gradwire.ids import ContextId, EdgeId, PassId
 from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
 
-TO_GRAD, TO_MAP, NOWHERE = 0, 1, 2
-"""Where leaves keep their gradients in a pass: `.grad`, the context's map, or not at all."""
-
 
 class Crossing(msgspec.Struct, frozen=True, array_like=True):
     """The tensors of a message that cross by one edge, and what they depend on."""
@@ -45,12 +42,11 @@ class Start(Message, frozen=True, tag=0x20):
     floor: int
     """the coordinator's oldest pass that is not over: nothing more is said of those before it"""
     context: ContextId | None
-    """whose map the gradients of leaves go to, if they go to one"""
+    """whose map the gradients of leaves go to; without one they go to `.grad`"""
     edges: dict[int, bytes]
     """the receiver's edges of the pass; see lineage.Wire"""
     needed: dict[int, bytes] | None
-    """under grad(): the coordinator's Sends that lead to its inputs"""
-    destination: int
+    """under grad(): the coordinator's Sends that lead to its inputs; leaves then keep nothing"""
     retain_graph: bool
     create_graph: bool
     seconds: Seconds

@@ -214,14 +214,12 @@ class CoordinatedPass(ActivePass):
         deadline: float,
         began: float,
         table: Edges,
-        run: int,
         edges: Lineage,
-        floor: int,
     ) -> None:
         # Every other worker that owns a Send of the pass takes part in it.
         participants = sorted(workers_in(edges) - {id.worker})
         super().__init__(id, context, deadline, began, table, participants)
-        self.run, self.edges, self.floor = run, edges, floor
+        self.edges = edges
         self.outer: list[Nested] | None = None
         """the nested passes of the outer backward, if there is one"""
         self.is_partial = False

@@ -24,12 +24,9 @@ from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.backward.reach import leads_on, reached_from, sends_in
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
-from gradwire.autograd.graph.edges import Edges, Sent
-from gradwire.autograd.graph.lineage import Lineage, common, of_worker, one, to_wire, union
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.lineage import Lineage, of_worker, one, to_wire, union
 from gradwire.autograd.messages import (
-    NOWHERE,
-    TO_GRAD,
-    TO_MAP,
     Gradients,
     HasEnded,
     PassEnded,
@@ -80,18 +77,10 @@ class Coordinator:
                 lineages.append(end_of(recv).origin.lineage)
                 # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
                 plain = plain or will_execute(anchor_of(recv))
-        lineage = union(lineages)
-        sends = self._sends_in(lineage)
-        needed = None
-        if not plain:
-            needed = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
-        destination = NOWHERE if not plain else TO_GRAD if into is None else TO_MAP
-        modes = (keeps_graph(), torch.is_grad_enabled())
-        active = self._begin(into, lineage, needed, destination, *modes)
-        active.is_partial = not plain
+        active = self._begin(into, union(lineages), is_partial=not plain)
         active.outer = undo_log.nested if undo_log else inside_now()
         return active
 
@@ -109,10 +98,6 @@ class Coordinator:
                 executed.append(recv)
         return executed if is_there else None
 
-    def _sends_in(self, lineage: Lineage) -> list[Sent]:
-        """The Sends of this worker in a lineage."""
-        return sends_in(self._edges, of_worker(lineage, self._me), self._agent.directory.name)
-
     def backward(
         self,
         context: Context,
@@ -129,9 +114,7 @@ class Coordinator:
 
         def on_start() -> None:
             executed = [end_of(recv).origin.lineage for recv in reached.recvs if will_execute(recv)]
-            lineage = union(executed)
-            self._sends_in(lineage)
-            self._begin(context, lineage, None, TO_MAP, retain_graph, False, timeout)
+            self._begin(context, union(executed), timeout)
 
         try:
             with span("gradwire backward of %s", context):
@@ -148,11 +131,9 @@ class Coordinator:
         self,
         context: Context | None,
         edges: Lineage,
-        needed: Lineage | None,
-        destination: int,
-        retain_graph: bool,
-        create_graph: bool,
         timeout: Timeout = DEFAULT,
+        *,
+        is_partial: bool = False,
     ) -> CoordinatedPass:
         """Begin a pass over these edges; the other workers that own a Send among them take part.
 
@@ -160,26 +141,29 @@ class Coordinator:
         participant can do nothing before. The receiver of these gradients gets both in one message.
         The Starts are sent at the latest when this worker begins to wait.
         """
-        mine = of_worker(edges, self._me)
+        mine, needed = of_worker(edges, self._me), None
+        sends = sends_in(self._edges, mine, self._agent.directory.name)
+        if is_partial:
+            mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
+            needed = to_wire(mine)
         active = self._passes.begin(context, current_run(), edges, timeout)
         EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
         if self._rollbacks or self._broken:
             self._check_participants(active)
+        active.mine, active.is_partial = mine, is_partial
         active.start = Start(
             active.id,
-            active.floor,
+            self._passes.floor,
             None if context is None else context.id,
             {},
-            None if needed is None else to_wire(needed),
-            destination,
-            retain_graph,
-            create_graph,
+            needed,
+            keeps_graph(),
+            torch.is_grad_enabled(),
             0.0,
             None,
             current_mode(),
             engine_run.lets_checkpoints_run(),
         )
-        active.mine = mine if needed is None else common(mine, needed)
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
         if self._agent.events.are_heard:

@@ -41,7 +41,7 @@ from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
-from gradwire.autograd.messages import NOWHERE, RunDone, RunFailed, Start
+from gradwire.autograd.messages import RunDone, RunFailed, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
@@ -211,8 +211,8 @@ class Participant:
             return
         reached = reached_from([sent.node for sent in sends])
         counted, anchors = reached.accumulators, None
-        if start.destination == NOWHERE:
-            needed = from_wire(start.needed or {})
+        if start.needed is not None:
+            needed = from_wire(start.needed)
             recvs = [r for r in reached.recvs if meets(end_of(r).origin.lineage, needed)]
             counted, anchors = [], tuple([anchor_of(recv).variable for recv in recvs])  # type: ignore[attr-defined]
 

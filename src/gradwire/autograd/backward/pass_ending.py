@@ -182,10 +182,8 @@ class PassEnding:
             self._agent.answer(source, Done(), deadline=self._agent.clock.now() + END_SECONDS)
 
     def _undo(self, message: PassEnded, failure: Failure) -> bool:
-        found = self._passes.maybe(message.pass_id)
-        if found is None:
-            # Record the pass as failed (a tombstone), so that a Start that comes later is ignored.
-            found = self._passes.heard_of(message.pass_id)
+        # If it is not known it is added, as failed, so that a Start that comes later is ignored.
+        found = self._passes.heard_of(message.pass_id)
         if found is None:
             return True
         active = participated(found)

@@ -59,14 +59,20 @@ class PassTable:
             n = self._count = self._count + 1
             self._mine[n] = None
         try:
-            id, floor = PassId(self._directory.me.id, n), next(iter(self._mine))
-            active = CoordinatedPass(id, context, deadline, now, self._edges, run, edges, floor)
+            id = PassId(self._directory.me.id, n)
+            active = CoordinatedPass(id, context, deadline, now, self._edges, edges)
+            active.run = run
             self._by_id[id] = self._by_run[run] = active
         except BaseException:  # an interrupt, or one in a finalizer
             self._mine.pop(n, None)
             raise
         self._timer.need(deadline)
         return active
+
+    @property
+    def floor(self) -> int:
+        """The oldest pass of this worker that is not over. See Note [Passes that are over]."""
+        return next(iter(self._mine))
 
     def heard_of(
         self, id: PassId, deadline: float | None = None, floor: int | None = None

@@ -132,8 +132,7 @@ class Contexts:
         if context is not None:
             return context
         unknown = f"Could not find autograd context with id: {id}"
-        was_opened_here = opener_of(id) == self._me and self._first <= count_of(id) < self.opened
-        if id in self._closed or was_opened_here:
+        if self.is_over(id):
             lost, here = self._closed.get(id), self._directory.me.name
             why = "" if lost is None else f", as {lost} was lost"
             raise ContextClosed(
@@ -158,6 +157,11 @@ class Contexts:
     def lost_with(self, id: ContextId) -> str | None:
         """The worker whose loss has closed it here, if it was that."""
         return self._closed.get(id)
+
+    def is_over(self, id: ContextId) -> bool:
+        """Whether it was here, or would have been, and is no more."""
+        was_opened_here = opener_of(id) == self._me and self._first <= count_of(id) < self.opened
+        return id in self._closed or (was_opened_here and id not in self._open)
 
     def all(self) -> list[ContextId]:
         """Every open one."""
