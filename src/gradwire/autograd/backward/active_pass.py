@@ -72,19 +72,17 @@ class ActivePass:
         self._changed: threading.Condition | None = None
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
+        self.first_news: Promise[None] = Promise()
+        """settled, without the lock, when gradients have arrived or the pass has failed"""
 
     def __str__(self) -> str:
         return str(self.id) if self.context is None else f"{self.id} of {self.context}"
 
     def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
         """Settle an edge. If its gradients do not decode or came before, the pass fails."""
-        present = message.present
         try:
-            came = decode_tensors(message.tensors, payload, limits)
-            gradients: list[torch.Tensor | None] = [*came]
-            if False in present or len(came) != len(present):
-                left = iter(came)
-                gradients = [next(left) if there else None for there in present]
+            came = iter(decode_tensors(message.tensors, payload, limits))
+            gradients = [next(came) if there else None for there in message.present]
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
             return
@@ -96,7 +94,8 @@ class ActivePass:
             else:
                 self._inbox[message.edge] = gradients, message.crossings
             self._notify()
-        self._resume()
+        if not self.first_news.settled:
+            self.first_news.settle(None)
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -132,7 +131,8 @@ class ActivePass:
         with self._lock:
             self._fail(error)
             self._notify()
-        self._resume()
+        if not self.first_news.settled:
+            self.first_news.settle(None)
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
@@ -179,9 +179,6 @@ class ActivePass:
                 self._table.unseen([crossing.edge for crossing in crossed], sent.peer)
                 has_edges = True
         return has_edges
-
-    def _resume(self) -> None:
-        """Without the lock: gradients have arrived, or the pass has failed."""
 
     def _notify(self) -> None:
         """With the lock held: wake the threads that wait."""
@@ -262,30 +259,6 @@ class ParticipantPass(ActivePass):
         self._run_over = False
         self.started: Promise[None] = Promise()
         """settled by the first Start"""
-        self._parked: Callable[[], object] | None = None
-
-    def park(self, begin: Callable[[], object]) -> bool:
-        """Call `begin` when the first gradients arrive, or the pass fails.
-
-        False, and it is not called, if that has happened already.
-        """
-        with self._lock:
-            if self.error is not None or self._state.settled:
-                return False
-            self._parked = begin
-            return True
-
-    def _resume(self) -> None:
-        # Read without the lock: `park` looks for gradients and errors under the lock, so one of
-        # the two sides sees what the other has written.
-        if self._parked is None:
-            return
-        begin = None
-        with self._lock:
-            if self.error is not None or self._state.settled:
-                begin, self._parked = self._parked, None
-        if begin is not None:
-            begin()
 
     def run_begins(self, undo_log: UndoLog) -> None:
         """The engine is about to run; raises what has already ended the pass."""

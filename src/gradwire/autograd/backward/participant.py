@@ -127,10 +127,12 @@ class Participant:
         sends = self._sends_of(active, start)
         run = partial(self._take_part_and_tell, active, start, sends)
         direct = [sent.lineage for sent in sends if sent.peer == coordinator]
-        if len(direct) == len(sends) or not minus(active.mine, union(direct)):
+        is_direct = len(direct) == len(sends) or not minus(active.mine, union(direct))
+        if is_direct or active.first_news.settled:
             return run()
         attempt = partial(self._attempt, active.id, deadline, run)
-        return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
+        active.first_news.on_settled(lambda _: self._agent.dispatch.service.submit(attempt))
+        return True
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         """The Sends to run from."""
