@@ -21,7 +21,6 @@ import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.coordinator import Coordinator
 from gradwire.autograd.backward.engine_run import this_thread
@@ -33,7 +32,6 @@ from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, ch
 from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
 from gradwire.autograd.graph.lineage import meets, one, union
 from gradwire.autograd.graph.release import Releases
-from gradwire.autograd.graph.walk import origin_of, tensors_in
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
@@ -153,10 +151,6 @@ class Engine:
         self.edges.unseen([crossed.edge for crossed in crossings], sender)
         self.releases.expect()
 
-    def depth_of(self, value: object) -> int:
-        """The depth of the tensors in a value, above which its next thread must make nodes."""
-        return origin_of(tensor.grad_fn for tensor in tensors_in(value)).depth
-
     # -- backward: what the nodes call
 
     def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
@@ -181,11 +175,9 @@ class Engine:
         """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
 
         `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
-        gradient, and nothing behind it: no other worker waits for that gradient.
-
-        See Note [Gradients are never shared]. If the last gradients of a run go to the coordinator,
-        they are held until the engine has returned, and stand for RunDone too. Under create_graph a
-        gradient may require a gradient itself, and crosses by an edge as values do.
+        gradient, and nothing behind it: no other worker waits for that gradient. The last gradients
+        of a run are held until the engine has returned if they go to the coordinator, and stand for
+        RunDone too. Under create_graph a gradient may cross by an edge, as values do.
         """
         active, edge, peer = self._active_pass(end), end.edge, end.peer
         active.edges_sent.add(edge)
@@ -198,9 +190,7 @@ class Engine:
         if torch.is_grad_enabled():
             crossings = self.attach_send(end.context, peer, present)
         headers, payload = encode_tensors(present, self.limits)
-        there = [True] * len(present)
-        if len(present) < len(gradients):
-            there = [gradient is not None for gradient in gradients]
+        there = [gradient is not None for gradient in gradients]
         message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.are_heard:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
@@ -298,10 +288,7 @@ class Engine:
         self.saving = saving
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
-        """A call to this peer is about to be made: its context, if that is still open here.
-
-        A call in a closed context must not open it again on the peer.
-        """
+        """The context of a call to this peer; a closed one is left out, or it would be reopened."""
         context = None if id is None else self.contexts.heard_of(id)
         if context is None:
             return None
@@ -351,16 +338,13 @@ class Engine:
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Drop what is known now only: a peer that comes back may open new contexts meanwhile."""
         self.passes.peer_lost(worker, error)
-        known, settle = self.contexts.all(), self._participant.coordinator_lost(worker)
-        dropped = self.edges.peer_lost(worker)
-        forget = partial(self._forget_lost, worker, known, settle, dropped)
-        self._agent.dispatch.service.submit(forget)
+        known = [id for id in self.contexts.all() if opener_of(id) == worker]
+        settle, dropped = self._participant.coordinator_lost(worker), self.edges.peer_lost(worker)
 
-    def _forget_lost(
-        self, worker: WorkerId, known: list[ContextId], settle: Job, dropped: list[object]
-    ) -> None:
-        dropped.clear()
-        for id in known:
-            if opener_of(id) == worker:
+        def forget() -> None:
+            dropped.clear()
+            for id in known:
                 self.close(id, lost=self._agent.directory.name(worker))
-        settle()
+            settle()
+
+        self._agent.dispatch.service.submit(forget)

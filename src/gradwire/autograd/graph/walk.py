@@ -48,7 +48,7 @@ order that they would have in one process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import final
 
@@ -165,20 +165,6 @@ def lift_this_thread(depth: int) -> None:
         while (number := sequence_number(node_of(seed.view(())))) < depth:
             pass
     _thread.above = number  # a thread's count never goes back
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a value, inside plain containers too."""
-    match value:
-        case torch.Tensor():
-            yield value
-        case list() | tuple():
-            for item in value:
-                yield from tensors_in(item)
-        case dict():
-            yield from tensors_in(list(value.values()))
-        case _:
-            pass
 
 
 def node_of(tensor: torch.Tensor) -> Node:
