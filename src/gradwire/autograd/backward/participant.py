@@ -9,8 +9,8 @@ thread while it waits for gradients that nobody sends. This worker cannot know e
 part: the peer to which it sent a tensor may have passed the result on. But the gradients of an edge
 come only from the worker to which that edge leads. So a Start that names other edges than those
 that lead to the coordinator, and what these depend on, waits without a thread for the first
-gradients of its pass. In a legitimate pass they come, because gradients propagate from the
-coordinator, and before they come a run could only wait. Otherwise the deadline ends the pass.
+gradients of its pass: before they come a run could only wait, and without them the deadline ends
+the pass.
 
 They may be those of an edge that leads to the coordinator. It could name edges of others beside
 that, but what is behind their Sends does not run before gradients come from where they lead. To

@@ -4,10 +4,9 @@
     received   by edge; holds only a weak reference to the Recv
 
 When a Recv dies, its edge is queued here until its sender has been told (release.py), which drops
-the token. The graph behind the Send dies, with it the Recvs in that graph, and so on upstream:
-reference counting along a graph without cycles, with one holder for each edge. So the edges behind
-a Recv that is alive are all there: what arrives never names a released edge, and a Start never
-misses a Send, unless a peer was lost or a context was closed early.
+the token, and so on upstream (docs/concepts/graph.md). So the edges behind a Recv that is alive are
+all there: what arrives never names a released edge, and a Start never misses a Send, unless a peer
+was lost or a context was closed early.
 
 Note [Edges are not locked]: nodes are made while edges are recorded, and what makes objects may run
 the collector, and with it a finalizer of the user's that sends something itself. So no lock is held
@@ -146,13 +145,9 @@ class Edges:
     def next_depth(self, below: int) -> int:
         """The depth of a new edge that depends on others down to `below`.
 
-        Deeper than the edges sent since the last pass, too: see Note [The order of waiting],
-        walk.py.
+        Deeper than those sent since the last pass, too: see Note [The order of waiting], walk.py.
         """
-        before = self._latest_depth
-        if before > ROOM // 2:
-            before = ROOM // 2
-        depth = self._latest_depth = (before if before > below else below) + 1
+        depth = self._latest_depth = max(min(self._latest_depth, ROOM // 2), below) + 1
         return depth
 
     def pass_over(self) -> None:
@@ -176,8 +171,7 @@ class Edges:
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
         """A message with these edges was dropped before they became Recvs.
 
-        Its sender may name any edges: those of others are not released on its word, nor what is
-        alive here.
+        On its sender's word no edges of others are released, nor what is alive here.
         """
         for edge in edges:
             if edge.worker == sender and edge not in self.received:
@@ -195,9 +189,9 @@ class Edges:
         return [sender for sender, edges in tuple(self._to_release.items()) if edges]
 
     def to_release(self, sender: WorkerId, most: int) -> list[int]:
-        """Edges of this sender that nobody can differentiate through any more.
+        """Edges of this sender that are over; they stay here until it `was_told`.
 
-        They stay here until it `was_told`: to tell it twice does no harm. hot: each call and answer
+        hot: each call and answer
         """
         if self._dead:
             self._look_for_dead()
@@ -229,11 +223,10 @@ class Edges:
         return True
 
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
-        """The receiver holds these no more: what to drop, with no lock held.
+        """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
 
-        Where it is dropped graphs die, and finalizers of users run. An edge that is not there was
-        withdrawn, or released before, or is of an earlier incarnation of this worker. BadMessage,
-        and nothing is released, if one leads elsewhere.
+        An edge that is not there was withdrawn, or released before, or is of an earlier incarnation
+        of this worker. BadMessage, and nothing is released, if one leads elsewhere.
         """
         found = []
         for n in numbers:

@@ -11,18 +11,16 @@ of one run gradwire puts two more hooks around each of those nodes:
 So hooks see the gradient of the context where they look for it. A leaf is *open* while its `.grad`
 holds the sum of the context. All leaves of the run are opened again while the engine's final
 callbacks run, because DDP's reducer writes its averages there. A leaf is locked while it is open,
-as runs of several contexts may meet on it. A plain local backward or an optimizer does not take
-that lock: it must not use a leaf's `.grad` while another thread differentiates into a map.
+as runs of several contexts may meet on it; a plain local backward does not take that lock.
 
-The entry of one leaf is in leaf_entry.py. A backward that a Function runs inside a run has an undo
-log of its own, whose entries become part of the outer one (backward/engine_run.py).
+A backward that a Function runs inside a run has an undo log of its own, whose entries become part
+of the outer one (backward/engine_run.py).
 
 Note [A pass ends once]: three threads may learn that a pass has ended here: the one that ran it,
-the one that reads the coordinator's message, and the one that notices that the connection to the
-coordinator is lost. The first of them takes a token and ends the log: it keeps all changes, or
-reverts all of them in reverse order. Another thread that wants to revert waits until that is over,
-because it then says that the revert is done. It is a token and not a lock, so that `keep`, which
-runs on a thread that reads a channel, never waits.
+the one that reads the coordinator's message, and the one that notices that the coordinator is lost.
+The first to settle `_token` ends the log: it keeps all changes, or reverts all of them in reverse
+order. Another that wants to revert waits until that is over, because it then says that the revert
+is done. It is no lock, so that `keep`, which runs on a thread that reads a channel, never waits.
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class UndoLog:
         self._stuck = 0
         """how many gradients could not be reverted"""
         self._token: Promise[None] = Promise()
-        """taken by the thread that ends the log; see Note [A pass ends once]"""
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
