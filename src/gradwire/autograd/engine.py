@@ -23,10 +23,9 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.coordinator import Coordinator
-from gradwire.autograd.backward.engine_run import this_thread
+from gradwire.autograd.backward.engine_run import check_order, leads_on, this_thread
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import check_order, leads_on
 from gradwire.autograd.graph.context import Context, Contexts, Forgetting
 from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.edges import Edges, LiveEdge, Made

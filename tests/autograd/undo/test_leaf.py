@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd.backward.engine_run import execute
-from gradwire.autograd.backward.reach import reached_from
+from gradwire.autograd.backward.engine_run import execute, reached_from
 from gradwire.autograd.undo.leaf import Addition, LeafLocks, folded, is_total, total, without
 from gradwire.autograd.undo.undo_log import UndoLog, _by_run
 from tests.autograd.tables import contexts_of

@@ -60,7 +60,7 @@ class ActivePass:
         self.run: int | None = None
         """the number of the engine run here, once it is known"""
         self.edges_sent: set[EdgeId] = set()
-        """the edges whose gradients have left, or are about to; see `reach.check_order`"""
+        """the edges whose gradients have left, or are about to; see `engine_run.check_order`"""
         self.error: Exception | None = None
         """the first error, which has ended the pass"""
         self._state = PassState(id, participants)

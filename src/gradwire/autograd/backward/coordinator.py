@@ -21,7 +21,6 @@ from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import CoordinatedPass
 from gradwire.autograd.backward.pass_ending import END_LATE_SECONDS, END_SECONDS, Rollback
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import leads_on, reached_from, sends_in
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges
@@ -73,7 +72,7 @@ class Coordinator:
             executed = self._executed(self._edges.recvs(), met) or []
         plain, lineages = False, []
         for recv in executed:
-            if leads_on(recv):
+            if engine_run.leads_on(recv):
                 lineages.append(end_of(recv).origin.lineage)
                 # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
                 plain = plain or will_execute(anchor_of(recv))
@@ -110,7 +109,7 @@ class Coordinator:
         undo_log = UndoLog(self._locks, context)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         engine_run.number_nodes(nodes)
-        reached = reached_from(nodes)
+        reached = engine_run.reached_from(nodes)
 
         def on_start() -> None:
             executed = [end_of(recv).origin.lineage for recv in reached.recvs if will_execute(recv)]
@@ -142,7 +141,7 @@ class Coordinator:
         The Starts are sent at the latest when this worker begins to wait.
         """
         mine, needed = of_worker(edges, self._me), None
-        sends = sends_in(self._edges, mine, self._agent.directory.name)
+        sends = self._edges.sends_in(mine, self._agent.directory.name)
         if is_partial:
             mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
             needed = to_wire(mine)

@@ -20,17 +20,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, NamedTuple, final
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradwire.autograd.graph.crossing import RECV, end_of
-from gradwire.autograd.graph.edges import any_received
+from gradwire.autograd.graph.crossing import RECV, EdgeEnd, anchor_of, end_of
+from gradwire.autograd.graph.edges import Edges, any_received
 from gradwire.autograd.graph.walk import node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
+from gradwire.errors import UsageError
+from gradwire.ids import EdgeId
 from gradwire.torch_private import (
+    CHECKPOINT,
+    DDP_SINK,
     NO_RUN,
     AccumulateGrad,
     Node,
@@ -49,18 +54,76 @@ from gradwire.torch_private import (
     wrap_runs,
 )
 
-if TYPE_CHECKING:
-    from gradwire.autograd.backward.reach import Reached
-
 Tensors = tuple[torch.Tensor, ...]
 
 OnStart = Callable[[], None]
 """Called from inside a run, before anything else, to take note of its number."""
 
+_FEW_LEAVES = 16
+"""So many leaves are closed in less time than one more message takes."""
 _BEFORE_ALL = 1 << 62
 _ONE = torch.ones(())
 """The gradient of a token. Nothing reads it: a Send waits for its gradients, and no user has a
 token."""
+
+
+# -- what a run reaches; a coordinator asks from inside its run, at the first crossing
+
+
+class Reached(NamedTuple):
+    """The nodes behind some others that a run must know before it begins."""
+
+    recvs: list[Node]
+    accumulators: list[Node]
+    """of leaves; those of the Recvs' anchors are not among them"""
+    checkpoints: list[Node]
+    """those of reentrant activation checkpoints, whose backward runs another backward"""
+    sinks: list[Node]
+    """DDP's sink nodes (`find_unused_parameters=True`)"""
+
+
+def reached_from(nodes: Iterable[Node]) -> Reached:
+    """What a run from these reaches on this worker, through links too."""
+    by_kind: dict[type[Node], list[Node]] = {}
+    for node in reachable_from(nodes):
+        kind = type(node)
+        if kind in _KINDS:
+            by_kind.setdefault(kind, []).append(node)
+    recvs = by_kind.get(RECV, [])
+    accumulators = by_kind.get(AccumulateGrad, [])
+    if recvs:
+        anchors = set(map(anchor_of, recvs))
+        accumulators = [node for node in accumulators if node not in anchors]
+    return Reached(recvs, accumulators, by_kind.get(CHECKPOINT, []), by_kind.get(DDP_SINK, []))
+
+
+_KINDS = frozenset([RECV, AccumulateGrad, CHECKPOINT, DDP_SINK])
+
+
+def may_be_counted(reached: Reached) -> bool:
+    """Whether the last gradients of a run may be held until it is over, and announce its end.
+
+    Only if it is over soon after them: not if many leaves are to be closed, or if DDP runs
+    callbacks at the end.
+    """
+    if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
+        return False
+    return not reached.accumulators or not (dist.is_available() and dist.is_initialized())
+
+
+def leads_on(recv: Node) -> bool:
+    """Whether the current run executes something behind this Recv.
+
+    `will_execute` says yes also to a node at which grad() only captures a gradient; a node that is
+    executed has a next one that is.
+    """
+    for node, _ in recv.next_functions:  # noqa: SIM110  (half the time of a generator)
+        if node is not None and will_execute(node):
+            return True
+    return False
+
+
+# -- runs that gradwire starts
 
 
 def execute(
@@ -333,3 +396,26 @@ def drain() -> None:
         last = seed.view(())
     set_sequence_number(node_of(last), 0)
     torch.autograd.grad(last, seed)
+
+
+def check_order(edges: Edges, end: EdgeEnd, edges_sent: set[EdgeId]) -> None:
+    """A Send is about to wait: UsageError if a Recv of its run should have run before it.
+
+    In a run whose nodes are in order there is none; only other runs are looked at.
+    """
+    if this_thread.is_ordered:
+        return
+    sent = edges.sent.get(end.edge.n)
+    if sent is None:
+        return
+    for recv in edges.recvs():
+        other = end_of(recv)
+        if other.edge in edges_sent or other.origin.depth < sent.depth:
+            continue
+        if will_execute(recv) and leads_on(recv):
+            raise UsageError(
+                f"{end.edge} waits for gradients before {other.edge} has sent its own: "
+                "the backward was not begun by Python code, or one inside it has failed",
+                hint="begin it with loss.backward(), torch.autograd.grad(…) or "
+                "gradwire.backward(context_id, [loss])",
+            )

@@ -36,7 +36,6 @@ from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import ParticipantPass
 from gradwire.autograd.backward.pass_ending import PassEnding, check_coordinator, participated
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import may_be_counted, reached_from, sends_in
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
@@ -137,7 +136,7 @@ class Participant:
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         """The Sends to run from."""
         active.mine = of_worker(from_wire(start.edges), self._edges.me)
-        sends = sends_in(self._edges, active.mine, self._agent.directory.name)
+        sends = self._edges.sends_in(active.mine, self._agent.directory.name)
         if start.needed is not None:
             needed = from_wire(start.needed)
             sends = [sent for sent in sends if meets(sent.lineage, needed)]
@@ -211,7 +210,7 @@ class Participant:
     ) -> None:
         if not sends:
             return
-        reached = reached_from([sent.node for sent in sends])
+        reached = engine_run.reached_from([sent.node for sent in sends])
         counted, anchors = reached.accumulators, None
         if start.needed is not None:
             needed = from_wire(start.needed)
@@ -222,7 +221,7 @@ class Participant:
             self._passes.enter(active, undo_log.run)
             if not start.checkpoints and any(map(will_execute, reached.checkpoints)):
                 raise RuntimeError(_NO_CHECKPOINTS)  # as torch does in one process
-            if anchors is not None or may_be_counted(reached):
+            if anchors is not None or engine_run.may_be_counted(reached):
                 recvs = sum(map(will_execute, reached.recvs))
                 active.run_counted(len(sends), recvs, sum(map(will_execute, counted)))
 

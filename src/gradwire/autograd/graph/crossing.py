@@ -212,7 +212,7 @@ def arrive(
     taken = [tensors[place] for place in places]
     # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
     # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
-    # not, which tells the two apart (backward/reach.py).
+    # not, which tells the two apart (backward/coordinator.py).
     anchor = _NOTHING.detach().requires_grad_()
     mine = of_worker(origin.lineage, edges.me)
     links = _links(edges, mine) if mine else ()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -27,9 +27,9 @@ import msgspec
 import torch
 
 from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.autograd.graph.lineage import Lineage, meets, one, union
+from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, PeerLost
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.torch_private import Node
 
@@ -141,6 +141,22 @@ class Edges:
     def has_sent(self, n: int) -> bool:
         """Whether this incarnation has made an edge of this number."""
         return self._first <= n < self._next
+
+    def sends_in(self, mine: Lineage, name: Callable[[WorkerId], str]) -> list[Sent]:
+        """These edges of this worker; PeerLost if one was released. `name` is the directory's."""
+        found = []
+        for n in numbers(mine):
+            sent = self.sent.get(n)
+            if sent is None:
+                peer = self.lost_to.get(n)
+                lost = "the worker it leads to" if peer is None else name(peer)
+                raise PeerLost(
+                    f"{EdgeId(self.me, n)} was dropped here: {lost} was lost"
+                    + (", or the context that it was made in is closed" if peer is None else ""),
+                    hint="compute what depends on it again",
+                ).about("" if peer is None else lost, phase="backward")
+            found.append(sent)
+        return found
 
     def next_depth(self, below: int) -> int:
         """The depth of a new edge that depends on others down to `below`.

@@ -34,7 +34,7 @@ runs leave in a queue is dropped.
 Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
 made by threads that entered a context or received what they used, see below. Where they are not,
 and a Send would wait before a Recv of the same depth or a greater one has run, it raises
-(`reach.check_order`): by (1) that happens only if the order is wrong.
+(`engine_run.check_order`): by (1) that happens only if the order is wrong.
 
 The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
 its worker sent before it since the last pass, up to depth ROOM/2. So all pipeline workers process
