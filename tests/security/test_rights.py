@@ -19,7 +19,6 @@ from gradwire.autograd.messages import (
     QueryContext,
     Release,
     RunDone,
-    RunFailed,
     Start,
 )
 from gradwire.errors import BadMessage, OverLimit
@@ -366,7 +365,7 @@ def test_a_pass_is_failed_by_those_who_take_part(workers, at):
     def attack():
         assert reached.wait(10)
         (running,) = workers[0].worker.engine.passes.all()
-        say(workers[2].worker, at, RunFailed(running.id, failure))
+        say(workers[2].worker, at, RunDone(running.id, False, failure))
         say(workers[2].worker, at, RunDone(running.id, False))
         assert eventually(lambda: refused(workers, 2))
         opened.set()

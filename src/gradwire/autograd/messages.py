@@ -60,18 +60,12 @@ class Start(Message, frozen=True, tag=0x20):
 
 
 class RunDone(Message, frozen=True, tag=0x22):
-    """A participant to the coordinator: my run is over."""
+    """A participant to the coordinator: my run is over, or has failed."""
 
     pass_id: PassId
     has_changed: bool
     """whether the run has changed leaves: then the participant must hear how the pass ends"""
-
-
-class RunFailed(Message, frozen=True, tag=0x23):
-    """A participant to the coordinator: my run has failed."""
-
-    pass_id: PassId
-    failure: Failure
+    failure: Failure | None = None
 
 
 class PassEnded(Message, frozen=True, tag=0x24):

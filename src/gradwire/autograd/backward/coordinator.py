@@ -25,15 +25,7 @@ from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import Lineage, of_worker, one, to_wire, union
-from gradwire.autograd.messages import (
-    Gradients,
-    HasEnded,
-    PassEnded,
-    QueryPass,
-    RunDone,
-    RunFailed,
-    Start,
-)
+from gradwire.autograd.messages import Gradients, HasEnded, PassEnded, QueryPass, RunDone, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
@@ -60,7 +52,6 @@ class Coordinator:
         self._me = agent.directory.me.id
         engine_run.watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
-        agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
         agent.handle(QueryPass, self._serve_query, Lane.SERVICE)
         agent.kinds.add(HasEnded)
         self._outcomes = Outcomes()
@@ -293,18 +284,13 @@ class Coordinator:
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         active = self._passes.maybe(message.pass_id)
-        if active is not None:
-            active.worker_done(source.worker, has_changed=message.has_changed)
-        else:
-            self._agent.noting.came_late(source.worker)
-
-    def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
-        active = self._passes.maybe(message.pass_id)
         if active is None:
             self._agent.noting.came_late(source.worker)
-            return
-        if source.worker not in active.participants:
+        elif message.failure is None:
+            active.worker_done(source.worker, has_changed=message.has_changed)
+        elif source.worker in active.participants:
+            active.fail(self._agent.revive(message.failure))
+        else:
             raise BadMessage(
                 f"w{source.worker} fails {active.id}, in which it was not asked to run"
             )
-        active.fail(self._agent.revive(message.failure))

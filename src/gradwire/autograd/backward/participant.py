@@ -1,7 +1,7 @@
 """A participant of a pass: one engine run over this worker's Sends, for a coordinator elsewhere.
 
-It runs when a Start arrives and answers RunDone or RunFailed. The undo log of its run is kept until
-it is known how the pass ended (pass_ending.py).
+It runs when a Start arrives and answers RunDone. The undo log of its run is kept until it is known
+how the pass ended (pass_ending.py).
 
 Note [Who may start a run here]: the numbers of edges can be guessed, so any member can send a Start
 for a graph in which it has no part. Its run would free the graph's saved tensors, or occupy a
@@ -40,7 +40,7 @@ from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
-from gradwire.autograd.messages import RunDone, RunFailed, Start
+from gradwire.autograd.messages import RunDone, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
@@ -175,7 +175,7 @@ class Participant:
         self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
 
     def _tell_failed(self, pass_id: PassId, deadline: float, error: BaseException) -> None:
-        failed = RunFailed(pass_id, self._agent.describe(error))
+        failed = RunDone(pass_id, False, self._agent.describe(error))
         try:
             self._agent.tell(pass_id.worker, failed, deadline=deadline, phase="backward")
         except GradwireError:

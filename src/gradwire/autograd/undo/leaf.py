@@ -64,7 +64,6 @@ class LeafLocks:
     """The `Leaf` of each leaf of a worker that a run has met."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._leaves: dict[int, Leaf] = {}
 
     def __len__(self) -> int:
@@ -75,13 +74,9 @@ class LeafLocks:
         number = id(leaf)
         known = self._leaves.get(number)
         if known is None:
-            with self._lock:
-                known = self._leaves.get(number)
-                if known is None:
-                    tensor = weakref.ref(leaf, lambda _: self._leaves.pop(number, None))
-                    # `setdefault`, as a finalizer may run here, on this thread, which has the
-                    # lock already, and add the same leaf.
-                    known = self._leaves.setdefault(number, Leaf(tensor))
+            tensor = weakref.ref(leaf, lambda _: self._leaves.pop(number, None))
+            # One step for the interpreter: another thread, or a finalizer, may have added it.
+            known = self._leaves.setdefault(number, Leaf(tensor))
         return known
 
 
