@@ -86,14 +86,13 @@ class ActivePass:
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
             return
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 self._state.edge_settled(message.edge)
-            except BadMessage as error:
-                self._fail(error)
-            else:
                 self._inbox[message.edge] = gradients, message.crossings
-            self._notify()
+                self._notify()
+        except BadMessage as error:
+            self.fail(error)
         if not self.first_news.settled:
             self.first_news.settle(None)
 
@@ -129,7 +128,8 @@ class ActivePass:
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
         with self._lock:
-            self._fail(error)
+            if self._state.pass_failed():
+                self.error = error
             self._notify()
         if not self.first_news.settled:
             self.first_news.settle(None)
@@ -191,10 +191,6 @@ class ActivePass:
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             return self._changed.wait_for(done, seconds)
-
-    def _fail(self, error: Exception) -> None:
-        if self._state.pass_failed():
-            self.error = error
 
 
 @final

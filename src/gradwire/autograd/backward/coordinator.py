@@ -61,32 +61,24 @@ class Coordinator:
         executed = self._executed(engine_run.this_thread.recvs, met)
         if executed is None:  # the run was not begun by Python code
             executed = self._executed(self._edges.recvs(), met) or []
-        plain, lineages = False, []
-        for recv in executed:
-            if engine_run.leads_on(recv):
-                lineages.append(end_of(recv).origin.lineage)
-                # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
-                plain = plain or will_execute(anchor_of(recv))
+        leading = [recv for recv in executed if engine_run.leads_on(recv)]
+        lineage = union([end_of(recv).origin.lineage for recv in leading])
+        # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
+        plain = any(will_execute(anchor_of(recv)) for recv in leading)
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
-        active = self._begin(into, union(lineages), is_partial=not plain)
+        active = self._begin(into, lineage, is_partial=not plain)
         active.outer = undo_log.nested if undo_log else inside_now()
         return active
 
     def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node] | None:
         """Those of this worker that the current run executes; None if `met` is not among them."""
-        executed, is_there = [], False
-        for recv in recvs:
-            end = end_of(recv)
-            if end.engine_ref is not met.engine_ref:
-                continue
-            if end.edge == met.edge:  # `will_execute` is false for the root node of a backward
-                is_there = True
-                executed.append(recv)
-            elif will_execute(recv):
-                executed.append(recv)
-        return executed if is_there else None
+        own = [recv for recv in recvs if end_of(recv).engine_ref is met.engine_ref]
+        if all(end_of(recv).edge != met.edge for recv in own):
+            return None
+        # `will_execute` is false for the root node of a backward, which `met` may be.
+        return [recv for recv in own if end_of(recv).edge == met.edge or will_execute(recv)]
 
     def backward(
         self,

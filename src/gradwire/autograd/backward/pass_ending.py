@@ -159,7 +159,7 @@ class PassEnding:
             self._keep(message)
             return
         self._rollbacks.take(source.worker)
-        roll_back = partial(self._roll_back, message, message.failure, source)
+        roll_back = partial(self._roll_back, message.pass_id, message.failure, source)
         self._agent.dispatch.service.submit(partial(self._agent.guarded, source, roll_back))
 
     def _keep(self, message: PassEnded) -> None:
@@ -173,31 +173,29 @@ class PassEnding:
         if active.undo_log is not None:
             active.undo_log.keep(self._agent.dispatch.service.submit)
 
-    def _roll_back(self, message: PassEnded, failure: Failure, source: Source) -> None:
+    def _roll_back(self, pass_id: PassId, failure: Failure, source: Source) -> None:
         try:
-            is_undone = self._undo(message, failure)
+            is_undone = self._undo(pass_id, failure)
         finally:
             self._rollbacks.give_back(source.worker)
         if is_undone:  # else the coordinator reports that this worker did not confirm
             self._agent.answer(source, Done(), deadline=self._agent.clock.now() + END_SECONDS)
 
-    def _undo(self, message: PassEnded, failure: Failure) -> bool:
+    def _undo(self, pass_id: PassId, failure: Failure) -> bool:
         # If it is not known it is added, as failed, so that a Start that comes later is ignored.
-        found = self._passes.heard_of(message.pass_id)
+        found = self._passes.heard_of(pass_id)
         if found is None:
             return True
         active = participated(found)
         active.fail(self._agent.revive(failure))
-        over = active.wait_for_run(_RUN_SECONDS)
+        is_over, undo_log = active.wait_for_run(_RUN_SECONDS), active.undo_log
         self._passes.over(active)
-        if not over:
-            return False
-        if active.undo_log is not None:
-            if not active.undo_log.undo():
-                return False
-            if stays := active.undo_log.what_stays(self._agent.directory.me.name):
-                raise GradwireError(stays)
-        return True
+        if not is_over or undo_log is None:
+            return is_over
+        is_undone = undo_log.undo()
+        if is_undone and (stays := undo_log.what_stays(self._agent.directory.me.name)):
+            raise GradwireError(stays)
+        return is_undone
 
     # -- the coordinator is lost
 
@@ -233,15 +231,12 @@ class PassEnding:
 
     def _ask_whether_ended_well(self, coordinator: WorkerId, active: ParticipantPass) -> bool:
         agent = self._agent
-        deadline = agent.clock.now() + _IN_DOUBT_SECONDS
-        query = QueryPass(active.id)
-        failed = 0
+        deadline, failed = agent.clock.now() + _IN_DOUBT_SECONDS, 0
+        query, what = QueryPass(active.id), f"end of {active.id}"
         while agent.clock.now() < deadline and failed < _MOST_FAILED_QUERIES:
             until = min(deadline, agent.clock.now() + END_SECONDS)
             try:
-                _, promise = agent.request(
-                    coordinator, query, deadline=until, description=f"end of {active.id}"
-                )
+                _, promise = agent.request(coordinator, query, deadline=until, description=what)
                 outcome = promise.wait()
             except DeadlinePassed:
                 continue

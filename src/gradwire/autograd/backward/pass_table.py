@@ -152,8 +152,8 @@ class PassTable:
 
     def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:
         """The passes in which this worker takes part and which began on that one."""
-        passes = [active for active in self.all() if isinstance(active, ParticipantPass)]
-        return [active for active in passes if active.id.worker == worker]
+        passes = [active for active in self.all() if active.id.worker == worker]
+        return [active for active in passes if isinstance(active, ParticipantPass)]
 
     def peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Fail the passes that cannot succeed without this worker."""

@@ -154,7 +154,7 @@ class UndoLog:
         """Whether there is something to keep or to revert."""
         return bool(self.entries or self.nested)
 
-    def keep(self, submit: Callable[[Callable[[], None]], object] | None = None) -> None:
+    def keep(self, submit: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
         """The pass has ended well. `submit` runs what sends, if this thread must not send."""
         if not self._token.settle(None):
             return
@@ -163,10 +163,7 @@ class UndoLog:
                 entry.keep()
             self.entries.clear()
             for nested in self.nested:
-                if submit is None:
-                    nested.end_well()
-                else:
-                    submit(nested.end_well)
+                submit(nested.end_well)
             self.nested.clear()
         finally:
             self._over.settle(None)
