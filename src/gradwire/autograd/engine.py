@@ -60,15 +60,12 @@ class Engine:
         edge_per_message: bool = False,
         only_in_contexts: bool = False,
     ) -> None:
-        me = agent.directory.me
         self._edge_per_message, self.only_in_contexts = edge_per_message, only_in_contexts
-        self._agent = agent
-        self.directory = agent.directory
-        self._me = me.id
+        self._agent, self.directory, self.limits = agent, agent.directory, agent.limits
+        self._me = agent.directory.me.id
         self._ref = weakref.ref(self)  # See Note [Nodes hold no table]
-        self.limits = agent.limits
         first = first_of(agent.directory.myself.incarnation)
-        self.edges = Edges(me.id, first, agent.limits.edges, agent.directory.lock)
+        self.edges = Edges(self._me, first, agent.limits.edges, agent.directory.lock)
         self.releases = Releases(agent, self.edges)
         self.contexts = Contexts(agent.directory, first, agent.limits.contexts, self._register)
         self.saving: Saving | None = None

@@ -64,8 +64,7 @@ _FEW_LEAVES = 16
 """So many leaves are closed in less time than one more message takes."""
 _BEFORE_ALL = 1 << 62
 _ONE = torch.ones(())
-"""The gradient of a token. Nothing reads it: a Send waits for its gradients, and no user has a
-token."""
+"""The gradient of a token, which nothing reads."""
 
 
 # -- what a run reaches; a coordinator asks from inside its run, at the first crossing
@@ -104,8 +103,7 @@ _KINDS = frozenset([RECV, AccumulateGrad, CHECKPOINT, DDP_SINK])
 def may_be_counted(reached: Reached) -> bool:
     """Whether the last gradients of a run may be held until it is over, and announce its end.
 
-    Only if it is over soon after them: not if many leaves are to be closed, or if DDP runs
-    callbacks at the end.
+    Not if many leaves are to be closed after them, or if DDP runs callbacks at the end.
     """
     if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
         return False
@@ -113,10 +111,9 @@ def may_be_counted(reached: Reached) -> bool:
 
 
 def leads_on(recv: Node) -> bool:
-    """Whether the current run executes something behind this Recv.
+    """Whether the current run executes something behind this Recv, not only captures its gradient.
 
-    `will_execute` says yes also to a node at which grad() only captures a gradient; a node that is
-    executed has a next one that is.
+    `will_execute` says yes in both cases.
     """
     for node, _ in recv.next_functions:  # noqa: SIM110  (half the time of a generator)
         if node is not None and will_execute(node):
@@ -379,11 +376,10 @@ def ordered(recvs: Sequence[Node] = ()) -> Iterator[None]:
 
 
 def drain() -> None:
-    """Let the engine drop the tasks that failed runs have left in its queue of this thread.
+    """Let the engine drop what failed runs have left in its queue of this thread: by one more run.
 
-    There they would keep the graph alive until the thread's next run, and a thread that ends with
-    such a queue after the interpreter aborts the process. A run of one node behind them all makes
-    the engine drop them.
+    There it would keep the graph alive until the thread's next run, and a thread that ends with
+    such a queue after the interpreter aborts the process.
     """
     this_thread.has_leftovers = False
     with recording():

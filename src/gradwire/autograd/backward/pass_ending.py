@@ -52,7 +52,7 @@ _ASK_AGAIN_SECONDS = 0.05
 
 @final
 class Rollback:
-    """The rollback of one pass, on its coordinator.
+    """The rollback of one pass, on its coordinator, which begins when this is made.
 
     It is among `unfinished` until all participants have confirmed. `broken` gets those whose
     gradients are unknown since.
@@ -65,20 +65,19 @@ class Rollback:
         broken: dict[WorkerId, str],
         pass_id: PassId,
         workers: Iterable[WorkerId],
+        failure: Failure,
     ) -> None:
         self._agent, self._id = agent, pass_id
         self._unfinished, self._broken = unfinished, broken
         self._confirmed: dict[WorkerId, Promise[None]] = {worker: Promise() for worker in workers}
         self.remarks: list[str] = []
         """what participants say that they could not revert"""
-
-    def begin(self, failure: Failure) -> None:
-        """Tell all participants, each on a thread: sending blocks if the peer does not read."""
         if self._confirmed:
-            self._unfinished[self._id] = self
+            unfinished[pass_id] = self
         for worker in self._confirmed:
-            tell = partial(self._tell, worker, failure, self._agent.is_connected(worker))
-            if not self._agent.dispatch.service.submit(tell):  # this worker shuts down
+            # Each on a thread: sending blocks if the peer does not read.
+            tell = partial(self._tell, worker, failure, agent.is_connected(worker))
+            if not agent.dispatch.service.submit(tell):  # this worker shuts down
                 self._settle(worker)
 
     def wait(self, deadline: float, seconds: float) -> str:

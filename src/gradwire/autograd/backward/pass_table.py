@@ -1,9 +1,8 @@
 """The passes that are active on one worker.
 
 Note [Which pass a node runs for]: passes may follow each other, run at once from several threads,
-or nest. The number of the current engine run tells them apart. A native backward is entered in this
-table by the first crossing it meets. A run that gradwire starts enters itself, before it does
-anything else (engine_run.py).
+or nest. The number of the current engine run tells them apart. A native backward is entered here by
+the first crossing it meets, a run that gradwire starts by its first node (engine_run.py).
 
 Note [Passes that are over]: a message of a pass may arrive after the pass has ended here, and must
 not begin it anew. A coordinator numbers its passes, and says with each Start which is the oldest

@@ -109,9 +109,9 @@ class Contexts:
     def heard_of(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
-        A new one counts as one of `source`, whichever worker opened it. If that was another one,
-        it is asked to tell us when it closes the context (`register`). StaleIncarnation if an
-        earlier incarnation of this worker may have worked in it, or one of its opener made it.
+        A new one counts as one of `source`. If another worker opened it, that is asked to tell when
+        it closes it (`register`). StaleIncarnation: see Note [Contexts and incarnations],
+        agent/peers/directory.py.
         """
         context = self._open.get(id)
         if context is not None:
@@ -169,7 +169,6 @@ class Contexts:
             return list(self._open)
 
     def _check_young(self, id: ContextId) -> None:
-        """See Note [Contexts and incarnations], agent/peers/directory.py."""
         why = self._directory.maybe_too_old(id)
         if why is not None:
             raise StaleIncarnation(

@@ -36,6 +36,7 @@ from gradwire.autograd.graph.lineage import (
     latest,
     minus,
     of_worker,
+    one,
     plus,
     to_wire,
     union,
@@ -252,19 +253,14 @@ def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
 
 
 def _maximal(edges: Edges, left: Lineage) -> list[Sent]:
-    """The edges on which no other of them depends. The latest is always one of them.
-
-    One that was released early leads nowhere: a pass through it says so.
-    """
+    """The edges on which no other of them depends. The latest is always one of them."""
     found = []
     while left:
         edge = EdgeId(edges.me, latest(left))
         top = edges.sent.get(edge.n)
-        if top is None:
-            left = minus(left, plus({}, edge))
-            continue
-        found.append(top)
-        left = minus(left, top.lineage)
+        if top is not None:  # else it was released early: a pass through it says so
+            found.append(top)
+        left = minus(left, one(edge) if top is None else top.lineage)
     return found
 
 

@@ -11,11 +11,11 @@ holds its leaf and the gradient there only weakly.
 
 Note [Passes that meet at a leaf]: when a pass fails, others may have added to the same leaf since.
 Then what was there before the pass is put back, and what the others added is added again, in the
-order in which they did. The result is bit by bit what would be there without the failed pass. A run
-that has an undo log tells what it adds to the entries of all unfinished passes. A backward without
-one (a plain backward that this worker began) is seen by hooks, which stay until the pass is over.
-Where a sum cannot be made again (a hook has changed it, the program has used it up or written to
-it, it has a graph), the gradient stays as it is, and the coordinator of the failed pass is told.
+order in which they did: bit by bit what would be there without the failed pass. A run that has an
+undo log tells what it adds to the entries of all unfinished passes. A plain backward, which has
+none, is seen by hooks, which stay until the pass is over. Where a sum cannot be made again (a hook
+has changed it, the program has used it up or written to it, it has a graph), the gradient stays as
+it is, and the coordinator of the failed pass is told.
 """
 
 from __future__ import annotations
