@@ -258,7 +258,9 @@ class Engine:
             _log.warning(
                 "%s shuts down with %d edges that other workers have held for over %g s: see "
                 "gradwire.live_edges(). The oldest is %s to %s, %.0f s old, of %d bytes, from %s",
-                *(self._agent.directory.me.name, len(old), _LONG_SECONDS),
+                self._agent.directory.me.name,
+                len(old),
+                _LONG_SECONDS,
                 *old[0],
             )
 

@@ -91,10 +91,7 @@ class Forget(Message, frozen=True, tag=0x25):
 
 
 class QueryContext(Message, frozen=True, tag=0x26):
-    """To the opener of a context: I know it from somebody else; tell me when it is closed.
-
-    Answered by Attended.
-    """
+    """To the opener of a context, which answers Attended: tell me when it is closed."""
 
     context: ContextId
 
@@ -106,10 +103,7 @@ class Attended(Message, frozen=True, tag=0x27):
 
 
 class QueryPass(Message, frozen=True, tag=0x28):
-    """To the coordinator, after its connection was lost: did this pass end well?
-
-    Answered by HasEnded.
-    """
+    """To the coordinator, which was lost and answers HasEnded: did this pass end well?"""
 
     pass_id: PassId
 

@@ -167,10 +167,7 @@ class ActivePass:
         self.fail(error.about(workers, phase="backward"))
 
     def drop_inbox(self) -> bool:
-        """The pass is over: nobody uses the gradients that no Send has taken, nor their edges.
-
-        Whether there are such edges.
-        """
+        """The pass is over: drop gradients that no Send has taken. Whether edges end with them."""
         inbox, self._inbox = self._inbox, {}
         has_edges = False
         for settled, (_, crossed) in inbox.items():

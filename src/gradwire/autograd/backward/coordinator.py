@@ -224,9 +224,9 @@ class Coordinator:
         active.fail(told)
         self._passes.over(active)
         # Nobody has heard of a pass that failed before its Starts were sent.
-        told_workers = () if active.not_started else active.participants
-        failure, tables = self._agent.describe(told), (self._rollbacks, self._broken)
-        rollback = Rollback(self._agent, *tables, active.id, told_workers, failure)
+        workers = () if active.not_started else active.participants
+        failure = self._agent.describe(told)
+        rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, workers, failure)
         deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         silent = rollback.wait(deadline, END_SECONDS)
         self._agent.events.emit("fail", active.id)

@@ -320,10 +320,7 @@ def _node(root: _TensorOrEdge) -> Node | None:
 
 
 def number_nodes(roots: Iterable[Node]) -> list[Node]:
-    """Lift each node between these and the first Recvs above the depth it depends on.
-
-    Returns these Recvs.
-    """
+    """Lift the nodes from these to the first Recvs, which are returned, above their depths."""
     depths: dict[Node | None, int] = {None: 0}  # an input that needs no gradient has no node
     todo, recvs = list(roots), []
     while todo:

@@ -275,11 +275,9 @@ _PEERS = 8
 def check_crossing(
     crossed: Crossing, peer: WorkerId, tensors: Sequence[torch.Tensor], most_edges: int
 ) -> None:
-    """BadMessage for what no correct peer says.
+    """BadMessage for what no correct peer says. hot: every edge that arrives
 
     The depth most of all: a thread makes nodes until it has come as far (`lift_this_thread`).
-
-    hot: every edge that arrives
     """
     edge, places, count, most = crossed.edge, crossed.tensors, len(tensors), _PEERS * most_edges
     if edge.worker != peer or not 0 <= edge.n < _MOST_EDGES:

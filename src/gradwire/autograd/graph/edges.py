@@ -204,10 +204,7 @@ class Edges:
         return [sender for sender, edges in tuple(self._to_release.items()) if edges]
 
     def to_release(self, sender: WorkerId, most: int) -> list[int]:
-        """Edges of this sender that are over; they stay here until it `was_told`.
-
-        hot: each call and answer
-        """
+        """Edges of this sender that are over, until it `was_told`. hot: each call and answer"""
         if self._dead:
             self._look_for_dead()
         edges = self._to_release.get(sender)

@@ -152,10 +152,7 @@ _thread = _ThreadDepth()
 
 
 def lift_this_thread(depth: int) -> None:
-    """Create nodes until this thread's sequence numbers are above a depth.
-
-    Torch has no API to read or set a thread's sequence counter.
-    """
+    """Create nodes until this thread's sequence numbers, which cannot be set, are above a depth."""
     if depth <= _thread.above:
         return
     with recording():

@@ -99,10 +99,7 @@ _thread = _InsideStack()
 
 
 def inside_now() -> list[Nested] | None:
-    """The passes that have ended in the innermost backward of torch's own that is inside another.
-
-    None if this thread runs no such backward.
-    """
+    """The passes that ended in the innermost nested backward of torch's own; None without one."""
     stack = _thread.stack
     return stack[-1] if stack else None
 
