@@ -163,11 +163,13 @@ class Coordinator:
         not_started = active.take_not_started()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
-        self._tell(active, [worker for worker in not_started if worker != peer])
+        if not_started:
+            self._tell(active, [worker for worker in not_started if worker != peer])
 
     def send_starts(self, active: CoordinatedPass) -> None:
         """This worker is about to wait: send the Starts that were not sent."""
-        self._tell(active, active.take_not_started())
+        if active.not_started:
+            self._tell(active, active.take_not_started())
 
     def _tell(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         for worker in workers:

@@ -18,8 +18,7 @@ Two things are done there:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, final
 
@@ -347,27 +346,30 @@ def number_nodes(roots: Iterable[Node]) -> list[Node]:
     return recvs
 
 
-@contextmanager
-def ordered(recvs: Sequence[Node] = ()) -> Iterator[None]:
+@final
+class ordered:
     """Around one engine run whose nodes are numbered: it uses the calling thread only.
 
     With a queue per device, a Send that waits on the thread of the CPU could hide work that a node
     on another device is about to make ready there. The switch belongs to the thread, so it is set
     for the run alone: between two runs the thread may go on with another task of asyncio's.
     """
-    outer_recvs, this_thread.recvs = this_thread.recvs, recvs
-    was_ordered, this_thread.is_ordered = this_thread.is_ordered, True
-    was_threaded = set_threaded(False)
-    try:
-        yield
-    except BaseException:
-        # The engine compares the tasks of a failed run differently once its run is gone, so the
-        # queue that they are left in may be out of order for the run around this one.
-        was_ordered, this_thread.has_leftovers = False, True
-        raise
-    finally:
-        set_threaded(was_threaded)
-        this_thread.is_ordered, this_thread.recvs = was_ordered, outer_recvs
+
+    def __init__(self, recvs: Sequence[Node] = ()) -> None:
+        self._recvs = recvs
+
+    def __enter__(self) -> None:
+        self._outer_recvs, this_thread.recvs = this_thread.recvs, self._recvs
+        self._was_ordered, this_thread.is_ordered = this_thread.is_ordered, True
+        self._was_threaded = set_threaded(False)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        set_threaded(self._was_threaded)
+        this_thread.is_ordered, this_thread.recvs = self._was_ordered, self._outer_recvs
+        if kind is not None:
+            # The engine compares the tasks of a failed run differently once its run is gone, so
+            # the queue that they are left in may be out of order for the run around this one.
+            this_thread.is_ordered, this_thread.has_leftovers = False, True
         if this_thread.has_leftovers and current_run() == NO_RUN:
             drain()
 

@@ -51,20 +51,21 @@ _GONE = torch.empty(0)
 class LeafEntry:
     """What one run did to one leaf. hot: one for each leaf of a pass"""
 
+    is_open = is_touched = _is_guest = False
+    _is_shared = _is_spoilt = False
+    """whether others have added since; whether a sum cannot be made again"""
+    _node: Node | None = None
+    _old: Gradient = None
+    """what was there before the run, its version then, and a copy of it"""
+    _old_version = _version = 0
+    _value: Gradient = None
+    _new: weakref.ref[torch.Tensor] | None = None
+    """what this run, and what others added after it, have left there; `_version` is its own"""
+    _since: tuple[Addition, ...] = ()
+    _coming: dict[int, tuple[Begun, tuple[Addition, ...]]] | None = None
+
     def __init__(self, undo_log: UndoLog, record: Leaf) -> None:
         self.undo_log, self._record = undo_log, record
-        self.is_open = self.is_touched = self._is_guest = False
-        self._is_shared = self._is_spoilt = False
-        """whether others have added since; whether a sum cannot be made again"""
-        self._node: Node | None = None
-        self._old: Gradient = None
-        """what was there before the run, its version then, and a copy of it"""
-        self._old_version = self._version = 0
-        self._value: Gradient = None
-        self._new: weakref.ref[torch.Tensor] | None = None
-        """what this run, and what others added after it, have left there; `_version` is its own"""
-        self._since: tuple[Addition, ...] = ()
-        self._coming: dict[int, tuple[Begun, tuple[Addition, ...]]] = {}
 
     @property
     def leaf(self) -> torch.Tensor | None:
@@ -128,9 +129,11 @@ class LeafEntry:
 
         The first time what is there is remembered. The leaf is opened again for callbacks.
         """
-        leaf, record, into = self.leaf, self._record, self.undo_log.into
+        record, into = self._record, self.undo_log.into
+        leaf = record.tensor()
         assert leaf is not None, "its node holds it"
-        record.wait()
+        if not record.lock.acquire(False):
+            record.wait()
         if record.parked is not None:
             record.parked.move()
         own = self._own = leaf.grad
@@ -138,19 +141,24 @@ class LeafEntry:
         is_first, self.is_touched = not self.is_touched, True
         self.is_open, self._added = True, None
         if is_first:  # in the lists before anything can raise: then `UndoLog.unwatch` closes it
-            self._old, self._old_version = now, version_of(now)
+            self._old = now
             self.undo_log.entries.append(self)
             record.unfinished.append(self)
         if now is not own:
             leaf.grad = now
-        value = copy_of(now) if is_first or len(record.unfinished) > 1 else None
+        version, value = 0, None
+        if now is not None:
+            version = now._version
+            if is_first or len(record.unfinished) > 1:
+                value = now.detach().clone()
         if is_first:
-            self._value = value
-        self._begun = now, version_of(now), value
+            self._old_version, self._value = version, value
+        self._begun = now, version, value
 
     def close(self) -> None:
         """Remember the gradient after the run, and put the leaf's own `.grad` back."""
-        leaf, record, into = self.leaf, self._record, self.undo_log.into
+        record, into = self._record, self.undo_log.into
+        leaf = record.tensor()
         is_guest, self.is_open, self._is_guest = self._is_guest, False, False
         if leaf is not None and not is_guest:
             new = leaf.grad
@@ -219,8 +227,10 @@ class LeafEntry:
             self._set_new(new)
 
     def _set_new(self, new: Gradient) -> None:
-        self._version = version_of(new)
-        self._new = None if new is None else weakref.ref(new)
+        if new is None:
+            self._version, self._new = 0, None
+        else:
+            self._version, self._new = new._version, weakref.ref(new)
 
     def _last(self) -> Gradient:
         """The gradient that the run left, or that known additions made of it since."""
@@ -241,10 +251,11 @@ class LeafEntry:
         if leaf is not None and self.undo_log.into is None and self.undo_log.is_unlogged(run):
             now, added = leaf.grad, copy_of(gradient)
             begun = now, version_of(now), copy_of(now)
+            self._coming = self._coming or {}
             self._coming[run] = begun, () if added is None else (Addition(run, added),)
 
     def _other_ends(self) -> None:
-        coming, leaf = self._coming.pop(current_run(), None), self.leaf
+        coming, leaf = (self._coming or {}).pop(current_run(), None), self.leaf
         if coming is not None and leaf is not None:
             with self._record:
                 self._other_added(*coming, leaf.grad)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from typing import final
 
 import torch
@@ -146,8 +145,8 @@ class UndoLog:
         for leaf in others:
             if id(leaf) not in entries:
                 entries[id(leaf)] = LeafEntry(self, self._locks.of(leaf))
-        for _, entry in sorted(entries.items(), key=itemgetter(0)):
-            entry.open()
+        for number in sorted(entries):
+            entries[number].open()
 
     @property
     def has_changed(self) -> bool:
