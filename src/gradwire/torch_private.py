@@ -7,7 +7,7 @@ a backward can fail because of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
 
@@ -105,6 +105,14 @@ def is_profiled() -> bool:
     One that watches all threads says so to the process, an older one to its own thread only.
     """
     return profiler._is_profiler_enabled or _profiler_enabled()
+
+
+NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def span(form: str, *parts: object) -> AbstractContextManager[Any]:
+    """A range with this name in a profile; without one it costs next to nothing."""
+    return profiler.record_function(form % parts) if is_profiled() else NOTHING
 
 
 def set_threaded(enabled: bool) -> bool:

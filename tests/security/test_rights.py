@@ -13,14 +13,12 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.requests.promise import Pending, RequestTable
 from gradwire.autograd.graph.lineage import one, to_wire, union
 from gradwire.autograd.messages import (
-    TO_GRAD,
     Forget,
     Gradients,
     PassEnded,
     QueryContext,
     Release,
     RunDone,
-    RunFailed,
     Start,
 )
 from gradwire.errors import BadMessage, OverLimit
@@ -367,7 +365,7 @@ def test_a_pass_is_failed_by_those_who_take_part(workers, at):
     def attack():
         assert reached.wait(10)
         (running,) = workers[0].worker.engine.passes.all()
-        say(workers[2].worker, at, RunFailed(running.id, failure))
+        say(workers[2].worker, at, RunDone(running.id, False, failure))
         say(workers[2].worker, at, RunDone(running.id, False))
         assert eventually(lambda: refused(workers, 2))
         opened.set()
@@ -410,7 +408,7 @@ BOUNDED = gradwire.Options(
 def start(pass_id, worker, *numbers, seconds=5.0):
     """Have a worker run from these edges of its own."""
     edges = to_wire(union([one(EdgeId(worker, n)) for n in numbers]))
-    return Start(pass_id, 0, None, edges, None, TO_GRAD, False, False, seconds, None)
+    return Start(pass_id, 0, None, edges, None, False, False, seconds, None)
 
 
 def starts(root, worker, numbers, count):

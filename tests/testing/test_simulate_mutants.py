@@ -14,7 +14,7 @@ from gradwire.autograd.backward import coordinator
 from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.backward.pass_ending import PassEnding
 from gradwire.autograd.backward.pass_state import PassState
-from gradwire.autograd.graph.closing import Forgetting
+from gradwire.autograd.graph.context import Forgetting
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.release import Releases
 from gradwire.autograd.undo.undo_log import UndoLog

@@ -10,7 +10,7 @@ import torch
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import LiveEdge
-from gradwire.autograd.scope import current_context, enter, inside, leave
+from gradwire.autograd.scope import current_context, enter, inside, leave, saving_here
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, spoken_context
@@ -40,7 +40,7 @@ class context:
 
     def __enter__(self) -> ContextId:
         self._engine = current_engine()
-        self._id = _entered(self._engine).id
+        self._id = new_context().id
         return self._id
 
     def __exit__(self, *_: object) -> None:
@@ -50,11 +50,7 @@ class context:
 
 def new_context() -> Context:
     """Open a context and enter it, without a block that ends it: `release_context` does."""
-    return _entered(current_engine())
-
-
-def _entered(engine: Engine) -> Context:
-    outer = current_context()
+    engine, outer = current_engine(), current_context()
     if outer is not None:
         raise UsageError(
             "Already have an autograd context id for this thread",
@@ -96,7 +92,7 @@ def backward(
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
     checked = [check_scalar_root(root) for root in roots]
-    with inside(context_id, engine.saving):
+    with inside(context_id), saving_here():
         engine.coordinator.backward(found, checked, retain_graph=retain_graph, timeout=timeout)
 
 

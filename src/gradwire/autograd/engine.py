@@ -21,26 +21,16 @@ import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
 from gradwire.autograd.backward.coordinator import Coordinator
-from gradwire.autograd.backward.engine_run import this_thread
+from gradwire.autograd.backward.engine_run import check_order, leads_on, this_thread
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import check_order, leads_on
-from gradwire.autograd.graph.closing import Forgetting
-from gradwire.autograd.graph.context import Context, Contexts
-from gradwire.autograd.graph.crossing import (
-    EdgeEnd,
-    arrive,
-    check_crossing,
-    check_gradients,
-    leave,
-)
+from gradwire.autograd.graph.context import Context, Contexts, Forgetting
+from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
 from gradwire.autograd.graph.lineage import meets, one, union
 from gradwire.autograd.graph.release import Releases
-from gradwire.autograd.graph.walk import origin_of, tensors_in
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
@@ -70,25 +60,14 @@ class Engine:
         edge_per_message: bool = False,
         only_in_contexts: bool = False,
     ) -> None:
-        me = agent.directory.me
         self._edge_per_message, self.only_in_contexts = edge_per_message, only_in_contexts
-        self._agent = agent
-        self.directory = agent.directory
-        self._me = me.id
+        self._agent, self.directory, self.limits = agent, agent.directory, agent.limits
+        self._me = agent.directory.me.id
         self._ref = weakref.ref(self)  # See Note [Nodes hold no table]
-        self.limits = agent.limits
         first = first_of(agent.directory.myself.incarnation)
-        self.edges = Edges(me.id, first, agent.limits.edges, agent.directory.lock)
+        self.edges = Edges(self._me, first, agent.limits.edges, agent.directory.lock)
         self.releases = Releases(agent, self.edges)
-        self.contexts = Contexts(
-            me.id,
-            me.name,
-            first=first,
-            most=agent.limits.contexts,
-            maybe_too_old=agent.directory.maybe_too_old,
-            register=self._register,
-            lock=agent.directory.lock,
-        )
+        self.contexts = Contexts(agent.directory, first, agent.limits.contexts, self._register)
         self.saving: Saving | None = None
         seconds, locks = timeouts.backward, LeafLocks()
         self.passes = PassTable(agent, self.edges, due, seconds)
@@ -168,10 +147,6 @@ class Engine:
         self.edges.unseen([crossed.edge for crossed in crossings], sender)
         self.releases.expect()
 
-    def depth_of(self, value: object) -> int:
-        """The depth of the tensors in a value, above which its next thread must make nodes."""
-        return origin_of(tensor.grad_fn for tensor in tensors_in(value)).depth
-
     # -- backward: what the nodes call
 
     def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
@@ -196,11 +171,9 @@ class Engine:
         """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
 
         `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
-        gradient, and nothing behind it: no other worker waits for that gradient.
-
-        See Note [Gradients are never shared]. If the last gradients of a run go to the coordinator,
-        they are held until the engine has returned, and stand for RunDone too. Under create_graph a
-        gradient may require a gradient itself, and crosses by an edge as values do.
+        gradient, and nothing behind it: no other worker waits for that gradient. The last gradients
+        of a run are held until the engine has returned if they go to the coordinator, and stand for
+        RunDone too. Under create_graph a gradient may cross by an edge, as values do.
         """
         active, edge, peer = self._active_pass(end), end.edge, end.peer
         active.edges_sent.add(edge)
@@ -213,9 +186,7 @@ class Engine:
         if torch.is_grad_enabled():
             crossings = self.attach_send(end.context, peer, present)
         headers, payload = encode_tensors(present, self.limits)
-        there = [True] * len(present)
-        if len(present) < len(gradients):
-            there = [gradient is not None for gradient in gradients]
+        there = [gradient is not None for gradient in gradients]
         message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.are_heard:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
@@ -265,10 +236,6 @@ class Engine:
         if message.last:
             active.worker_done(source.worker, has_changed=message.has_changed)
 
-    def release_no_more(self) -> None:
-        """All programs are over."""
-        self.releases.stop()
-
     def live_edges(self) -> list[LiveEdge]:
         """What holds graphs here, oldest first."""
         now, name = self._agent.clock.now(), self._agent.directory.name
@@ -289,16 +256,12 @@ class Engine:
         old = [edge for edge in self.live_edges() if edge.age > _LONG_SECONDS]
         if len(old) >= _MANY:
             _log.warning(
-                "%s shuts down with %d edges that other workers have held for over %g s, the "
-                "oldest (%s, %d bytes, sent to %s by %s) for %.0f s: see gradwire.live_edges()",
+                "%s shuts down with %d edges that other workers have held for over %g s: see "
+                "gradwire.live_edges(). The oldest is %s to %s, %.0f s old, of %d bytes, from %s",
                 self._agent.directory.me.name,
                 len(old),
                 _LONG_SECONDS,
-                old[0].edge,
-                old[0].bytes,
-                old[0].to,
-                old[0].line,
-                old[0].age,
+                *old[0],
             )
 
     def stop(self, reason: str) -> None:
@@ -314,7 +277,7 @@ class Engine:
         for id in self.contexts.all():
             self.contexts.close(id)
         self.edges.clear()
-        self.release_no_more()
+        self.releases.stop()
 
     # -- the life of a context
 
@@ -323,10 +286,7 @@ class Engine:
         self.saving = saving
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
-        """A call to this peer is about to be made: its context, if that is still open here.
-
-        A call in a closed context must not open it again on the peer.
-        """
+        """The context of a call to this peer; a closed one is left out, or it would be reopened."""
         context = None if id is None else self.contexts.heard_of(id)
         if context is None:
             return None
@@ -376,16 +336,13 @@ class Engine:
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Drop what is known now only: a peer that comes back may open new contexts meanwhile."""
         self.passes.peer_lost(worker, error)
-        known, settle = self.contexts.all(), self._participant.coordinator_lost(worker)
-        dropped = self.edges.peer_lost(worker)
-        forget = partial(self._forget_lost, worker, known, settle, dropped)
-        self._agent.dispatch.service.submit(forget)
+        known = [id for id in self.contexts.all() if opener_of(id) == worker]
+        settle, dropped = self._participant.coordinator_lost(worker), self.edges.peer_lost(worker)
 
-    def _forget_lost(
-        self, worker: WorkerId, known: list[ContextId], settle: Job, dropped: list[object]
-    ) -> None:
-        dropped.clear()
-        for id in known:
-            if opener_of(id) == worker:
+        def forget() -> None:
+            dropped.clear()
+            for id in known:
                 self.close(id, lost=self._agent.directory.name(worker))
-        settle()
+            settle()
+
+        self._agent.dispatch.service.submit(forget)

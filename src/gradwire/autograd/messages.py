@@ -9,9 +9,6 @@ from gradwire.ids import ContextId, EdgeId, PassId
 from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
 
-TO_GRAD, TO_MAP, NOWHERE = 0, 1, 2
-"""Where leaves keep their gradients in a pass: `.grad`, the context's map, or not at all."""
-
 
 class Crossing(msgspec.Struct, frozen=True, array_like=True):
     """The tensors of a message that cross by one edge, and what they depend on."""
@@ -45,12 +42,11 @@ class Start(Message, frozen=True, tag=0x20):
     floor: int
     """the coordinator's oldest pass that is not over: nothing more is said of those before it"""
     context: ContextId | None
-    """whose map the gradients of leaves go to, if they go to one"""
+    """whose map the gradients of leaves go to; without one they go to `.grad`"""
     edges: dict[int, bytes]
     """the receiver's edges of the pass; see lineage.Wire"""
     needed: dict[int, bytes] | None
-    """under grad(): the coordinator's Sends that lead to its inputs"""
-    destination: int
+    """under grad(): the coordinator's Sends that lead to its inputs; leaves then keep nothing"""
     retain_graph: bool
     create_graph: bool
     seconds: Seconds
@@ -64,18 +60,12 @@ class Start(Message, frozen=True, tag=0x20):
 
 
 class RunDone(Message, frozen=True, tag=0x22):
-    """A participant to the coordinator: my run is over."""
+    """A participant to the coordinator: my run is over, or has failed."""
 
     pass_id: PassId
     has_changed: bool
     """whether the run has changed leaves: then the participant must hear how the pass ends"""
-
-
-class RunFailed(Message, frozen=True, tag=0x23):
-    """A participant to the coordinator: my run has failed."""
-
-    pass_id: PassId
-    failure: Failure
+    failure: Failure | None = None
 
 
 class PassEnded(Message, frozen=True, tag=0x24):
@@ -101,10 +91,7 @@ class Forget(Message, frozen=True, tag=0x25):
 
 
 class QueryContext(Message, frozen=True, tag=0x26):
-    """To the opener of a context: I know it from somebody else; tell me when it is closed.
-
-    Answered by Attended.
-    """
+    """To the opener of a context, which answers Attended: tell me when it is closed."""
 
     context: ContextId
 
@@ -116,10 +103,7 @@ class Attended(Message, frozen=True, tag=0x27):
 
 
 class QueryPass(Message, frozen=True, tag=0x28):
-    """To the coordinator, after its connection was lost: did this pass end well?
-
-    Answered by HasEnded.
-    """
+    """To the coordinator, which was lost and answers HasEnded: did this pass end well?"""
 
     pass_id: PassId
 

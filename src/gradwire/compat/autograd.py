@@ -16,12 +16,12 @@ from gradwire.autograd.api import context, get_gradients
 from gradwire.autograd.api import release_context as _release_context
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import Sent
-from gradwire.autograd.profiling import span
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.ids import ContextId, WorkerId, last_context_id
 from gradwire.ids import context_id as _as_int
+from gradwire.torch_private import span
 
 __all__ = [
     "DistAutogradContext",

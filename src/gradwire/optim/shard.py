@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast, final
 import torch
 
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, UsageError
 from gradwire.ids import ContextId
 from gradwire.optim.host import optimizer_host
@@ -24,6 +23,7 @@ from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare
 from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.step import Pairs, Prepared, Stepper, plain_mode
 from gradwire.options import DEFAULT
+from gradwire.rpc.calls.server import CallScope
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Worker

@@ -30,7 +30,6 @@ from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.autograd.engine import Engine
-from gradwire.autograd.scope import CallScope
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
@@ -38,7 +37,7 @@ from gradwire.ids import WorkerId
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls, Deadline, deadline_from
-from gradwire.rpc.calls.server import CallServer
+from gradwire.rpc.calls.server import CallScope, CallServer
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
@@ -240,7 +239,7 @@ class Worker:
             return ShutdownResult([], [], [])
 
         def let_all_go() -> None:
-            self.engine.release_no_more()
+            self.engine.releases.stop()
             let_go()
 
         return self._graceful_shutdown.leave(seconds, let_all_go, self._is_busy, self._find_leaks)

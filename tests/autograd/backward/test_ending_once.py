@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from gradwire.autograd.backward.engine_run import execute
-from gradwire.autograd.backward.reach import reached_from
+from gradwire.autograd.backward.engine_run import execute, reached_from
 from gradwire.autograd.undo import leaf as leaves
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested

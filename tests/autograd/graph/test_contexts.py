@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.autograd.graph.context import Contexts
 from gradwire.errors import ContextClosed
 from gradwire.ids import context_id
+from tests.autograd.tables import contexts_of
 
 THEIRS = context_id(1, 0)
 
 
 def test_a_context_that_has_ended_is_not_made_again():
-    contexts = Contexts(0, "w0")
+    contexts = contexts_of(0)
     contexts.heard_of(THEIRS)
     contexts.close(THEIRS)
 
@@ -18,7 +18,7 @@ def test_a_context_that_has_ended_is_not_made_again():
 
 
 def test_a_context_whose_opener_was_lost_is_closed_and_says_why():
-    contexts = Contexts(0, "w0")
+    contexts = contexts_of(0)
     contexts.heard_of(THEIRS)
     contexts.close(THEIRS, lost="w1")
 

@@ -10,7 +10,6 @@ import torch
 
 from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph import walk as graph
-from gradwire.autograd.graph.context import Contexts
 from gradwire.autograd.graph.edges import Edges, Made
 from gradwire.autograd.graph.lineage import (
     from_wire,
@@ -26,6 +25,7 @@ from gradwire.current import NO_LINE
 from gradwire.errors import BadMessage, ContextClosed, UsageError
 from gradwire.ids import EdgeId
 from gradwire.torch_private import sequence_number
+from tests.autograd.tables import contexts_of
 
 
 class NoWorker:
@@ -200,7 +200,7 @@ def test_what_a_walk_has_found_is_kept_by_the_nodes_themselves_and_dies_with_the
 
 
 def test_a_closed_context_is_not_heard_of_again():
-    contexts = Contexts(1, "w1")
+    contexts = contexts_of(1)
     foreign = 5
     assert contexts.heard_of(foreign) is not None
     contexts.close(foreign)
@@ -213,4 +213,4 @@ def test_a_closed_context_is_not_heard_of_again():
 
 
 def test_a_context_of_ones_own_that_was_never_opened_is_not_made_by_a_message():
-    assert Contexts(0, "w0").heard_of(3) is None
+    assert contexts_of(0).heard_of(3) is None

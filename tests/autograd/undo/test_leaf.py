@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd.backward.engine_run import execute
-from gradwire.autograd.backward.reach import reached_from
-from gradwire.autograd.graph.context import Contexts
+from gradwire.autograd.backward.engine_run import execute, reached_from
 from gradwire.autograd.undo.leaf import Addition, LeafLocks, folded, is_total, total, without
 from gradwire.autograd.undo.undo_log import UndoLog, _by_run
+from tests.autograd.tables import contexts_of
 
 VALUES = [0.1, 3e7, 0.7, 1e-3, 5e6, 0.2, 0.3, 1e8]
 
@@ -44,7 +43,7 @@ ACTS = st.lists(
 def test_what_is_left_is_what_the_others_have_added_in_their_order(into_map, acts, has_base):
     locks, leaf = LeafLocks(), torch.ones((), requires_grad=True)
     base = torch.tensor(0.9) if has_base else None
-    context = Contexts(0, "w0").new() if into_map else None
+    context = contexts_of(0).new() if into_map else None
     into = None if context is None else context.gradients
     if has_base and into is not None:
         into[leaf] = base.clone()

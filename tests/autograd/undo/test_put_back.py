@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.autograd.backward import coordinator, pass_ending, rollback
+from gradwire.autograd.backward import coordinator, pass_ending
 from gradwire.errors import ContextClosed, UsageError
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
@@ -217,8 +217,9 @@ def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
 @contextmanager
 def a_run_that_does_not_return(monkeypatch):
     """w1 is in a hook when w2 fails the pass; gives what lets the hook go on."""
-    monkeypatch.setattr(coordinator, "_END_SECONDS", 0.05)
-    monkeypatch.setattr(coordinator, "_END_LATE_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "END_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "END_LATE_SECONDS", 0.05)
+    monkeypatch.setattr(pass_ending, "END_LATE_SECONDS", 0.05)
     reached, goes_on = threading.Event(), threading.Event()
 
     def block(_):
@@ -270,7 +271,7 @@ def test_a_worker_takes_part_again_when_it_has_put_back_what_failed(workers, mon
 
 
 def test_a_worker_that_has_not_put_back_in_time_is_reported_once(workers, monkeypatch, caplog):
-    monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
+    monkeypatch.setattr(pass_ending, "_CONFIRM_SECONDS", 0.1)
     said = "w1 did not confirm that p0.1 was rolled back"
 
     def program():
@@ -297,7 +298,7 @@ def test_a_worker_that_has_not_put_back_in_time_is_reported_once(workers, monkey
 def test_a_context_may_close_before_it_was_put_back(workers, monkeypatch, caplog, gives_up):
     if gives_up:  # w1 does not wait for its run and does not confirm: the run puts back by itself
         monkeypatch.setattr(pass_ending, "_RUN_SECONDS", 0.01)
-        monkeypatch.setattr(rollback, "_CONFIRM_SECONDS", 0.1)
+        monkeypatch.setattr(pass_ending, "_CONFIRM_SECONDS", 0.1)
 
     with a_run_that_does_not_return(monkeypatch):
         in_context(workers, lambda _: failed_meanwhile())

@@ -11,8 +11,9 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 import gradwire as gw
-from gradwire.autograd.profiling import NOTHING, call_span, fetch_span, function_span, span
+from gradwire.rpc.profiling import call_span, fetch_span, function_span
 from gradwire.testing import cluster
+from gradwire.torch_private import NOTHING, span
 
 HERE = sys.modules[__name__]
 

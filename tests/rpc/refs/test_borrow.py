@@ -11,10 +11,10 @@ import pytest
 
 import gradwire as gw
 from gradwire.agent.serving.dispatch import Source
-from gradwire.autograd.scope import CallScope
 from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncarnation, UsageError
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target
+from gradwire.rpc.calls.server import CallScope
 from gradwire.rpc.refs.borrow import BorrowedRef, LentRef
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.testing import cluster

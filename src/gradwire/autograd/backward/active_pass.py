@@ -19,6 +19,7 @@ import torch
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
+from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import explain_shortening
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
@@ -59,7 +60,7 @@ class ActivePass:
         self.run: int | None = None
         """the number of the engine run here, once it is known"""
         self.edges_sent: set[EdgeId] = set()
-        """the edges whose gradients have left, or are about to; see `reach.check_order`"""
+        """the edges whose gradients have left, or are about to; see `engine_run.check_order`"""
         self.error: Exception | None = None
         """the first error, which has ended the pass"""
         self._state = PassState(id, participants)
@@ -71,31 +72,29 @@ class ActivePass:
         self._changed: threading.Condition | None = None
         self._inbox: dict[EdgeId, Settlement] = {}
         self._awaited: set[EdgeId] = set()
+        self.first_news: Promise[None] = Promise()
+        """settled, without the lock, when gradients have arrived or the pass has failed"""
 
     def __str__(self) -> str:
         return str(self.id) if self.context is None else f"{self.id} of {self.context}"
 
     def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
         """Settle an edge. If its gradients do not decode or came before, the pass fails."""
-        present = message.present
         try:
-            came = decode_tensors(message.tensors, payload, limits)
-            gradients: list[torch.Tensor | None] = [*came]
-            if False in present or len(came) != len(present):
-                left = iter(came)
-                gradients = [next(left) if there else None for there in present]
+            came = iter(decode_tensors(message.tensors, payload, limits))
+            gradients = [next(came) if there else None for there in message.present]
         except (GradwireError, StopIteration) as error:
             self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
             return
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 self._state.edge_settled(message.edge)
-            except BadMessage as error:
-                self._fail(error)
-            else:
                 self._inbox[message.edge] = gradients, message.crossings
-            self._notify()
-        self._resume()
+                self._notify()
+        except BadMessage as error:
+            self.fail(error)
+        if not self.first_news.settled:
+            self.first_news.settle(None)
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -129,9 +128,11 @@ class ActivePass:
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
         with self._lock:
-            self._fail(error)
+            if self._state.pass_failed():
+                self.error = error
             self._notify()
-        self._resume()
+        if not self.first_news.settled:
+            self.first_news.settle(None)
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
@@ -166,10 +167,7 @@ class ActivePass:
         self.fail(error.about(workers, phase="backward"))
 
     def drop_inbox(self) -> bool:
-        """The pass is over: nobody uses the gradients that no Send has taken, nor their edges.
-
-        Whether there are such edges.
-        """
+        """The pass is over: drop gradients that no Send has taken. Whether edges end with them."""
         inbox, self._inbox = self._inbox, {}
         has_edges = False
         for settled, (_, crossed) in inbox.items():
@@ -178,9 +176,6 @@ class ActivePass:
                 self._table.unseen([crossing.edge for crossing in crossed], sent.peer)
                 has_edges = True
         return has_edges
-
-    def _resume(self) -> None:
-        """Without the lock: gradients have arrived, or the pass has failed."""
 
     def _notify(self) -> None:
         """With the lock held: wake the threads that wait."""
@@ -193,10 +188,6 @@ class ActivePass:
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             return self._changed.wait_for(done, seconds)
-
-    def _fail(self, error: Exception) -> None:
-        if self._state.pass_failed():
-            self.error = error
 
 
 @final
@@ -213,14 +204,12 @@ class CoordinatedPass(ActivePass):
         deadline: float,
         began: float,
         table: Edges,
-        run: int,
         edges: Lineage,
-        floor: int,
     ) -> None:
         # Every other worker that owns a Send of the pass takes part in it.
         participants = sorted(workers_in(edges) - {id.worker})
         super().__init__(id, context, deadline, began, table, participants)
-        self.run, self.edges, self.floor = run, edges, floor
+        self.edges = edges
         self.outer: list[Nested] | None = None
         """the nested passes of the outer backward, if there is one"""
         self.is_partial = False
@@ -238,15 +227,12 @@ class CoordinatedPass(ActivePass):
 
     def changed_workers(self) -> Sequence[WorkerId]:
         """When all are done: the participants that have changed leaves."""
-        changed = self._state.changed
-        return sorted(changed) if changed else ()
+        return sorted(self._state.changed)
 
     def unfinished(self) -> Sequence[WorkerId]:
         """The participants that are not done; none if the pass has failed."""
-        if self.error is not None or not self._state.waiting_for:
-            return ()
         with self._lock:
-            return self._state.unfinished()
+            return self._state.unfinished() if self.error is None else ()
 
     def is_through(self, worker: WorkerId) -> bool:
         """Whether a participant is done, or the pass has failed."""
@@ -264,44 +250,8 @@ class ParticipantPass(ActivePass):
         """the last gradients of the run, held back until the engine has returned"""
         self._leaves = 0
         self._run_over = False
-        self._start = [None]
-        """taken by the first Start"""
-        self._parked: Callable[[], object] | None = None
-
-    def start_arrived(self) -> None:
-        """BadMessage for a second Start: its run would have an undo log that nobody ends."""
-        try:
-            self._start.pop()  # one step for the interpreter, so two Starts cannot both succeed
-        except IndexError:
-            raise BadMessage(f"{self.id} was begun twice") from None
-
-    @property
-    def has_started(self) -> bool:
-        """Whether its Start has arrived."""
-        return not self._start
-
-    def park(self, begin: Callable[[], object]) -> bool:
-        """Call `begin` when the first gradients arrive, or the pass fails.
-
-        False, and it is not called, if that has happened already.
-        """
-        with self._lock:
-            if self.error is not None or self._state.settled:
-                return False
-            self._parked = begin
-            return True
-
-    def _resume(self) -> None:
-        # Read without the lock: `park` looks for gradients and errors under the lock, so one of
-        # the two sides sees what the other has written.
-        if self._parked is None:
-            return
-        begin = None
-        with self._lock:
-            if self.error is not None or self._state.settled:
-                begin, self._parked = self._parked, None
-        if begin is not None:
-            begin()
+        self.started: Promise[None] = Promise()
+        """settled by the first Start"""
 
     def run_begins(self, undo_log: UndoLog) -> None:
         """The engine is about to run; raises what has already ended the pass."""

@@ -19,55 +19,24 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import CoordinatedPass
+from gradwire.autograd.backward.pass_ending import END_LATE_SECONDS, END_SECONDS, Rollback
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import (
-    leads_on,
-    reached_from,
-    sends_executed,
-    sends_in,
-)
-from gradwire.autograd.backward.rollback import Rollback
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
-from gradwire.autograd.graph.edges import Edges, Sent
-from gradwire.autograd.graph.lineage import (
-    Lineage,
-    common,
-    of_worker,
-    to_wire,
-    union,
-)
-from gradwire.autograd.messages import (
-    NOWHERE,
-    TO_GRAD,
-    TO_MAP,
-    Gradients,
-    HasEnded,
-    PassEnded,
-    QueryPass,
-    RunDone,
-    RunFailed,
-    Start,
-)
-from gradwire.autograd.profiling import span
+from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.lineage import Lineage, of_worker, one, to_wire, union
+from gradwire.autograd.messages import Gradients, HasEnded, PassEnded, QueryPass, RunDone, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import PassId, WorkerId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.torch_private import Node, current_run, is_profiled, keeps_graph, will_execute
+from gradwire.torch_private import Node, current_run, keeps_graph, span, will_execute
 from gradwire.wire.message import Buffer
 
-_END_SECONDS = 10.0
-"""How long to wait for a connected participant's rollback, never beyond the deadline of the pass.
-
-Also how long the question whether a pass ended well may stay open, see `_serve_query`.
-"""
-_END_LATE_SECONDS = 1.5
-"""The same for one that is not connected, and for a new pass that finds an unfinished rollback."""
 _GRACE_SECONDS = 0.01
-"""The same if the deadline has passed: enough for an answer in flight."""
+"""How long to wait for a rollback if the deadline has passed: enough for an answer in flight."""
 
 
 @final
@@ -80,11 +49,9 @@ class Coordinator:
         """of failed passes that some participant has not confirmed yet"""
         self._broken: dict[WorkerId, str] = {}
         """why the gradients on a worker are unknown: the next pass with it is refused"""
-        self._waiting = agent.dispatch.user.waiting
         self._me = agent.directory.me.id
         engine_run.watch_backwards()
         agent.handle(RunDone, self._serve_done, Lane.CONTROL)
-        agent.handle(RunFailed, self._serve_failed, Lane.CONTROL)
         agent.handle(QueryPass, self._serve_query, Lane.SERVICE)
         agent.kinds.add(HasEnded)
         self._outcomes = Outcomes()
@@ -94,42 +61,24 @@ class Coordinator:
         executed = self._executed(engine_run.this_thread.recvs, met)
         if executed is None:  # the run was not begun by Python code
             executed = self._executed(self._edges.recvs(), met) or []
-        plain, lineages = False, []
-        for recv in executed:
-            if leads_on(recv):
-                lineages.append(end_of(recv).origin.lineage)
-                # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
-                plain = plain or will_execute(anchor_of(recv))
-        lineage = union(lineages)
-        sends = self._sends_in(lineage)
-        needed = None if plain else sends_executed(sends)
+        leading = [recv for recv in executed if engine_run.leads_on(recv)]
+        lineage = union([end_of(recv).origin.lineage for recv in leading])
+        # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
+        plain = any(will_execute(anchor_of(recv)) for recv in leading)
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
-        destination = NOWHERE if not plain else TO_GRAD if into is None else TO_MAP
-        modes = (keeps_graph(), torch.is_grad_enabled())
-        active = self._begin(into, lineage, needed, destination, *modes)
-        active.is_partial = not plain
+        active = self._begin(into, lineage, is_partial=not plain)
         active.outer = undo_log.nested if undo_log else inside_now()
         return active
 
     def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node] | None:
         """Those of this worker that the current run executes; None if `met` is not among them."""
-        executed, is_there = [], False
-        for recv in recvs:
-            end = end_of(recv)
-            if end.engine_ref is not met.engine_ref:
-                continue
-            if end.edge == met.edge:  # `will_execute` is false for the root node of a backward
-                is_there = True
-                executed.append(recv)
-            elif will_execute(recv):
-                executed.append(recv)
-        return executed if is_there else None
-
-    def _sends_in(self, lineage: Lineage) -> list[Sent]:
-        """The Sends of this worker in a lineage."""
-        return sends_in(self._edges, of_worker(lineage, self._me), self._agent.directory.name)
+        own = [recv for recv in recvs if end_of(recv).engine_ref is met.engine_ref]
+        if all(end_of(recv).edge != met.edge for recv in own):
+            return None
+        # `will_execute` is false for the root node of a backward, which `met` may be.
+        return [recv for recv in own if end_of(recv).edge == met.edge or will_execute(recv)]
 
     def backward(
         self,
@@ -143,25 +92,18 @@ class Coordinator:
         undo_log = UndoLog(self._locks, context)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         engine_run.number_nodes(nodes)
-        reached = reached_from(nodes)
+        reached = engine_run.reached_from(nodes)
 
         def on_start() -> None:
             executed = [end_of(recv).origin.lineage for recv in reached.recvs if will_execute(recv)]
-            lineage = union(executed)
-            self._sends_in(lineage)
-            self._begin(context, lineage, None, TO_MAP, retain_graph, False, timeout)
+            self._begin(context, union(executed), timeout)
 
         try:
-            engine_run.execute(
-                tuple(roots),
-                tuple([torch.ones_like(root) for root in roots]),
-                None,
-                undo_log,
-                reached,
-                on_start,
-                retain_graph=retain_graph,
-                span=span("gradwire backward of %s", context) if is_profiled() else None,
-            )
+            with span("gradwire backward of %s", context):
+                ones = tuple([torch.ones_like(root) for root in roots])
+                engine_run.execute(
+                    tuple(roots), ones, None, undo_log, reached, on_start, retain_graph=retain_graph
+                )
         except BaseException:
             undo_log.undo()
             raise
@@ -171,11 +113,9 @@ class Coordinator:
         self,
         context: Context | None,
         edges: Lineage,
-        needed: Lineage | None,
-        destination: int,
-        retain_graph: bool,
-        create_graph: bool,
         timeout: Timeout = DEFAULT,
+        *,
+        is_partial: bool = False,
     ) -> CoordinatedPass:
         """Begin a pass over these edges; the other workers that own a Send among them take part.
 
@@ -183,26 +123,29 @@ class Coordinator:
         participant can do nothing before. The receiver of these gradients gets both in one message.
         The Starts are sent at the latest when this worker begins to wait.
         """
-        mine = of_worker(edges, self._me)
+        mine, needed = of_worker(edges, self._me), None
+        sends = self._edges.sends_in(mine, self._agent.directory.name)
+        if is_partial:
+            mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
+            needed = to_wire(mine)
         active = self._passes.begin(context, current_run(), edges, timeout)
         EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
         if self._rollbacks or self._broken:
             self._check_participants(active)
+        active.mine, active.is_partial = mine, is_partial
         active.start = Start(
             active.id,
-            active.floor,
+            self._passes.floor,
             None if context is None else context.id,
             {},
-            None if needed is None else to_wire(needed),
-            destination,
-            retain_graph,
-            create_graph,
+            needed,
+            keeps_graph(),
+            torch.is_grad_enabled(),
             0.0,
             None,
             current_mode(),
             engine_run.lets_checkpoints_run(),
         )
-        active.mine = mine if needed is None else common(mine, needed)
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
         if self._agent.events.are_heard:
@@ -283,12 +226,11 @@ class Coordinator:
         active.fail(told)
         self._passes.over(active)
         # Nobody has heard of a pass that failed before its Starts were sent.
-        told_workers = () if active.not_started else active.participants
-        rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, told_workers)
-        rollback.begin(self._agent.describe(told))
+        workers = () if active.not_started else active.participants
+        failure = self._agent.describe(told)
+        rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, workers, failure)
         deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
-        with self._waiting():
-            silent = rollback.wait(deadline, _END_SECONDS, _END_LATE_SECONDS)
+        silent = rollback.wait(deadline, END_SECONDS)
         self._agent.events.emit("fail", active.id)
         for remark in rollback.remarks:
             told.add_note(remark)
@@ -312,10 +254,9 @@ class Coordinator:
                     hint="zero the gradients there; then the next pass is begun again",
                 )
         for pass_id, rollback in list(self._rollbacks.items()):
-            if not rollback.concerns(active.participants):
+            if active.participants.isdisjoint(rollback.late()):
                 continue
-            with self._waiting():
-                silent = rollback.wait(active.deadline, _END_LATE_SECONDS, _END_LATE_SECONDS)
+            silent = rollback.wait(active.deadline, END_LATE_SECONDS)
             if silent:
                 raise UsageError(
                     f"{active} cannot begin until {silent} confirms that {pass_id} was rolled back",
@@ -329,26 +270,21 @@ class Coordinator:
         the outcome of the outer backward; there is no answer before that.
         """
         is_mine = message.pass_id.worker == self._me
-        ended_well = is_mine and self._outcomes.of(message.pass_id.n, _END_SECONDS)
+        ended_well = is_mine and self._outcomes.of(message.pass_id.n, END_SECONDS)
         if ended_well is None:
             return
-        limit = self._agent.clock.now() + _END_SECONDS
+        limit = self._agent.clock.now() + END_SECONDS
         self._agent.answer(source, HasEnded(ended_well), deadline=limit)
 
     def _serve_done(self, message: RunDone, _: Payload, source: Source) -> None:
         active = self._passes.maybe(message.pass_id)
-        if active is not None:
-            active.worker_done(source.worker, has_changed=message.has_changed)
-        else:
-            self._agent.noting.came_late(source.worker)
-
-    def _serve_failed(self, message: RunFailed, _: Payload, source: Source) -> None:
-        active = self._passes.maybe(message.pass_id)
         if active is None:
             self._agent.noting.came_late(source.worker)
-            return
-        if source.worker not in active.participants:
+        elif message.failure is None:
+            active.worker_done(source.worker, has_changed=message.has_changed)
+        elif source.worker in active.participants:
+            active.fail(self._agent.revive(message.failure))
+        else:
             raise BadMessage(
                 f"w{source.worker} fails {active.id}, in which it was not asked to run"
             )
-        active.fail(self._agent.revive(message.failure))

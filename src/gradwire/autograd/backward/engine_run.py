@@ -1,16 +1,14 @@
 """Executions of torch's engine: those that gradwire starts for a pass, and those of Python code.
 
-A run must know its own number before user code runs in it, as the number tells which pass a node
-runs for. The engine tells the number only to nodes, so each run gets a first node: see
-`_StartNode`.
+The number of a run tells which pass a node runs for, so a run must know it before user code runs in
+it. The engine tells the number only to nodes, so each run gets a first node: see `_StartNode`.
 
-A run that a program starts with `loss.backward()` or `torch.autograd.grad` is met at the only place
-through which Python starts runs, torch's engine object, which is replaced by one that calls
-`_run_of_python` first. A run that C++ code starts is not met. Two things are done there:
+Python starts runs (`loss.backward()`, `torch.autograd.grad`) only through torch's engine object,
+which is replaced by one that calls `_run_of_python` first. A run that C++ code starts is not seen.
+Two things are done there:
 
  1. While a worker here has a Recv, the run is prepared: its nodes are numbered and it is kept on
-    one thread. See Note [The order of waiting], graph/walk.py. Where a run was not met,
-    its numbers are right in most programs, and `reach.check_order` raises where they are not.
+    one thread. See Note [The order of waiting], graph/walk.py.
  2. Functions may run a backward of their own inside a run of gradwire: checkpoints, reversible
     blocks. Left alone it would write to `.grad`, where `backward(context, …)` promises to write
     nothing, and nothing would revert it if the pass failed. So it gets an undo log of its own,
@@ -21,19 +19,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, NamedTuple, final
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradwire.autograd.graph.crossing import RECV, end_of
-from gradwire.autograd.graph.edges import any_received
+from gradwire.autograd.graph.crossing import RECV, EdgeEnd, anchor_of, end_of
+from gradwire.autograd.graph.edges import Edges, any_received
 from gradwire.autograd.graph.walk import node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
+from gradwire.errors import UsageError
+from gradwire.ids import EdgeId
 from gradwire.torch_private import (
+    CHECKPOINT,
+    DDP_SINK,
     NO_RUN,
     AccumulateGrad,
     Node,
@@ -52,19 +54,73 @@ from gradwire.torch_private import (
     wrap_runs,
 )
 
-if TYPE_CHECKING:
-    from gradwire.autograd.backward.reach import Reached
-
 Tensors = tuple[torch.Tensor, ...]
 
 OnStart = Callable[[], None]
 """Called from inside a run, before anything else, to take note of its number."""
 
+_FEW_LEAVES = 16
+"""So many leaves are closed in less time than one more message takes."""
 _BEFORE_ALL = 1 << 62
-_NO_GRADIENT = (None,)
 _ONE = torch.ones(())
-"""The gradient of a token. Nothing reads it: a Send waits for its gradients, and no user has a
-token."""
+"""The gradient of a token, which nothing reads."""
+
+
+# -- what a run reaches; a coordinator asks from inside its run, at the first crossing
+
+
+class Reached(NamedTuple):
+    """The nodes behind some others that a run must know before it begins."""
+
+    recvs: list[Node]
+    accumulators: list[Node]
+    """of leaves; those of the Recvs' anchors are not among them"""
+    checkpoints: list[Node]
+    """those of reentrant activation checkpoints, whose backward runs another backward"""
+    sinks: list[Node]
+    """DDP's sink nodes (`find_unused_parameters=True`)"""
+
+
+def reached_from(nodes: Iterable[Node]) -> Reached:
+    """What a run from these reaches on this worker, through links too."""
+    by_kind: dict[type[Node], list[Node]] = {}
+    for node in reachable_from(nodes):
+        kind = type(node)
+        if kind in _KINDS:
+            by_kind.setdefault(kind, []).append(node)
+    recvs = by_kind.get(RECV, [])
+    accumulators = by_kind.get(AccumulateGrad, [])
+    if recvs:
+        anchors = set(map(anchor_of, recvs))
+        accumulators = [node for node in accumulators if node not in anchors]
+    return Reached(recvs, accumulators, by_kind.get(CHECKPOINT, []), by_kind.get(DDP_SINK, []))
+
+
+_KINDS = frozenset([RECV, AccumulateGrad, CHECKPOINT, DDP_SINK])
+
+
+def may_be_counted(reached: Reached) -> bool:
+    """Whether the last gradients of a run may be held until it is over, and announce its end.
+
+    Not if many leaves are to be closed after them, or if DDP runs callbacks at the end.
+    """
+    if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
+        return False
+    return not reached.accumulators or not (dist.is_available() and dist.is_initialized())
+
+
+def leads_on(recv: Node) -> bool:
+    """Whether the current run executes something behind this Recv, not only captures its gradient.
+
+    `will_execute` says yes in both cases.
+    """
+    for node, _ in recv.next_functions:  # noqa: SIM110  (half the time of a generator)
+        if node is not None and will_execute(node):
+            return True
+    return False
+
+
+# -- runs that gradwire starts
 
 
 def execute(
@@ -77,7 +133,6 @@ def execute(
     *,
     retain_graph: bool,
     create_graph: bool = False,
-    span: AbstractContextManager[object] | None = None,
     checkpoints: bool = True,
 ) -> None:
     """Run from these roots to every leaf they reach, and log the changes.
@@ -91,24 +146,16 @@ def execute(
     refused, this_thread.refuses_checkpoints = this_thread.refuses_checkpoints, not checkpoints
     inputs = None
     try:
+        _start.pending.append(begin)
         if anchors is not None:
-            _start.hook.on_start = begin
             roots, inputs = (*roots, _start.view), (*anchors, _start.leaf)
-        elif gradients is None:
-            this_thread.on_first_send = begin
-        else:
-            _start.hook.on_start = begin
+        elif gradients is not None:
             roots, gradients = (*roots, _start.leaf), (*gradients, _ONE)
-        gradients = gradients or (_ONE,) * len(roots)
         with ordered():
-            if span is None:
-                run_engine(roots, gradients, inputs, retain_graph, create_graph)
-            else:
-                with span:
-                    run_engine(roots, gradients, inputs, retain_graph, create_graph)
+            gradients = gradients or (_ONE,) * len(roots)
+            run_engine(roots, gradients, inputs, retain_graph, create_graph)
     except BaseException:
-        # It may have failed before its first node: the next run must not call what was for this.
-        _start.hook.on_start = this_thread.on_first_send = None
+        _start.pending.clear()  # it may have failed before its first node
         raise
     finally:
         this_thread.refuses_checkpoints = refused
@@ -135,31 +182,16 @@ def enter_if_begun() -> bool:
 
     Its first node is a Send, which asks for its pass. No user code runs before it.
     """
-    begin = this_thread.on_first_send
-    if begin is None:
+    if not _start.pending:
         return False
-    this_thread.on_first_send = None
-    begin()
+    _start.pending.pop()()
     return True
 
 
-@final
-class _StartHook:
-    """The prehook of one thread's start node: calls `on_start`, once for each run."""
-
-    def __init__(self) -> None:
-        self.on_start: OnStart | None = None
-
-    def call(self, _: object) -> None:
-        """The run has begun."""
-        on_start, self.on_start = self.on_start, None
-        assert on_start is not None, "a run that nobody began"
-        on_start()
-
-    def call_at_leaf(self, _: object) -> tuple[None]:
-        """The same where the start node is a leaf, which must accumulate nothing."""
-        self.call(_)
-        return _NO_GRADIENT
+def _run_begins(pending: list[OnStart], gradient: object, _: object) -> object:
+    """The prehook of a start node, which gets this gradient instead of its own."""
+    pending.pop()()
+    return gradient
 
 
 @final
@@ -169,20 +201,22 @@ class _StartNode(threading.local):
     One for each thread that starts runs; no user code runs before it. In a backward() it is `leaf`,
     as the engine runs the nodes of leaves before all others. A grad() does not run leaves: there it
     is `view`, whose number is the greatest, and `leaf` is the input that makes grad() run it. A run
-    from tokens needs no extra root: its first node is a Send, which calls `on_first_send`.
+    from tokens needs no extra root: its first node is a Send, which calls `enter_if_begun`.
     """
 
     def __init__(self) -> None:
-        self.hook = _StartHook()
+        self.pending: list[OnStart] = []
+        """what to call in the run that this thread is about to start; the hooks hold no more"""
         with recording():
             self.leaf = torch.zeros((), requires_grad=True)
             self.view = self.leaf.view(())
         node = node_of(self.view)
         set_sequence_number(node, _BEFORE_ALL)
-        node.register_prehook(self.hook.call)
+        node.register_prehook(partial(_run_begins, self.pending, None))
         accumulator, _ = node.next_functions[0]
         assert accumulator is not None
-        accumulator.register_prehook(self.hook.call_at_leaf)
+        nothing = (None,)  # the leaf accumulates nothing
+        accumulator.register_prehook(partial(_run_begins, self.pending, nothing))
 
 
 _start = _StartNode()
@@ -190,7 +224,6 @@ _start = _StartNode()
 
 @final
 class _ThreadRuns(threading.local):
-    on_first_send: OnStart | None = None
     refuses_checkpoints = False
     is_ordered = False
     """whether the innermost run of this thread was prepared, and no run inside it has failed"""
@@ -251,12 +284,12 @@ def _run_inside(
     """The arguments are those of torch's engine."""
     undo_log = outer.inside()
     watched = undo_log.watch(_accumulators(roots, inputs)) if accumulate_grad else []
-    _start.hook.on_start = undo_log.enter
     first, last = (_start.leaf if accumulate_grad else _start.view), _start.leaf
     try:
+        _start.pending.append(undo_log.enter)
         captured = start(
             (*roots, first),
-            (*gradients, torch.ones_like(first)),
+            (*gradients, _ONE),
             retain_graph,
             create_graph,
             (*inputs, last) if inputs else (),
@@ -264,7 +297,7 @@ def _run_inside(
             accumulate_grad=accumulate_grad,
         )
     finally:
-        _start.hook.on_start = None  # the run may have failed before its first node
+        _start.pending.clear()  # the run may have failed before its first node
         undo_log.unwatch(watched)
     return captured if accumulate_grad else captured[:-1]
 
@@ -286,10 +319,7 @@ def _node(root: _TensorOrEdge) -> Node | None:
 
 
 def number_nodes(roots: Iterable[Node]) -> list[Node]:
-    """Lift each node between these and the first Recvs above the depth it depends on.
-
-    Returns these Recvs.
-    """
+    """Lift the nodes from these to the first Recvs, which are returned, above their depths."""
     depths: dict[Node | None, int] = {None: 0}  # an input that needs no gradient has no node
     todo, recvs = list(roots), []
     while todo:
@@ -325,8 +355,6 @@ class ordered:
     for the run alone: between two runs the thread may go on with another task of asyncio's.
     """
 
-    __slots__ = ("_outer_recvs", "_recvs", "_was_ordered", "_was_threaded")
-
     def __init__(self, recvs: Sequence[Node] = ()) -> None:
         self._recvs = recvs
 
@@ -341,18 +369,16 @@ class ordered:
         if kind is not None:
             # The engine compares the tasks of a failed run differently once its run is gone, so
             # the queue that they are left in may be out of order for the run around this one.
-            this_thread.is_ordered = False
-            this_thread.has_leftovers = True
+            this_thread.is_ordered, this_thread.has_leftovers = False, True
         if this_thread.has_leftovers and current_run() == NO_RUN:
             drain()
 
 
 def drain() -> None:
-    """Let the engine drop the tasks that failed runs have left in its queue of this thread.
+    """Let the engine drop what failed runs have left in its queue of this thread: by one more run.
 
-    There they would keep the graph alive until the thread's next run, and a thread that ends with
-    such a queue after the interpreter aborts the process. A run of one node behind them all makes
-    the engine drop them.
+    There it would keep the graph alive until the thread's next run, and a thread that ends with
+    such a queue after the interpreter aborts the process.
     """
     this_thread.has_leftovers = False
     with recording():
@@ -360,3 +386,26 @@ def drain() -> None:
         last = seed.view(())
     set_sequence_number(node_of(last), 0)
     torch.autograd.grad(last, seed)
+
+
+def check_order(edges: Edges, end: EdgeEnd, edges_sent: set[EdgeId]) -> None:
+    """A Send is about to wait: UsageError if a Recv of its run should have run before it.
+
+    In a run whose nodes are in order there is none; only other runs are looked at.
+    """
+    if this_thread.is_ordered:
+        return
+    sent = edges.sent.get(end.edge.n)
+    if sent is None:
+        return
+    for recv in edges.recvs():
+        other = end_of(recv)
+        if other.edge in edges_sent or other.origin.depth < sent.depth:
+            continue
+        if will_execute(recv) and leads_on(recv):
+            raise UsageError(
+                f"{end.edge} waits for gradients before {other.edge} has sent its own: "
+                "the backward was not begun by Python code, or one inside it has failed",
+                hint="begin it with loss.backward(), torch.autograd.grad(…) or "
+                "gradwire.backward(context_id, [loss])",
+            )

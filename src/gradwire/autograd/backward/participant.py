@@ -1,7 +1,7 @@
 """A participant of a pass: one engine run over this worker's Sends, for a coordinator elsewhere.
 
-It runs when a Start arrives and answers RunDone or RunFailed. The undo log of its run is kept until
-it is known how the pass ended (pass_ending.py).
+It runs when a Start arrives and answers RunDone. The undo log of its run is kept until it is known
+how the pass ended (pass_ending.py).
 
 Note [Who may start a run here]: the numbers of edges can be guessed, so any member can send a Start
 for a graph in which it has no part. Its run would free the graph's saved tensors, or occupy a
@@ -9,8 +9,8 @@ thread while it waits for gradients that nobody sends. This worker cannot know e
 part: the peer to which it sent a tensor may have passed the result on. But the gradients of an edge
 come only from the worker to which that edge leads. So a Start that names other edges than those
 that lead to the coordinator, and what these depend on, waits without a thread for the first
-gradients of its pass. In a legitimate pass they come, because gradients propagate from the
-coordinator, and before they come a run could only wait. Otherwise the deadline ends the pass.
+gradients of its pass: before they come a run could only wait, and without them the deadline ends
+the pass.
 
 They may be those of an edge that leads to the coordinator. It could name edges of others beside
 that, but what is behind their Sends does not run before gradients come from where they lead. To
@@ -20,7 +20,7 @@ for the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -36,37 +36,24 @@ from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import ParticipantPass
 from gradwire.autograd.backward.pass_ending import PassEnding, check_coordinator, participated
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.backward.reach import may_be_counted, reached_from, sends_in
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
-from gradwire.autograd.messages import (
-    NOWHERE,
-    RunDone,
-    RunFailed,
-    Start,
-)
-from gradwire.autograd.profiling import NOTHING, span
+from gradwire.autograd.messages import RunDone, Start
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import (
-    ContextClosed,
-    GradwireError,
-    OverLimit,
-    PeerLost,
-)
-from gradwire.ids import ContextId, WorkerId
-from gradwire.torch_private import is_profiled, is_recording, recording, will_execute
+from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
+from gradwire.ids import ContextId, PassId, WorkerId
+from gradwire.torch_private import NOTHING, is_recording, recording, span, will_execute
+from gradwire.wire.message import Buffer, Message
 
-_SPAN = "gradwire backward %s"
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
     "`inputs` parameter to .backward(), and with a backward inside of these"
 )
 Run = Callable[[], bool]
 """Takes part in a pass. True if the run was deferred; it then still occupies a slot of `_runs`."""
-Failed = Callable[[BaseException], None]
 
 
 @final
@@ -91,36 +78,32 @@ class Participant:
         agent.handle(Start, self._serve_start, Lane.SERVICE)
 
     def _serve_start(self, start: Start, payload: Payload, source: Source) -> None:
-        coordinator = source.worker
-        check_coordinator(start.pass_id, coordinator)
+        check_coordinator(start.pass_id, source.worker)
         deadline = self.deadline(start.seconds)
-        failed = partial(self._tell_failed, start, coordinator, deadline)
         try:
-            self._runs.take(coordinator)
+            self._runs.take(source.worker)
         except OverLimit as error:
-            self._agent.noting.note(coordinator, error)
-            failed(error)
+            self._agent.noting.note(source.worker, error)
+            self._tell_failed(start.pass_id, deadline, error)
             return
-        run = partial(self._begin, start, payload, source, deadline, failed)
-        self._attempt(coordinator, run, failed)
+        begin = partial(self._begin, start, payload, source, deadline)
+        self._attempt(start.pass_id, deadline, begin)
 
     def deadline(self, seconds: float) -> float:
         """The local deadline of a pass: the coordinator's timeout, capped by ours."""
         return self._agent.clock.now() + min(seconds, self._seconds)
 
-    def _attempt(self, coordinator: WorkerId, run: Run, failed: Failed) -> None:
+    def _attempt(self, pass_id: PassId, deadline: float, run: Run) -> None:
         is_parked = False
         try:
             is_parked = run()
         except BaseException as error:  # an error ends the pass everywhere
-            failed(error)
+            self._tell_failed(pass_id, deadline, error)
         finally:
             if not is_parked:
-                self._runs.give_back(coordinator)
+                self._runs.give_back(pass_id.worker)
 
-    def _begin(
-        self, start: Start, payload: Payload, source: Source, deadline: float, failed: Failed
-    ) -> bool:
+    def _begin(self, start: Start, payload: Payload, source: Source, deadline: float) -> bool:
         """Take part, now or later; True if later. See Note [Who may start a run here]."""
         coordinator = source.worker
         found = self._passes.heard_of(start.pass_id, deadline, start.floor)
@@ -133,41 +116,32 @@ class Participant:
         except PeerLost:  # its loss may have been handled before the pass was added
             self._passes.over(active)
             raise
-        active.start_arrived()
+        if not active.started.settle(None):  # its run would have an undo log that nobody ends
+            raise BadMessage(f"{active.id} was begun twice")
         active.context = None if start.context is None else self._find(start.context, coordinator)
         self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(self._edges, first.edge, coordinator):
             active.settle(first, payload, self._agent.limits)
         sends = self._sends_of(active, start)
-        run = partial(self._take_part_and_tell, active, start, sends, deadline)
+        run = partial(self._take_part_and_tell, active, start, sends)
         direct = [sent.lineage for sent in sends if sent.peer == coordinator]
-        if len(direct) == len(sends) or not minus(active.mine, union(direct)):
+        is_direct = len(direct) == len(sends) or not minus(active.mine, union(direct))
+        if is_direct or active.first_news.settled:
             return run()
-        attempt = partial(self._attempt, coordinator, run, failed)
-        return active.park(partial(self._agent.dispatch.service.submit, attempt)) or run()
+        attempt = partial(self._attempt, active.id, deadline, run)
+        active.first_news.on_settled(lambda _: self._agent.dispatch.service.submit(attempt))
+        return True
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         """The Sends to run from."""
         active.mine = of_worker(from_wire(start.edges), self._edges.me)
-        sends = sends_in(self._edges, active.mine, self._agent.directory.name)
+        sends = self._edges.sends_in(active.mine, self._agent.directory.name)
         if start.needed is not None:
             needed = from_wire(start.needed)
             sends = [sent for sent in sends if meets(sent.lineage, needed)]
             active.mine = union([one(sent.edge) for sent in sends])
         return sends
-
-    def _take_part_and_tell(
-        self, active: ParticipantPass, start: Start, sends: list[Sent], deadline: float
-    ) -> bool:
-        try:
-            self._take_part(active, start, sends)
-        except BaseException:
-            # It is rolled back. The coordinator may never end the pass: remove it now.
-            self._passes.over(active)
-            raise
-        self._tell_done(active, start.pass_id.worker, deadline)
-        return False
 
     def _find(self, context: ContextId, coordinator: WorkerId) -> Context:
         try:
@@ -176,28 +150,36 @@ class Participant:
             self._agent.noting.came_late(coordinator)
             raise
 
-    def _tell_done(self, active: ParticipantPass, coordinator: WorkerId, deadline: float) -> None:
+    def _take_part_and_tell(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> bool:
+        try:
+            self._take_part(active, start, sends)
+        except BaseException:
+            # It is rolled back. The coordinator may never end the pass: remove it now.
+            self._passes.over(active)
+            raise
+        self._tell_done(active)
+        return False
+
+    def _tell_done(self, active: ParticipantPass) -> None:
         """Tell the coordinator. If the run has changed nothing, the pass is over here."""
         assert active.undo_log is not None, "its run is over"
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
-        if active.held is None:
-            done = RunDone(active.id, has_changed)
-            self._agent.tell(coordinator, done, deadline=deadline, phase="backward")
-        else:
-            message, payload = active.held
-            last = replace(message, last=True, has_changed=has_changed)
-            self._agent.tell(coordinator, last, payload, deadline=deadline, phase="backward")
+        done: Message = RunDone(active.id, has_changed)
+        payload: Sequence[Buffer] = ()
+        if active.held is not None:
+            last, payload = active.held
+            done = replace(last, last=True, has_changed=has_changed)
+        deadline = active.deadline
+        self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
 
-    def _tell_failed(
-        self, start: Start, coordinator: WorkerId, deadline: float, error: BaseException
-    ) -> None:
-        failed = RunFailed(start.pass_id, self._agent.describe(error))
+    def _tell_failed(self, pass_id: PassId, deadline: float, error: BaseException) -> None:
+        failed = RunDone(pass_id, False, self._agent.describe(error))
         try:
-            self._agent.tell(coordinator, failed, deadline=deadline, phase="backward")
+            self._agent.tell(pass_id.worker, failed, deadline=deadline, phase="backward")
         except GradwireError:
-            self._agent.events.emit("untold", start.pass_id)
+            self._agent.events.emit("untold", pass_id)
 
     def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
         undo_log = UndoLog(self._locks, active.context)
@@ -228,10 +210,10 @@ class Participant:
     ) -> None:
         if not sends:
             return
-        reached = reached_from([sent.node for sent in sends])
+        reached = engine_run.reached_from([sent.node for sent in sends])
         counted, anchors = reached.accumulators, None
-        if start.destination == NOWHERE:
-            needed = from_wire(start.needed or {})
+        if start.needed is not None:
+            needed = from_wire(start.needed)
             recvs = [r for r in reached.recvs if meets(end_of(r).origin.lineage, needed)]
             counted, anchors = [], tuple([anchor_of(recv).variable for recv in recvs])  # type: ignore[attr-defined]
 
@@ -239,7 +221,7 @@ class Participant:
             self._passes.enter(active, undo_log.run)
             if not start.checkpoints and any(map(will_execute, reached.checkpoints)):
                 raise RuntimeError(_NO_CHECKPOINTS)  # as torch does in one process
-            if anchors is not None or may_be_counted(reached):
+            if anchors is not None or engine_run.may_be_counted(reached):
                 recvs = sum(map(will_execute, reached.recvs))
                 active.run_counted(len(sends), recvs, sum(map(will_execute, counted)))
 
@@ -247,7 +229,7 @@ class Participant:
         if start.anomaly:
             nodes = [sent.node for sent in sends]
             mode = detecting(start.anomaly, nodes, self._agent.directory.me.name)
-        with mode:
+        with mode, span("gradwire backward %s", active):
             engine_run.execute(
                 tuple([sent.token for sent in sends]),
                 None,
@@ -257,6 +239,5 @@ class Participant:
                 on_start,
                 retain_graph=start.retain_graph,
                 create_graph=start.create_graph,
-                span=span(_SPAN, active) if is_profiled() else None,
                 checkpoints=start.checkpoints,
             )

@@ -1,17 +1,15 @@
 """One backward pass, seen from one worker.
 
 Rules of this file:
-  1. Pure. No torch, no threads, no clock: gradients stay with the engine, this file sees only
-     the ids of their edges.
+  1. Pure: no torch, no threads, no clock, and of gradients only the ids of their edges.
   2. Every edge is settled exactly once per pass and collected exactly once by the Send that waits
      for it. What is settled may be early (before the pass is known here), never twice.
   3. A pass ends once: done when every worker asked is done, failed with the first error.
   4. A worker that has changed no leaf has nothing to keep or to roll back: for it a pass is over
      with its run.
 
-A *run* is one execution of torch's engine over this worker's sends of the pass; it waits
-at each Send until that edge is settled. The *coordinator* is the worker where the pass began; the
-other workers are its participants.
+A *run* is one execution of torch's engine over this worker's Sends of the pass; it waits at each
+Send until that edge is settled.
 
 The sets without an underscore are read directly by `ActivePass`: a method call costs more.
 """
@@ -28,18 +26,6 @@ from gradwire.ids import EdgeId, PassId, WorkerId
 @final
 class PassState:
     """What one worker knows of one pass. At the coordinator, `asked` are the participants."""
-
-    __slots__ = (
-        "_recvs_left",
-        "_sends",
-        "asked",
-        "changed",
-        "failed",
-        "id",
-        "settled",
-        "to_collect",
-        "waiting_for",
-    )
 
     def __init__(self, pass_id: PassId, asked: Iterable[WorkerId] = ()) -> None:
         self.id = pass_id

@@ -1,9 +1,8 @@
 """The passes that are active on one worker.
 
 Note [Which pass a node runs for]: passes may follow each other, run at once from several threads,
-or nest. The number of the current engine run tells them apart. A native backward is entered in this
-table by the first crossing it meets. A run that gradwire starts enters itself, before it does
-anything else (engine_run.py).
+or nest. The number of the current engine run tells them apart. A native backward is entered here by
+the first crossing it meets, a run that gradwire starts by its first node (engine_run.py).
 
 Note [Passes that are over]: a message of a pass may arrive after the pass has ended here, and must
 not begin it anew. A coordinator numbers its passes, and says with each Start which is the oldest
@@ -59,14 +58,20 @@ class PassTable:
             n = self._count = self._count + 1
             self._mine[n] = None
         try:
-            id, floor = PassId(self._directory.me.id, n), next(iter(self._mine))
-            active = CoordinatedPass(id, context, deadline, now, self._edges, run, edges, floor)
+            id = PassId(self._directory.me.id, n)
+            active = CoordinatedPass(id, context, deadline, now, self._edges, edges)
+            active.run = run
             self._by_id[id] = self._by_run[run] = active
         except BaseException:  # an interrupt, or one in a finalizer
             self._mine.pop(n, None)
             raise
         self._timer.need(deadline)
         return active
+
+    @property
+    def floor(self) -> int:
+        """The oldest pass of this worker that is not over. See Note [Passes that are over]."""
+        return min(self._mine)  # in one step: other threads begin and end passes
 
     def heard_of(
         self, id: PassId, deadline: float | None = None, floor: int | None = None
@@ -89,11 +94,10 @@ class PassTable:
     def _maybe_new(self, id: PassId, deadline: float | None) -> AnyPass | None:
         now = self._clock.now()
         due = now + self._seconds if deadline is None else deadline
-        ended = len(self._ended.get(id.worker, ()))
-        if (
-            len(self._by_id) + ended >= self._most
-            and self._begun_by(id.worker) + ended >= self._most
-        ):
+        known = len(self._by_id) + len(self._ended.get(id.worker, ()))
+        if known >= self._most:  # of all coordinators
+            known -= sum([other.worker != id.worker for other in tuple(self._by_id)])
+        if known >= self._most:
             raise OverLimit(
                 f"{self._most} backward passes of w{id.worker} are known here, which is the limit",
                 hint="run fewer at once, or raise Limits(passes=…)",
@@ -105,9 +109,6 @@ class PassTable:
             active = self._by_id.setdefault(id, made)
         self._timer.need(due)
         return active
-
-    def _begun_by(self, worker: WorkerId) -> int:
-        return sum([id.worker == worker for id in tuple(self._by_id)])
 
     def _is_over(self, id: PassId) -> bool:
         if id.worker == self._directory.me.id:  # begun here: else it is in the table
@@ -150,8 +151,8 @@ class PassTable:
 
     def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:
         """The passes in which this worker takes part and which began on that one."""
-        passes = [active for active in self.all() if isinstance(active, ParticipantPass)]
-        return [active for active in passes if active.id.worker == worker]
+        passes = [active for active in self.all() if active.id.worker == worker]
+        return [active for active in passes if isinstance(active, ParticipantPass)]
 
     def peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Fail the passes that cannot succeed without this worker."""
@@ -169,7 +170,7 @@ class PassTable:
         for active in self.all():
             if active.deadline <= now:
                 active.expire(self._directory)
-                if isinstance(active, ParticipantPass) and not active.has_started:
+                if isinstance(active, ParticipantPass) and not active.started.settled:
                     self.over(active)  # its coordinator cannot reach us: nobody else ends it
             else:
                 waiting.append(active.deadline)

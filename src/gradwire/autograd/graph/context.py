@@ -2,19 +2,36 @@
 
 Edges belong to the world (edges.py). A context adds a map of gradients for `backward(context, …)`,
 and an end, which releases the edges that were made in it whether or not their tensors are alive.
+
+Only the opener of a context closes it, and tells every worker that knows it: those it has called in
+it, and those that have heard of it from somebody else, which ask the opener to be told. A worker
+drops the contexts of an opener that is lost. One that was too slow to take the message is told
+again, or it would keep the gradients of the context for ever.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import torch
 
+from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.peers.directory import Directory
+from gradwire.agent.requests.timer import Resender
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.errors import ContextClosed, StaleIncarnation, UsageError
+from gradwire.autograd.messages import Attended, Forget, QueryContext
+from gradwire.errors import (
+    BadMessage,
+    ContextClosed,
+    DeadlinePassed,
+    GradwireError,
+    StaleIncarnation,
+    UsageError,
+)
 from gradwire.ids import (
     ContextId,
     EdgeId,
@@ -27,6 +44,12 @@ from gradwire.ids import (
 from gradwire.torch_private import Node
 
 _CLOSED_REMEMBERED = 20_000
+_SECONDS = 10.0
+_AT_ONCE_SECONDS = 1.0
+"""The thread that closes a context does not wait long for a peer that cannot be reached. The next
+tries to tell it have threads of their own."""
+_FIRST_AGAIN_SECONDS = 0.25
+_TIMES = 10
 
 
 @final
@@ -55,19 +78,14 @@ class Contexts:
 
     def __init__(
         self,
-        me: WorkerId,
-        name: str,
-        *,
+        directory: Directory,
         first: int = 0,
         most: int = 1 << 12,
-        maybe_too_old: Callable[[ContextId], str | None] = lambda _: None,
         register: Callable[[ContextId], None] = lambda _: None,
-        lock: threading.RLock | None = None,
     ) -> None:
+        self._directory, self._register = directory, register
         self._quota = PeerLimit("contexts", most)
-        self._maybe_too_old, self._register = maybe_too_old, register
-        self._me, self._name = me, name
-        self._lock = threading.RLock() if lock is None else lock
+        self._me, self._lock = directory.me.id, directory.lock
         self._first = self.opened = first
         """the number of the next one that is opened here"""
         self._open: dict[ContextId, Context] = {}
@@ -91,9 +109,9 @@ class Contexts:
     def heard_of(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
-        A new one counts as one of `source`, whichever worker opened it. If that was another one,
-        it is asked to tell us when it closes the context (closing.py). StaleIncarnation if an
-        earlier incarnation of this worker may have worked in it, or one of its opener made it.
+        A new one counts as one of `source`. If another worker opened it, that is asked to tell when
+        it closes it (`register`). StaleIncarnation: see Note [Contexts and incarnations],
+        agent/peers/directory.py.
         """
         context = self._open.get(id)
         if context is not None:
@@ -115,10 +133,10 @@ class Contexts:
             return context
         unknown = f"Could not find autograd context with id: {id}"
         if self.is_over(id):
-            lost = self._closed.get(id)
+            lost, here = self._closed.get(id), self._directory.me.name
             why = "" if lost is None else f", as {lost} was lost"
             raise ContextClosed(
-                f"{unknown}: {spoken_context(id)} is closed on {self._name}{why}",
+                f"{unknown}: {spoken_context(id)} is closed on {here}{why}",
                 hint="differentiate before the `with context()` block ends in which it was made",
             )
         self._check_young(id)
@@ -151,8 +169,7 @@ class Contexts:
             return list(self._open)
 
     def _check_young(self, id: ContextId) -> None:
-        """See Note [Contexts and incarnations], agent/peers/directory.py."""
-        why = self._maybe_too_old(id)
+        why = self._directory.maybe_too_old(id)
         if why is not None:
             raise StaleIncarnation(
                 f"{spoken_context(id)} {why}",
@@ -164,3 +181,81 @@ class Contexts:
             self._quota.take(source)
         context = self._open[id] = Context(id, source)
         return context
+
+
+@final
+class Forgetting:
+    """What one worker has to say about contexts that are closed."""
+
+    def __init__(
+        self, agent: Agent, contexts: Contexts, close: Callable[[ContextId, str | None], None]
+    ) -> None:
+        self._agent, self._contexts, self._close = agent, contexts, close
+        self._resender: Resender[Callable[[], None]] = Resender(agent.timer, self._send_again)
+        agent.handle(Forget, self._serve_forget, Lane.SERVICE)
+        agent.handle(QueryContext, self._serve_query, Lane.SERVICE)
+        agent.kinds.add(Attended)
+
+    def tell(self, worker: WorkerId, context: ContextId, tried: int = 0) -> None:
+        """Tell it now, or later if that fails."""
+        try:
+            limit = self._agent.clock.now() + (_SECONDS if tried else _AT_ONCE_SECONDS)
+            self._agent.tell(worker, Forget(context), deadline=limit)
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError:
+            self._agent.events.emit("unforgotten", spoken_context(context))
+            if tried < _TIMES:
+                again = partial(self.tell, worker, context, tried + 1)
+                self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
+
+    def ask(self, context: ContextId, tried: int = 0) -> None:
+        """Ask its opener to tell when a context is closed; close it here if it is closed there."""
+        if self._contexts.maybe(context) is None:
+            return
+        heard = partial(self._heard, context, tried)
+        limit = self._agent.clock.now() + _SECONDS
+        what = f"whether {spoken_context(context)} is open"
+        try:
+            _, answer = self._agent.request(
+                opener_of(context), QueryContext(context), deadline=limit, description=what
+            )
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError as error:
+            heard(error)
+        else:
+            answer.on_settled(heard)
+
+    def _heard(self, context: ContextId, tried: int, outcome: Outcome) -> None:
+        """Who does not answer in time is asked again; without an opener there is no context."""
+        if isinstance(outcome, DeadlinePassed) and tried < _TIMES:
+            again = partial(self.ask, context, tried + 1)
+            self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
+            return
+        said = outcome.message if isinstance(outcome, Answer) else None
+        if not isinstance(said, Attended) or not said.is_open:
+            opener = self._agent.directory.name(opener_of(context))
+            lost = opener if isinstance(outcome, Exception) else None
+            self._agent.dispatch.service.submit(partial(self._close, context, lost))
+
+    def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
+        if source.worker != opener_of(message.context):
+            context = spoken_context(message.context)
+            raise BadMessage(f"w{source.worker} closes {context}, which it has not opened")
+        self._close(message.context, None)
+
+    def _serve_query(self, message: QueryContext, _: Payload, source: Source) -> None:
+        if opener_of(message.context) != self._agent.directory.me.id:
+            raise BadMessage(f"{spoken_context(message.context)} was not opened here")
+        context = self._contexts.maybe(message.context)
+        if context is not None:
+            context.called.add(source.worker)
+            context = self._contexts.maybe(message.context)  # it may have closed just before
+        is_open = context is not None or count_of(message.context) >= self._contexts.opened
+        limit = self._agent.clock.now() + _SECONDS
+        self._agent.answer(source, Attended(is_open), deadline=limit)
+
+    def _send_again(self, due: list[Callable[[], None]]) -> None:
+        for act in due:
+            self._agent.dispatch.service.submit(act)

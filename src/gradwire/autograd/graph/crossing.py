@@ -36,6 +36,7 @@ from gradwire.autograd.graph.lineage import (
     latest,
     minus,
     of_worker,
+    one,
     plus,
     to_wire,
     union,
@@ -216,7 +217,7 @@ def arrive(
     taken = [tensors[place] for place in places]
     # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
     # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
-    # not, which tells the two apart (backward/reach.py).
+    # not, which tells the two apart (backward/coordinator.py).
     anchor = _NOTHING.detach().requires_grad_()
     mine = of_worker(origin.lineage, edges.me)
     links = _links(edges, mine) if mine else ()
@@ -256,19 +257,14 @@ def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
 
 
 def _maximal(edges: Edges, left: Lineage) -> list[Sent]:
-    """The edges on which no other of them depends. The latest is always one of them.
-
-    One that was released early leads nowhere: a pass through it says so.
-    """
+    """The edges on which no other of them depends. The latest is always one of them."""
     found = []
     while left:
         edge = EdgeId(edges.me, latest(left))
         top = edges.sent.get(edge.n)
-        if top is None:
-            left = minus(left, plus({}, edge))
-            continue
-        found.append(top)
-        left = minus(left, top.lineage)
+        if top is not None:  # else it was released early: a pass through it says so
+            found.append(top)
+        left = minus(left, one(edge) if top is None else top.lineage)
     return found
 
 
@@ -283,11 +279,9 @@ _PEERS = 8
 def check_crossing(
     crossed: Crossing, peer: WorkerId, tensors: Sequence[torch.Tensor], most_edges: int
 ) -> None:
-    """BadMessage for what no correct peer says.
+    """BadMessage for what no correct peer says. hot: every edge that arrives
 
     The depth most of all: a thread makes nodes until it has come as far (`lift_this_thread`).
-
-    hot: every edge that arrives
     """
     edge, places, count, most = crossed.edge, crossed.tensors, len(tensors), _PEERS * most_edges
     if edge.worker != peer or not 0 <= edge.n < _MOST_EDGES:

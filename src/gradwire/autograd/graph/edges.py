@@ -4,10 +4,9 @@
     received   by edge; holds only a weak reference to the Recv
 
 When a Recv dies, its edge is queued here until its sender has been told (release.py), which drops
-the token. The graph behind the Send dies, with it the Recvs in that graph, and so on upstream:
-reference counting along a graph without cycles, with one holder for each edge. So the edges behind
-a Recv that is alive are all there: what arrives never names a released edge, and a Start never
-misses a Send, unless a peer was lost or a context was closed early.
+the token, and so on upstream (docs/concepts/graph.md). So the edges behind a Recv that is alive are
+all there: what arrives never names a released edge, and a Start never misses a Send, unless a peer
+was lost or a context was closed early.
 
 Note [Edges are not locked]: nodes are made while edges are recorded, and what makes objects may run
 the collector, and with it a finalizer of the user's that sends something itself. So no lock is held
@@ -20,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -28,9 +27,9 @@ import msgspec
 import torch
 
 from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.autograd.graph.lineage import Lineage, meets, one, union
+from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
-from gradwire.errors import BadMessage
+from gradwire.errors import BadMessage, PeerLost
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.torch_private import Node
 
@@ -144,16 +143,28 @@ class Edges:
         """Whether this incarnation has made an edge of this number."""
         return self._first <= n < self._next
 
+    def sends_in(self, mine: Lineage, name: Callable[[WorkerId], str]) -> list[Sent]:
+        """These edges of this worker; PeerLost if one was released. `name` is the directory's."""
+        found = []
+        for n in numbers(mine):
+            sent = self.sent.get(n)
+            if sent is None:
+                peer = self.lost_to.get(n)
+                lost = "the worker it leads to" if peer is None else name(peer)
+                raise PeerLost(
+                    f"{EdgeId(self.me, n)} was dropped here: {lost} was lost"
+                    + (", or the context that it was made in is closed" if peer is None else ""),
+                    hint="compute what depends on it again",
+                ).about("" if peer is None else lost, phase="backward")
+            found.append(sent)
+        return found
+
     def next_depth(self, below: int) -> int:
         """The depth of a new edge that depends on others down to `below`.
 
-        Deeper than the edges sent since the last pass, too: see Note [The order of waiting],
-        walk.py.
+        Deeper than those sent since the last pass, too: see Note [The order of waiting], walk.py.
         """
-        before = self._latest_depth
-        if before > ROOM // 2:
-            before = ROOM // 2
-        depth = self._latest_depth = (before if before > below else below) + 1
+        depth = self._latest_depth = max(min(self._latest_depth, ROOM // 2), below) + 1
         return depth
 
     def pass_over(self) -> None:
@@ -177,8 +188,7 @@ class Edges:
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
         """A message with these edges was dropped before they became Recvs.
 
-        Its sender may name any edges: those of others are not released on its word, nor what is
-        alive here.
+        On its sender's word no edges of others are released, nor what is alive here.
         """
         for edge in edges:
             if edge.worker == sender and edge not in self.received:
@@ -234,11 +244,10 @@ class Edges:
         return True
 
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
-        """The receiver holds these no more: what to drop, with no lock held.
+        """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
 
-        Where it is dropped graphs die, and finalizers of users run. An edge that is not there was
-        withdrawn, or released before, or is of an earlier incarnation of this worker. BadMessage,
-        and nothing is released, if one leads elsewhere.
+        An edge that is not there was withdrawn, or released before, or is of an earlier incarnation
+        of this worker. BadMessage, and nothing is released, if one leads elsewhere.
         """
         found = []
         for n in numbers:

@@ -69,12 +69,6 @@ def meets(lineage: Lineage, other: Lineage) -> bool:
     return any(bits & other.get(chunk, 0) for chunk, bits in lineage.items())
 
 
-def common(lineage: Lineage, other: Lineage) -> Lineage:
-    """The edges of both."""
-    both = {chunk: lineage[chunk] & other[chunk] for chunk in lineage.keys() & other.keys()}
-    return {chunk: bits for chunk, bits in both.items() if bits}
-
-
 def of_worker(lineage: Lineage, worker: WorkerId) -> Lineage:
     """The edges that this worker has sent. hot: each crossing and each pass"""
     found = {}

@@ -1,10 +1,9 @@
 """Tells the senders of edges that their Recvs are no more.
 
 The end of a Recv only queues its edge: a finalizer must not send. What is queued for a worker rides
-on the next call or answer to it, so in a loop of training a graph is dropped one step later, on the
-thread that serves the next call, and no message is needed for it. A tick of the timer, while this
-worker has any Recvs, sends what has found no ride since the tick before. To be told of an edge
-twice does no harm, so an edge stays in the queue until a message with it has left.
+on the next call or answer to it, so a loop of training needs no message for it. A tick of the
+timer, while this worker has any Recvs, sends what has found no ride since the tick before. To be
+told of an edge twice does no harm, so an edge stays in the queue until a message with it has left.
 
 A peer that is lost needs no word, nor a connection to tell it: both sides drop the edges between
 them, and an edge comes by a connection.

@@ -34,21 +34,21 @@ runs leave in a queue is dropped.
 Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
 made by threads that entered a context or received what they used, see below. Where they are not,
 and a Send would wait before a Recv of the same depth or a greater one has run, it raises
-(`reach.check_order`): by (1) that happens only if the order is wrong.
+(`engine_run.check_order`): by (1) that happens only if the order is wrong.
 
 The rest is for speed. Of edges that do not depend on each other, a later one is deeper than those
 its worker sent before it since the last pass, up to depth ROOM/2. So all pipeline workers process
-micro-batches in the same order, last first, as one process would, and none blocks on a gradient
-that has not arrived while another is available. torch counts sequence numbers per thread, from 0. A
-thread that enters a context advances its sequence counter past ROOM, and one that receives advances
-it past the depth it received: so most nodes keep the numbers that torch gave them, and run in the
-order that they would have in one process.
+micro-batches in the same order, last first, and none blocks on a gradient that has not arrived
+while another is available. torch counts sequence numbers per thread, from 0. A thread that enters a
+context advances its counter past ROOM, and one that receives past the depth it received: so most
+nodes keep the numbers that torch gave them, and run in the order that they would have in one
+process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import final
 
@@ -78,9 +78,8 @@ FROM_HERE = Origin(NOTHING, 0)
 def origin_of(nodes: Iterable[Node | None]) -> Origin:
     """What these depend on; raises sequence numbers above the depth. hot: for each new node
 
-    Each node is visited once: a node's next functions never change, so neither does its origin,
-    which is kept in torch's own dict of the node and dies with it. Two threads that walk over one
-    node find the same, so there is no lock.
+    Each node is visited once: its next functions never change, so neither does its origin. Two
+    threads that walk over one node find the same, so there is no lock.
     """
     return _together([_memo(n).get(_KEY) or _visit(n) for n in nodes if n is not None])
 
@@ -153,11 +152,7 @@ _thread = _ThreadDepth()
 
 
 def lift_this_thread(depth: int) -> None:
-    """Create nodes until this thread's sequence numbers are above a depth.
-
-    Torch has no API to read or set a thread's sequence counter. A thread that stays in one context
-    creates about one extra node per edge.
-    """
+    """Create nodes until this thread's sequence numbers, which cannot be set, are above a depth."""
     if depth <= _thread.above:
         return
     with recording():
@@ -165,20 +160,6 @@ def lift_this_thread(depth: int) -> None:
         while (number := sequence_number(node_of(seed.view(())))) < depth:
             pass
     _thread.above = number  # a thread's count never goes back
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a value, inside plain containers too."""
-    match value:
-        case torch.Tensor():
-            yield value
-        case list() | tuple():
-            for item in value:
-                yield from tensors_in(item)
-        case dict():
-            yield from tensors_in(list(value.values()))
-        case _:
-            pass
 
 
 def node_of(tensor: torch.Tensor) -> Node:

@@ -31,11 +31,11 @@ class Leaf:
     that ended well are removed from `unfinished` without it, by one operation on a list.
     """
 
-    __slots__ = ("_tensor", "lock", "parked", "unfinished")
+    __slots__ = ("lock", "parked", "tensor", "unfinished")
 
     def __init__(self, tensor: weakref.ref[torch.Tensor]) -> None:
         self.lock = threading.RLock()
-        self._tensor = tensor
+        self.tensor = tensor
         self.unfinished: list[LeafEntry] = []
         """of the passes that have added to it and are not over, in the order in which they did"""
         self.parked: LeafEntry | None = None
@@ -44,7 +44,7 @@ class Leaf:
     def wait(self) -> None:
         """Acquire the lock, or raise BackwardTimeout."""
         if not self.lock.acquire(timeout=_LEAF_SECONDS):
-            leaf = self._tensor()
+            leaf = self.tensor()
             shape = () if leaf is None else tuple(leaf.shape)
             raise BackwardTimeout(
                 f"a leaf of shape {shape} was held for {_LEAF_SECONDS:g} s "
@@ -52,13 +52,18 @@ class Leaf:
                 hint="a hook on a leaf must not wait for a pass that needs the same leaf",
             )
 
+    def __enter__(self) -> None:
+        self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
 
 @final
 class LeafLocks:
     """The `Leaf` of each leaf of a worker that a run has met."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._leaves: dict[int, Leaf] = {}
 
     def __len__(self) -> int:
@@ -69,13 +74,9 @@ class LeafLocks:
         number = id(leaf)
         known = self._leaves.get(number)
         if known is None:
-            with self._lock:
-                known = self._leaves.get(number)
-                if known is None:
-                    tensor = weakref.ref(leaf, lambda _: self._leaves.pop(number, None))
-                    # `setdefault`, as a finalizer may run here, on this thread, which has the
-                    # lock already, and add the same leaf.
-                    known = self._leaves.setdefault(number, Leaf(tensor))
+            tensor = weakref.ref(leaf, lambda _: self._leaves.pop(number, None))
+            # One step for the interpreter: another thread, or a finalizer, may have added it.
+            known = self._leaves.setdefault(number, Leaf(tensor))
         return known
 
 

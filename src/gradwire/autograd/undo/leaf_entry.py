@@ -6,16 +6,16 @@ Note [Leaves of a backward inside a run]: a Function may run a backward of its o
 gradwire (a checkpoint, a reversible block) and read, right afterwards, the gradients of leaves that
 it made for that backward. So what such a backward adds on its way to the map stays in `.grad` at
 first: it is *parked*. It is moved to the map when a run next opens the leaf, or when the run around
-is over. By then a leaf that the Function made for itself is dead, and nothing is moved. So that it
-can die, the entries of such a backward hold their leaves weakly.
+is over. By then a leaf that the Function made for itself is dead, and nothing is moved: an entry
+holds its leaf and the gradient there only weakly.
 
 Note [Passes that meet at a leaf]: when a pass fails, others may have added to the same leaf since.
 Then what was there before the pass is put back, and what the others added is added again, in the
-order in which they did. The result is bit by bit what would be there without the failed pass. A run
-that has an undo log tells what it adds to the entries of all unfinished passes. A backward without
-one (a plain backward that this worker began) is seen by hooks, which stay until the pass is over.
-Where a sum cannot be made again (a hook has changed it, the program has used it up or written to
-it, it has a graph), the gradient stays as it is, and the coordinator of the failed pass is told.
+order in which they did: bit by bit what would be there without the failed pass. A run that has an
+undo log tells what it adds to the entries of all unfinished passes. A plain backward, which has
+none, is seen by hooks, which stay until the pass is over. Where a sum cannot be made again (a hook
+has changed it, the program has used it up or written to it, it has a graph), the gradient stays as
+it is, and the coordinator of the failed pass is told.
 """
 
 from __future__ import annotations
@@ -51,37 +51,26 @@ _GONE = torch.empty(0)
 class LeafEntry:
     """What one run did to one leaf. hot: one for each leaf of a pass"""
 
-    __slots__ = (
-        "_added",
-        "_begun",
-        "_coming",
-        "_handles",
-        "_is_guest",
-        "_is_shared",
-        "_is_spoilt",
-        "_new",
-        "_node",
-        "_old",
-        "_old_version",
-        "_own",
-        "_record",
-        "_since",
-        "_undo_log",
-        "_value",
-        "_version",
-        "_weak",
-        "is_open",
-        "is_touched",
-        "leaf",
-    )
+    is_open = is_touched = _is_guest = False
+    _is_shared = _is_spoilt = False
+    """whether others have added since; whether a sum cannot be made again"""
+    _node: Node | None = None
+    _old: Gradient = None
+    """what was there before the run, its version then, and a copy of it"""
+    _old_version = _version = 0
+    _value: Gradient = None
+    _new: weakref.ref[torch.Tensor] | None = None
+    """what this run, and what others added after it, have left there; `_version` is its own"""
+    _since: tuple[Addition, ...] = ()
+    _coming: dict[int, tuple[Begun, tuple[Addition, ...]]] | None = None
 
-    def __init__(self, undo_log: UndoLog, leaf: torch.Tensor, record: Leaf) -> None:
-        self._undo_log, self._record = undo_log, record
-        self.leaf: torch.Tensor | None = leaf
-        self.is_open = self.is_touched = self._is_guest = False
-        self._node: Node | None = None
-        self._new: Gradient | weakref.ref[torch.Tensor]
-        self._coming: dict[int, tuple[Begun, tuple[Addition, ...]]] | None
+    def __init__(self, undo_log: UndoLog, record: Leaf) -> None:
+        self.undo_log, self._record = undo_log, record
+
+    @property
+    def leaf(self) -> torch.Tensor | None:
+        """The leaf, if it is alive: its node holds it, or the map, or the program."""
+        return self._record.tensor()
 
     # -- hooks
 
@@ -102,7 +91,7 @@ class LeafEntry:
 
         Called without a gradient too: post-accumulate hooks run then as well, and read `.grad`.
         """
-        undo_log = self._undo_log
+        undo_log = self.undo_log
         gradient: Gradient = gradients[0]
         if current_run() != undo_log.run:
             if self.is_touched:
@@ -127,7 +116,7 @@ class LeafEntry:
     def after(self, _inputs: object, _outputs: object) -> None:
         """The engine has added to this leaf, and its hooks have run."""
         # Not called if one of them raised: then `unwatch` of the undo log closes the entry.
-        if current_run() == self._undo_log.run:
+        if current_run() == self.undo_log.run:
             if self.is_open:
                 self.close()
         elif self.is_touched:
@@ -140,21 +129,20 @@ class LeafEntry:
 
         The first time what is there is remembered. The leaf is opened again for callbacks.
         """
-        leaf, record, into = self.leaf, self._record, self._undo_log.into
-        assert leaf is not None, "it is loose"
+        record, into = self._record, self.undo_log.into
+        leaf = record.tensor()
+        assert leaf is not None, "its node holds it"
         if not record.lock.acquire(False):
             record.wait()
         if record.parked is not None:
             record.parked.move()
         own = self._own = leaf.grad
-        now = self._new = own if into is None else into.get(leaf)
+        now = own if into is None else into.get(leaf)
         is_first, self.is_touched = not self.is_touched, True
         self.is_open, self._added = True, None
         if is_first:  # in the lists before anything can raise: then `UndoLog.unwatch` closes it
-            self._old, self._old_version, self._value = now, 0, None
-            self._is_spoilt = self._is_shared = False
-            self._since, self._coming = _NOTHING, None
-            self._undo_log.entries.append(self)
+            self._old = now
+            self.undo_log.entries.append(self)
             record.unfinished.append(self)
         if now is not own:
             leaf.grad = now
@@ -169,23 +157,20 @@ class LeafEntry:
 
     def close(self) -> None:
         """Remember the gradient after the run, and put the leaf's own `.grad` back."""
-        leaf, record, into = self.leaf, self._record, self._undo_log.into
-        self.is_open = False
-        if self._is_guest:
-            self._is_guest = False
-            record.lock.release()
-            return
-        assert leaf is not None, "it is loose"
-        new = leaf.grad
-        if into is not None:
-            if self._undo_log.outer is None:
-                self._to_map(leaf, new, into)
-            else:
-                record.parked = self
-                self._undo_log.outermost.parked.append(self)
-        self._new, self._version = new, version_of(new)
-        if len(record.unfinished) > 1:
-            self._tell_others(new)
+        record, into = self._record, self.undo_log.into
+        leaf = record.tensor()
+        is_guest, self.is_open, self._is_guest = self._is_guest, False, False
+        if leaf is not None and not is_guest:
+            new = leaf.grad
+            if into is not None:
+                if self.undo_log.outer is None:
+                    self._to_map(leaf, new, into)
+                else:
+                    record.parked = self
+                    self.undo_log.outermost.parked.append(self)
+            self._set_new(new)
+            if len(record.unfinished) > 1:
+                self._tell_others(new)
         record.lock.release()
 
     def _to_map(
@@ -205,97 +190,75 @@ class LeafEntry:
 
         If so the lock is held until `close`, so that no other run opens the leaf.
         """
-        leaf, record, undo_log = self.leaf, self._record, self._undo_log
-        assert leaf is not None, "it is loose"
+        record, undo_log = self._record, self.undo_log
         record.wait()
         parked = record.parked
-        is_parked = parked is not None and parked._undo_log.outermost is undo_log.outermost
-        if is_parked or undo_log.is_open_around(leaf):
+        is_parked = parked is not None and parked.undo_log.outermost is undo_log.outermost
+        if is_parked or undo_log.is_open_around(self.leaf):
             self.is_open = self._is_guest = True
             return True
         record.lock.release()
         return False
 
-    def loosen(self) -> None:
-        """The backward inside is over: hold the leaf and its gradient only weakly."""
-        assert self.leaf is not None, "it is loose already"
-        self.unwatch()
-        new, self._weak, self.leaf = self._last(), weakref.ref(self.leaf), None
-        self._set_new(new)
-
-    def tighten(self) -> bool:
-        """The run around is over too: hold the leaf again. False if it has died."""
-        self.leaf = self._target()
-        if self.leaf is None:
+    def watch_again(self) -> bool:
+        """The run around is over too: see what others add from now on. False for a dead leaf."""
+        leaf = self.leaf
+        if leaf is None:
             self.keep()
             return False
-        if self._undo_log.into is None:
-            view = node_of(self.leaf.view_as(self.leaf))
+        if self.undo_log.into is None:
+            view = node_of(leaf.view_as(leaf))
             self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
         return True
 
     def settle(self) -> None:
         """Move what is parked to the map, unless another run has."""
-        if self._record.parked is self:
-            self._record.wait()
+        with self._record:
             if self._record.parked is self:
                 self.move()
-            self._record.lock.release()
 
     def move(self) -> None:
         """With the lock held: move what is parked to the map."""
         self._record.parked = None
-        leaf, into = self._target(), self._undo_log.into
+        leaf, into = self.leaf, self.undo_log.into
         if leaf is not None and into is not None:
             new = leaf.grad
             self._to_map(leaf, new, into)
             self._set_new(new)
 
-    def _target(self) -> torch.Tensor | None:
-        return self._weak() if self.leaf is None else self.leaf
-
     def _set_new(self, new: Gradient) -> None:
-        self._version = version_of(new)
-        self._new = new if new is None or self.leaf is not None else weakref.ref(new)
+        if new is None:
+            self._version, self._new = 0, None
+        else:
+            self._version, self._new = new._version, weakref.ref(new)
 
     def _last(self) -> Gradient:
         """The gradient that the run left, or that known additions made of it since."""
-        if not isinstance(new := self._new, weakref.ref):
-            return new
-        found = new()
-        return _GONE if found is None else found
+        new = None if self._new is None else self._new()
+        return _GONE if new is None and self._new is not None else new
 
     # -- other passes; see Note [Passes that meet at a leaf]
 
     def _tell_others(self, new: Gradient) -> None:
-        added = () if self._added is None else (Addition(self._undo_log.run, self._added),)
+        added = () if self._added is None else (Addition(self.undo_log.run, self._added),)
         for other in tuple(self._record.unfinished):
-            if other is not self and other._undo_log.into is self._undo_log.into:
+            if other is not self and other.undo_log.into is self.undo_log.into:
                 other._other_added(self._begun, added, new)
 
     def _other_begins(self, gradient: Gradient) -> None:
         """A run without an undo log is about to add to the leaf."""
-        if self._undo_log.into is None and self._undo_log.is_current_run_unlogged():
-            leaf = self._target()
-            assert leaf is not None, "its node holds it"
-            now = leaf.grad
+        leaf, run = self.leaf, current_run()
+        if leaf is not None and self.undo_log.into is None and self.undo_log.is_unlogged(run):
+            now, added = leaf.grad, copy_of(gradient)
+            begun = now, version_of(now), copy_of(now)
             self._coming = self._coming or {}
-            self._coming[current_run()] = (
-                (now, version_of(now), copy_of(now)),
-                () if gradient is None else (Addition(current_run(), gradient.detach().clone()),),
-            )
+            self._coming[run] = begun, () if added is None else (Addition(run, added),)
 
     def _other_ends(self) -> None:
-        coming = None if self._coming is None else self._coming.pop(current_run(), None)
-        if coming is None:
-            return
-        leaf = self._target()
-        assert leaf is not None, "its node holds it"
-        self._record.wait()
-        try:
-            self._other_added(*coming, leaf.grad)
-        finally:
-            self._record.lock.release()
+        coming, leaf = (self._coming or {}).pop(current_run(), None), self.leaf
+        if coming is not None and leaf is not None:
+            with self._record:
+                self._other_added(*coming, leaf.grad)
 
     def _other_added(self, begun: Begun, added: tuple[Addition, ...], now: Gradient) -> None:
         """Another run has added this to what it found."""
@@ -307,7 +270,7 @@ class LeafEntry:
             if not is_known or not is_total(now, value, added):
                 self._is_spoilt = True
                 return
-            runs = {entry._undo_log.run for entry in tuple(self._record.unfinished)}
+            runs = {entry.undo_log.run for entry in tuple(self._record.unfinished)}
             self._value, self._since = folded(self._value, (*self._since, *added), runs)
             self._is_shared = True
         self._set_new(now)
@@ -324,18 +287,14 @@ class LeafEntry:
         """Revert the addition; False if that is no longer possible."""
         self.unwatch()
         try:
-            self._record.wait()
+            with self._record, torch.no_grad():
+                return self._put_back()
         except BackwardTimeout:
             self.keep()  # it stays part of the sum
             return False
-        try:
-            with torch.no_grad():
-                return self._put_back()
-        finally:
-            self._record.lock.release()
 
     def _put_back(self) -> bool:
-        record, into, leaf = self._record, self._undo_log.into, self._target()
+        record, into, leaf = self._record, self.undo_log.into, self.leaf
         # Entries of passes that end well are removed meanwhile, without the lock. So the order is
         # taken from a copy, and this entry is removed by identity, not by its place.
         place = (order := tuple(record.unfinished)).index(self)
@@ -353,7 +312,7 @@ class LeafEntry:
         else:
             into[leaf] = left
         for n, other in enumerate(order):
-            if other is not self and other._undo_log.into is into:
+            if other is not self and other.undo_log.into is into:
                 other._forget(self, left, came_later=n > place)
         return True
 
@@ -376,12 +335,11 @@ class LeafEntry:
         """The addition of a failed pass was reverted, and `left` is there now."""
         if came_later:  # what this run found included what the failed one had added
             self._is_shared, self._value = True, copy_of(failed._value)
-            self._since = without(self._undo_log.run, failed._since)
+            self._since = without(self.undo_log.run, failed._since)
         else:
-            self._since = without(failed._undo_log.run, self._since)
+            self._since = without(failed.undo_log.run, self._since)
         self._set_new(left)
 
 
-_NOTHING: tuple[Addition, ...] = ()
 Begun = tuple[Gradient, int, Gradient]
 """The gradient that a run finds at a leaf: the tensor, its version and its value."""

@@ -2,11 +2,8 @@
 
 A Function may run a backward of its own, and that may cross. Its pass ends while the backward
 around it, the outer one, goes on and may still fail; then the changes of the pass on other workers
-must be reverted too. So those workers hear how the pass ended only when the outer one has ended.
-
-The outer backward is either a run with an undo log, or one of torch's own. In the first case the
-pass is kept or reverted with the undo log. In the second a callback is queued in the run: the
-engine calls it when the run has succeeded, and drops it when the run has failed.
+must be reverted too. So those workers hear how the pass ended only when the outer one has ended: by
+its undo log, or if it is one of torch's own by a callback at the end of the run (`EndOfRun`).
 """
 
 from __future__ import annotations
@@ -69,8 +66,7 @@ class EndOfRun:
     If the run fails, the engine drops its callbacks without calling them, and that is the only sign
     of the failure. So `__del__` calls `failed`, which sends and waits, on purpose: the engine drops
     callbacks on the thread of the backward, before that raises. When the user sees the error, the
-    participants have reverted the pass. From a queue the rollback would run after the user has gone
-    on.
+    participants have reverted the pass.
     """
 
     __slots__ = ("_failed", "_succeeded", "_was_called")
@@ -103,10 +99,7 @@ _thread = _InsideStack()
 
 
 def inside_now() -> list[Nested] | None:
-    """The passes that have ended in the innermost backward of torch's own that is inside another.
-
-    None if this thread runs no such backward.
-    """
+    """The passes that ended in the innermost nested backward of torch's own; None without one."""
     stack = _thread.stack
     return stack[-1] if stack else None
 

@@ -11,18 +11,16 @@ of one run gradwire puts two more hooks around each of those nodes:
 So hooks see the gradient of the context where they look for it. A leaf is *open* while its `.grad`
 holds the sum of the context. All leaves of the run are opened again while the engine's final
 callbacks run, because DDP's reducer writes its averages there. A leaf is locked while it is open,
-as runs of several contexts may meet on it. A plain local backward or an optimizer does not take
-that lock: it must not use a leaf's `.grad` while another thread differentiates into a map.
+as runs of several contexts may meet on it; a plain local backward does not take that lock.
 
-The entry of one leaf is in leaf_entry.py. A backward that a Function runs inside a run has an undo
-log of its own, whose entries become part of the outer one (backward/engine_run.py).
+A backward that a Function runs inside a run has an undo log of its own, whose entries become part
+of the outer one (backward/engine_run.py).
 
 Note [A pass ends once]: three threads may learn that a pass has ended here: the one that ran it,
-the one that reads the coordinator's message, and the one that notices that the connection to the
-coordinator is lost. The first of them takes a token and ends the log: it keeps all changes, or
-reverts all of them in reverse order. Another thread that wants to revert waits until that is over,
-because it then says that the revert is done. It is a token and not a lock, so that `keep`, which
-runs on a thread that reads a channel, never waits.
+the one that reads the coordinator's message, and the one that notices that the coordinator is lost.
+The first to settle `_token` ends the log: it keeps all changes, or reverts all of them in reverse
+order. Another that wants to revert waits until that is over, because it then says that the revert
+is done. It is no lock, so that `keep`, which runs on a thread that reads a channel, never waits.
 """
 
 from __future__ import annotations
@@ -61,10 +59,7 @@ class UndoLog:
     """
 
     def __init__(
-        self,
-        locks: LeafLocks,
-        context: Context | None,
-        outer: UndoLog | None = None,
+        self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
     ) -> None:
         self._locks = locks
         self.context, self.outer = context, outer
@@ -83,8 +78,7 @@ class UndoLog:
         self.run = NO_RUN
         self._stuck = 0
         """how many gradients could not be reverted"""
-        self._token = [None]
-        """taken by the thread that ends the log; see Note [A pass ends once]"""
+        self._token: Promise[None] = Promise()
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
@@ -101,7 +95,7 @@ class UndoLog:
         watched = []
         for node in accumulators:
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
-            entry = LeafEntry(self, leaf, self._locks.of(leaf))
+            entry = LeafEntry(self, self._locks.of(leaf))
             entry.watch(node)
             watched.append(entry)
         return watched
@@ -109,88 +103,66 @@ class UndoLog:
     def unwatch(self, watched: list[LeafEntry]) -> None:
         """The run is over."""
         _by_run.pop(self.run, None)
-        for entry in self.entries:
+        for entry in (
+            *self.entries,
+            *watched,
+        ):  # those that are open as guests are only in the last
             if entry.is_open:  # it was reopened, or a hook raised between `before` and `after`
                 entry.close()
         # Hooks on leaves that go to `.grad` stay until the pass is over: they see the additions of
         # runs without an undo log. See Note [Passes that meet at a leaf], leaf_entry.py.
         stay = self.into is None and self.outer is None
         for entry in watched:
-            if entry.is_open:  # as a guest, so it is not in `entries`
-                entry.close()
             if not (stay and entry.is_touched):
                 entry.unwatch()
         if self.outer is not None:
-            self._join(self.outer)
-        elif self.inner:
-            self._merge_inner()
+            self.outer.entries += self.entries
+            self.outer.inner += len(self.entries)
+            self.outer.nested += self.nested
+        elif self.inner:  # the entries of the backwards inside are from now on like its own
+            for entry in self.parked:
+                entry.settle()
+            self.parked.clear()
+            self.entries = [e for e in self.entries if e.undo_log is self or e.watch_again()]
 
-    def _join(self, outer: UndoLog) -> None:
-        for entry in self.entries:
-            if entry.leaf is not None:
-                entry.loosen()
-        outer.entries += self.entries
-        outer.inner += len(self.entries)
-        outer.nested += self.nested
-
-    def _merge_inner(self) -> None:
-        """The run is over, and the backwards inside it: treat their entries like its own."""
-        for entry in self.parked:
-            entry.settle()
-        self.parked.clear()
-        self.entries = [e for e in self.entries if e.leaf is not None or e.tighten()]
-
-    def is_open_around(self, leaf: torch.Tensor) -> bool:
+    def is_open_around(self, leaf: torch.Tensor | None) -> bool:
         """Whether a run around this one has the leaf open: it is in a hook of that leaf."""
         outer = self.outer
-        while outer is not None:
-            if any(entry.is_open and entry.leaf is leaf for entry in outer.entries):
-                return True
-            outer = outer.outer
-        return False
+        if outer is None:
+            return False
+        is_open = any(entry.is_open and entry.leaf is leaf for entry in outer.entries)
+        return is_open or outer.is_open_around(leaf)
 
-    def is_current_run_unlogged(self) -> bool:
-        """Whether the current run has no undo log, so that nothing tells what it adds."""
-        return current_run() not in _by_run
+    def is_unlogged(self, run: int) -> bool:
+        """Whether a run has no undo log, so that nothing tells what it adds."""
+        return run not in _by_run
 
     def reopen(self, others: Iterable[torch.Tensor]) -> None:
         """Open all leaves of the run, and `others`, for the callbacks at its end."""
         # By ascending id, the same order in all runs: here a run holds more than one lock.
-        touched = {id(entry.leaf): entry for entry in self.entries if entry.leaf is not None}
-        leaves = {id(leaf): leaf for leaf in others if id(leaf) not in touched}
-        for number in sorted([*touched, *leaves]):
-            if number in touched:
-                touched[number].open()
-            else:
-                leaf = leaves[number]
-                LeafEntry(self, leaf, self._locks.of(leaf)).open()
+        own = [entry for entry in self.entries if entry.undo_log is self]
+        entries = {id(entry.leaf): entry for entry in own}
+        for leaf in others:
+            if id(leaf) not in entries:
+                entries[id(leaf)] = LeafEntry(self, self._locks.of(leaf))
+        for number in sorted(entries):
+            entries[number].open()
 
     @property
     def has_changed(self) -> bool:
         """Whether there is something to keep or to revert."""
         return bool(self.entries or self.nested)
 
-    def _is_first_to_end(self) -> bool:
-        """Take the token; False if another thread has it."""
-        try:
-            self._token.pop()  # one step for the interpreter: only one thread succeeds
-        except IndexError:
-            return False
-        return True
-
-    def keep(self, submit: Callable[[Callable[[], None]], object] | None = None) -> None:
+    def keep(self, submit: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
         """The pass has ended well. `submit` runs what sends, if this thread must not send."""
-        if not self._is_first_to_end():
+        if not self._token.settle(None):
             return
         try:
             for entry in self.entries:
                 entry.keep()
             self.entries.clear()
             for nested in self.nested:
-                if submit is None:
-                    nested.end_well()
-                else:
-                    submit(nested.end_well)
+                submit(nested.end_well)
             self.nested.clear()
         finally:
             self._over.settle(None)
@@ -200,7 +172,7 @@ class UndoLog:
 
         If another thread does that already, wait for it; False if it takes longer than `seconds`.
         """
-        if not self._is_first_to_end():
+        if not self._token.settle(None):
             try:
                 self._over.wait(seconds)
             except TimeoutError:

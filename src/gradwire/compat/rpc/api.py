@@ -17,7 +17,6 @@ import torch
 from torch.futures import Future
 
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.autograd.graph.walk import tensors_in
 from gradwire.autograd.scope import inside
 from gradwire.compat.rpc.agent import (
     RpcAgent,
@@ -51,6 +50,7 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, PeerError
 from gradwire.rpc.api import keywords, of_sequence
 from gradwire.rpc.calls.client import Target
+from gradwire.rpc.codec.body import tensors_in
 from gradwire.rpc.expose.async_execution import LATER
 from gradwire.rpc.worker import Worker
 

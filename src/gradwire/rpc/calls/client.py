@@ -24,7 +24,6 @@ from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
-from gradwire.autograd.profiling import NOTHING, call_span, fetch_span
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
@@ -38,13 +37,14 @@ from gradwire.rpc.calls.futures import (
     PendingResult,
     ResultOrError,
 )
-from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors
+from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
+from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import is_profiled
+from gradwire.torch_private import NOTHING, is_profiled
 from gradwire.wire.message import Message
 
 
@@ -94,7 +94,7 @@ class Calls:
         self._carries_modes = behavior.carries_modes
         self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
-        self._environment = Environment(agent, self._depth_of, refs.on_death, behavior.of_callback)
+        self._environment = Environment(agent, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
         agent.on_answer(Result, attrgetter("body.released"), self._result_came)
@@ -181,12 +181,9 @@ class Calls:
         promise.settle(error)
         return Future(PendingResult(promise), self._environment)
 
-    def _depth_of(self, value: object) -> int:
-        return self._engine.depth_of(value)
-
     def lift_above(self, value: object) -> None:
         """Raise this thread's sequence numbers above the depth of another thread's value."""
-        lift_this_thread(self._depth_of(value))
+        lift_this_thread(depth_of(value))
 
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
         """Run a function on a peer that keeps the result; a reference to it."""

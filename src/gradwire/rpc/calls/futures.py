@@ -31,7 +31,7 @@ from gradwire.autograd.scope import saving_here
 from gradwire.current import get_current
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
-from gradwire.rpc.codec.body import DecodedBody
+from gradwire.rpc.codec.body import DecodedBody, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 
@@ -162,7 +162,6 @@ class Environment(NamedTuple):
     """What the futures of one worker need from it."""
 
     agent: Agent
-    depth_of: Callable[[object], int]
     on_death: Callable[[object, Callable[[], None]], None]
     """run a callback on a thread of the worker when an object has died"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
@@ -309,7 +308,7 @@ class Future(torch.futures.Future[T]):
         def run() -> DecodedBody:
             with saving_here():
                 value = callback(self)
-                return DecodedBody(value, self._environment.depth_of(value))
+                return DecodedBody(value, depth_of(value))
 
         with torch.set_grad_enabled(self._grad_enabled):
             return self._scope.copy().run(run)

@@ -7,10 +7,12 @@ _keep    keeps the result here instead, for holders of a reference to it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -22,8 +24,8 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.engine import Engine
-from gradwire.autograd.profiling import function_span
-from gradwire.autograd.scope import CallScope
+from gradwire.autograd.scope import enter, leave
+from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.behavior import Behavior
@@ -31,6 +33,7 @@ from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
+from gradwire.rpc.profiling import function_span
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
 from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
@@ -38,12 +41,76 @@ from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
 from gradwire.torch_private import is_profiled
 
-ScopeFactory = Callable[[ContextId | None, float, Source], CallScope]
-"""Enters the scope of a served function: the worker, its context, its deadline, the request."""
+if TYPE_CHECKING:
+    from gradwire.rpc.worker import Worker
+
 Use = Callable[[Content], None]
 
 
 _PENDING = object()
+
+
+@final
+class CallScope:
+    """The scope of a served function: its worker, its context, its deadline, its request.
+
+    The constructor enters it; `leave` or the end of a `with` block leaves it. An outer deadline
+    that is earlier stays. Without a request, the one around it stays. Graphs that it makes keep
+    their tensors as the engine says, in a context or not, if graphs cross workers there.
+
+    hot: each call served, so it is not made of nested `with` blocks
+    """
+
+    __slots__ = ("_context", "_drawing", "_kept", "_outer")
+
+    def __init__(
+        self,
+        worker: Worker,
+        context: ContextId | None,
+        deadline: float = math.inf,
+        inbound: object = None,
+        *,
+        makes_graphs: bool = True,
+    ) -> None:
+        self._drawing: AbstractContextManager[object] | None = None
+        if worker.own is not None:  # it draws from its own random generator
+            self._drawing = worker.own.drawing()
+            self._drawing.__enter__()
+        _, outer_deadline, outer_inbound, run, _ = get_current()
+        if outer_deadline < deadline:
+            deadline = outer_deadline
+        if inbound is None:
+            self._outer = set_current((worker, deadline, outer_inbound, run, None))
+        else:
+            self._outer = set_current((worker, deadline, inbound, None, None))
+        self._context = context
+        self._kept: AbstractContextManager[object] | None = None
+        engine = worker.engine
+        if context is not None:
+            enter(context, engine.saving)
+        elif engine.saving is not None and makes_graphs and not engine.only_in_contexts:
+            self._kept = engine.saving()
+            self._kept.__enter__()
+
+    def leave(self) -> None:
+        """Restore what was current before."""
+        if self._kept is not None:
+            self._kept.__exit__(None, None, None)
+        if self._context is not None:
+            leave(self._context)
+        reset_current(self._outer)
+        if self._drawing is not None:
+            self._drawing.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+ScopeFactory = Callable[[ContextId | None, float, Source], CallScope]
+"""Enters the scope of a served function: the worker, its context, its deadline, the request."""
 
 
 @final

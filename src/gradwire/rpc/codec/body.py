@@ -12,7 +12,7 @@ only its walk looks into containers and raises errors about what a peer sent.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.graph.walk import origin_of
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import NotSerializable
 from gradwire.ids import ContextId, WorkerId
@@ -346,3 +347,22 @@ def _maybe_values(row: Node, tensors: Sequence[Tensor]) -> list[object] | None:
         else:
             return None
     return values if used == len(tensors) else None
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in a value, inside plain containers too."""
+    match value:
+        case Tensor():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from tensors_in(item)
+        case dict():
+            yield from tensors_in(list(value.values()))
+        case _:
+            pass
+
+
+def depth_of(value: object) -> int:
+    """The depth of the tensors in a value, above which its next thread must make nodes."""
+    return origin_of(tensor.grad_fn for tensor in tensors_in(value)).depth

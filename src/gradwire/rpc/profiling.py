@@ -1,7 +1,7 @@
-"""Names in a profile: ranges that torch's profiler shows; without one they cost next to nothing.
+"""The names of calls in a profile.
 
-The names of calls are those of torch.distributed.rpc, so that its users find what they know. The
-range of `rpc_async` and `remote` ends when the call is on its way.
+They are those of torch.distributed.rpc, so that its users find what they know. The range of
+`rpc_async` and `remote` ends when the call is on its way.
 
 A profiler sees the thread that started it. What peers ask of a worker runs on gradwire's threads;
 to see that too, give it `experimental_config=_ExperimentalConfig(profile_all_threads=True)`.
@@ -9,19 +9,10 @@ to see that too, give it `experimental_config=_ExperimentalConfig(profile_all_th
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.autograd.profiler import record_function
-
-from gradwire.torch_private import is_profiled
-
-NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-def span(form: str, *parts: object) -> AbstractContextManager[Any]:
-    """A range with this name, which is formatted only if a profiler runs."""
-    return record_function(form % parts) if is_profiled() else NOTHING
+from gradwire.torch_private import span
 
 
 def call_span(kind: str, function: str, caller: str, callee: str) -> AbstractContextManager[Any]:
