@@ -123,7 +123,6 @@ class Edges:
         self.lost_to: dict[int, WorkerId] = {}
         """the latest that were dropped with the worker they led to, which an error then names"""
         self.dead: deque[RecvRef] = deque()
-        """Recvs that have died, whose edges are not queued yet"""
         self.queued: dict[WorkerId, dict[int, None]] = {}
         """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first

@@ -54,14 +54,9 @@ class Releases:
         self._is_over = True
 
     def riding_to(self, worker: WorkerId) -> list[int]:
-        """What a message to a worker takes along; say `rode` when it has left.
-
-        hot: each call and answer
-        """
-        edges = self._edges
-        if edges.dead or edges.queued:
-            return edges.to_release(worker, _MOST_RIDING)
-        return []
+        """What a message takes along; say `rode` when it has left. hot: each call and answer"""
+        is_any = self._edges.dead or self._edges.queued
+        return self._edges.to_release(worker, _MOST_RIDING) if is_any else []
 
     def rode(self, worker: WorkerId, edges: Sequence[int]) -> None:
         """A message with these has left."""
