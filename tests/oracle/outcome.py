@@ -169,6 +169,7 @@ def _run(program: Program) -> list[Outcome]:
             if outcomes[-1].error is not None:
                 break  # how far a failed backward came is not promised
     finally:
+        root.over()
         for worker in range(program.workers):
             call(worker, forget)()
     return outcomes
@@ -181,6 +182,15 @@ class Root:
         self.x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
         self.carried: list[torch.Tensor] = []
         self.losses: list[torch.Tensor] = []
+        self.retaining: list[torch.Tensor] = []
+        """values that were inputs of a backward, and keep the gradients of later ones too"""
+
+    def over(self) -> None:
+        """The program is over."""
+        # In a later second order the `.grad` of such a value has a graph that leads to the value:
+        # a cycle through C++ that torch never frees, in one process either.
+        for value in self.retaining:
+            value.grad = None
 
     def act_over(self, picked: list[int] | None, zeroed: bool) -> None:
         self.carried = detached(self.carried, picked)
@@ -284,6 +294,7 @@ def _differentiate(
             call(1, backward_there, weights, chosen[0], retain)()
         case "backward into inputs":
             leaves = [x, STATES[name(0)].parameter]
+            root.retaining += [value for value in chosen[1] if value.grad_fn is not None]
             return _into_inputs(first, [leaves[n % 2] for n in act.leaves], chosen[1], retain)
         case _:
             _into_grad(mode, first, second, retain)

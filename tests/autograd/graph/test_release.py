@@ -60,6 +60,37 @@ def number():
     return torch.ones(2, requires_grad=True)
 
 
+USED: list[torch.Tensor] = []
+
+
+class Resurrecting:
+    """Garbage in a cycle whose finalizer uses a result: the graph of that result lives on."""
+
+    def __init__(self, result: torch.Tensor, use) -> None:
+        self.itself, self.result, self.use = self, result, use
+
+    def __del__(self) -> None:
+        USED.append(self.use(self.result))
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_graph_that_a_finalizer_brings_back_to_life_is_not_released(workers, calls):
+    """The collector clears weak references to it before it calls the finalizer."""
+    x = torch.ones(2, requires_grad=True)
+    use = (lambda y: gw.rpc_sync("w2", weighted, args=(y,))) if calls else (lambda y: 4 * y)
+
+    def program():
+        Resurrecting(gw.rpc_sync("w1", weighted, args=(x,)), use)
+        gc.collect()
+        for _ in range(5):  # these would take the release along
+            gw.rpc_sync("w1", name)
+        flush(workers)
+        USED.pop().sum().backward()
+        return x.grad
+
+    assert workers[0].run(program).tolist() == [12, 12]
+
+
 def edges_of(workers):
     """What each of them has sent and received that is alive."""
     tables = [member.worker.engine.edges for member in workers]

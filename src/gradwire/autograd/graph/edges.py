@@ -12,6 +12,11 @@ Note [Edges are not locked]: nodes are made while edges are recorded, and what m
 the collector, and with it a finalizer of the user's that sends something itself. So no lock is held
 there. Each change is one step for the interpreter, or does no harm if it is done twice: two Joins
 may stand for one set, two edges may have one depth. The worker's lock is for passes.
+
+Note [When a Recv is gone]: of a cycle that is garbage the collector first clears all weak
+references, then calls the finalizers. A finalizer may use a tensor of the cycle, whose graph then
+lives on. So the end of a Recv is told by something that only the Recv holds and that the collector
+does not track, as it refers to nothing: an array. It dies when the Recv is really gone.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import msgspec
+import numpy
 import torch
 
 from gradwire.agent.serving.peer_limits import PeerLimit
@@ -92,10 +98,11 @@ class Join(msgspec.Struct, frozen=True):
 
 @final
 class RecvRef(weakref.ref[Any]):
-    """A Recv, held weakly."""
+    """Tells the end of a Recv; see Note [When a Recv is gone]."""
 
-    __slots__ = ("edge",)
+    __slots__ = ("edge", "node")
     edge: EdgeId
+    node: weakref.ref[Node]
 
 
 _open: dict[Edges, None] = {}
@@ -180,8 +187,9 @@ class Edges:
         OverLimit if its sender has too many here that are alive.
         """
         self._quota.take(end.peer)
-        ref = RecvRef(node, self.dead.append)
-        ref.edge = end.edge
+        sign = node.sign_of_life = numpy.empty(0)  # type: ignore[attr-defined]
+        ref = RecvRef(sign, self.dead.append)
+        ref.edge, ref.node = end.edge, weakref.ref(node)
         self.received[end.edge] = ref
 
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
@@ -194,8 +202,8 @@ class Edges:
                 self._add_to_release(edge)
 
     def recvs(self) -> list[Node]:
-        """Every Recv that is alive."""
-        alive = [ref() for ref in tuple(self.received.values())]
+        """Every Recv that is alive, but for those that a finalizer has brought back to life."""
+        alive = [ref.node() for ref in tuple(self.received.values())]
         return [node for node in alive if node is not None]
 
     @property
