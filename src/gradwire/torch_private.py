@@ -28,6 +28,7 @@ _NEEDED = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.unwrap_if_dead",
+    "torch._C._is_any_autocast_enabled",
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
     "torch._C.DisableTorchFunctionSubclass",
@@ -260,6 +261,14 @@ CHECKPOINT = backward_class(CheckpointFunction)
 """Nodes whose backward runs a backward of its own, over a graph that it makes then."""
 DDP_SINK = backward_class(_DDPSink)
 """The node that DDP adds behind a module that may not use all of its parameters."""
+
+
+_is_any_autocast: Callable[[], bool] = cast(Any, torch._C)._is_any_autocast_enabled
+
+
+def has_modes() -> bool:
+    """Whether anomaly mode is on, or autocast for any kind of device. hot: each call and pass"""
+    return _is_any_autocast() or torch.is_anomaly_enabled()
 
 
 def is_recording() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gradwire.agent.messages import Failure
+from gradwire.autograd.modes import Modes
 from gradwire.ids import ContextId, EdgeId, PassId
 from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
@@ -53,8 +54,8 @@ class Start(Message, frozen=True, tag=0x20):
     """how long until the deadline of the pass"""
     first: Gradients | None
     """the first gradients of the pass, if they are for the receiver: their edge is settled"""
-    anomaly: int = 0
-    """the coordinator's anomaly mode; see anomaly.py"""
+    modes: Modes | None = None
+    """the coordinator's anomaly mode and autocast, if one is on"""
     checkpoints: bool = True
     """whether reentrant checkpoints may run: not in a pass that is a part of grad()"""
 

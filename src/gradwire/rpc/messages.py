@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gradwire.autograd.messages import Crossing
+from gradwire.autograd.modes import Modes
 from gradwire.ids import ContextId, ForkId, RefId, WorkerId
 from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
@@ -73,8 +74,8 @@ class Call(Message, frozen=True, tag=0x40):
     seconds: Seconds
     keep: Kept | None = None
     draws: Draws | None = None
-    anomaly: int = 0
-    """the caller's anomaly mode; see autograd/anomaly.py"""
+    modes: Modes | None = None
+    """the caller's anomaly mode and autocast, if one is on"""
     depth: int = 0
     """how many enclosing calls share one deadline, and in how many seconds (`room`) they end one
     after the other; see Note [Deadlines of nested calls], agent/requests/timer.py
@@ -144,7 +145,7 @@ class BackwardFrom(Message, frozen=True, tag=0x47):
     context: ContextId
     retain_graph: bool
     seconds: Seconds
-    anomaly: int = 0
+    modes: Modes | None = None
     """as in Call"""
 
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.autograd.anomaly import current_mode
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import CoordinatedPass
 from gradwire.autograd.backward.pass_ending import END_LATE_SECONDS, END_SECONDS, Rollback
@@ -26,13 +25,21 @@ from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import Lineage, of_worker, one, to_wire, union
 from gradwire.autograd.messages import Gradients, HasEnded, PassEnded, QueryPass, RunDone, Start
+from gradwire.autograd.modes import current_modes
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import PassId, WorkerId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.torch_private import Node, current_run, keeps_graph, span, will_execute
+from gradwire.torch_private import (
+    Node,
+    current_run,
+    has_modes,
+    keeps_graph,
+    span,
+    will_execute,
+)
 from gradwire.wire.message import Buffer
 
 _GRACE_SECONDS = 0.01
@@ -143,7 +150,7 @@ class Coordinator:
             torch.is_grad_enabled(),
             0.0,
             None,
-            current_mode(),
+            current_modes() if has_modes() else None,
             engine_run.lets_checkpoints_run(),
         )
         if context is not None:

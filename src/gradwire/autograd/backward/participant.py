@@ -31,7 +31,6 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.autograd.anomaly import detecting
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import ParticipantPass
 from gradwire.autograd.backward.pass_ending import PassEnding, check_coordinator, participated
@@ -41,6 +40,7 @@ from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
 from gradwire.autograd.messages import RunDone, Start
+from gradwire.autograd.modes import in_modes
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
@@ -226,9 +226,9 @@ class Participant:
                 active.run_counted(len(sends), recvs, sum(map(will_execute, counted)))
 
         mode: AbstractContextManager[object] = NOTHING
-        if start.anomaly:
+        if start.modes is not None:
             nodes = [sent.node for sent in sends]
-            mode = detecting(start.anomaly, nodes, self._agent.directory.me.name)
+            mode = in_modes(start.modes, nodes, self._agent.directory.me.name)
         with mode, span("gradwire backward %s", active):
             engine_run.execute(
                 tuple([sent.token for sent in sends]),

@@ -21,9 +21,9 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
 from gradwire.agent.serving.peer_limits import PeerLimit
-from gradwire.autograd.anomaly import OFF, current_mode
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
+from gradwire.autograd.modes import current_modes
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
@@ -44,7 +44,7 @@ from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import NOTHING, is_profiled
+from gradwire.torch_private import NOTHING, has_modes, is_profiled
 from gradwire.wire.message import Message
 
 
@@ -237,7 +237,7 @@ class Calls:
         self._refs.wait_until_counted(handle, deadline)
         self._engine.calling(self._engine.contexts.find(context).id, handle.owner)
         seconds = deadline - self._agent.clock.now()
-        message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_mode())
+        message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_modes())
         what = f"backward from {handle.ref}"
         promise = self._request(handle.owner, message, deadline, what, "backward")
         try:
@@ -287,10 +287,10 @@ class Calls:
                 self._warn_if_cut(packed, what, to)
             counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
             inference = carries and torch.is_inference_mode_enabled()
-            anomaly = current_mode() if torch.is_anomaly_enabled() else OFF
+            modes = current_modes(autocast=carries) if has_modes() else None
             extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             draws = checkpointed and checkpointed.draws  # see messages.Draws
-            more = (deadline - self._agent.clock.now(), keep, draws, anomaly, *extent)
+            more = (deadline - self._agent.clock.now(), keep, draws, modes, *extent)
             id, promise = self._agent.request(
                 to,
                 Call(target.name, body, context, grad or not carries, inference, *more),

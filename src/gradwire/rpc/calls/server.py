@@ -21,9 +21,9 @@ from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
 from gradwire.agent.requests.timer import ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.autograd.anomaly import under
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.engine import Engine
+from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import enter, leave
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
@@ -39,7 +39,7 @@ from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
-from gradwire.torch_private import is_profiled
+from gradwire.torch_private import NOTHING, is_profiled
 
 if TYPE_CHECKING:
     from gradwire.rpc.worker import Worker
@@ -215,9 +215,9 @@ class CallServer:
         scope = self._scope_for(call.context, deadline, source)
         try:
             grad, inference = call.grad_enabled, call.inference
-            if call.anomaly:
+            if call.modes is not None:
                 with (
-                    under(call.anomaly),
+                    in_modes(call.modes),
                     torch.inference_mode(inference),
                     torch.set_grad_enabled(grad),
                 ):
@@ -389,7 +389,8 @@ class CallServer:
         handle = RefHandle(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
         root = check_scalar_root(checked_tensor(self._refs.value_here(handle, deadline)))
-        with self._scope_for(message.context, deadline, source), under(message.anomaly):
+        modes = NOTHING if message.modes is None else in_modes(message.modes)
+        with self._scope_for(message.context, deadline, source), modes:
             context = self._engine.contexts.find(message.context)
             self._engine.works_in(context.id, source)
             self._engine.coordinator.backward(context, [root], retain_graph=message.retain_graph)
