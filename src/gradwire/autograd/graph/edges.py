@@ -25,7 +25,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import msgspec
@@ -220,7 +219,7 @@ class Edges:
         if self.dead:
             self._look_for_dead()
         edges = self.queued.get(sender)
-        return list(islice(edges, most)) if edges else []  # one step of the interpreter
+        return list(edges)[:most] if edges else []  # in one step: others add to it and take from it
 
     def was_told(self, sender: WorkerId, numbers: Iterable[int]) -> None:
         """A message with these has left for their sender."""
