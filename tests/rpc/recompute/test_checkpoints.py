@@ -20,6 +20,7 @@ import gradwire
 from gradwire.errors import UsageError
 from gradwire.rpc.messages import Result, ValueReady
 from gradwire.testing import cluster, generators
+from tests.leftovers import eventually
 
 SEED = 11
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -330,6 +331,8 @@ def gradient(run, *, own=True, passes=1, prepare=lambda workers: None):
             return x.grad
 
         found = workers[0].run(on_w0)
+        # Of calls that nobody waits for, too: they draw.
+        assert eventually(lambda: not any(w.worker.agent.in_flight for w in workers))
     return found, [torch.rand(4, generator=g) for g in given], torch.rand(4)
 
 
