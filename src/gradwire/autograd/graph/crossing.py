@@ -181,20 +181,16 @@ def leave(
     if not is_recording():
         with recording():
             return leave(edges, engine, context, peer, places, tensors, made)
-    leaving, held, size = [], [], 0
-    for place in places:  # a comprehension each would be three calls more
-        tensor = tensors[place]
-        leaving.append(tensor)
-        size += tensor.numel() * tensor.itemsize
-        if tensor.is_leaf:
-            held.append(with_accumulator(tensor))
+    leaving = [tensors[place] for place in places]
     edge = edges.next_edge()
+    held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
     token = _send(EdgeEnd(engine, context, edge, peer), *leaving)
     del held
     node = token.grad_fn
     origin = origin_behind(node)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
     set_sequence_number(node, depth)
+    size = sum([tensor.numel() * tensor.itemsize for tensor in leaving])
     edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, made, size)
     return Crossing(edge, depth, to_wire(lineage), places)
 

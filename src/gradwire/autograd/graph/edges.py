@@ -228,17 +228,13 @@ class Edges:
             edges.pop(n, None)
 
     def _look_for_dead(self) -> None:
-        """hot: each edge that ends"""
-        dead, received, queued = self.dead, self.received, self.queued
-        while dead:
+        while self.dead:
             try:
-                edge = dead.popleft().edge
+                edge = self.dead.popleft().edge
             except IndexError:  # another thread has taken it
                 return
-            if received.pop(edge, None) is None:
-                continue  # as in `_forget`
-            self._quota.give_back(edge.worker)
-            queued.setdefault(edge.worker, {})[edge.n] = None
+            if self._forget(edge):
+                self._add_to_release(edge)
 
     def _add_to_release(self, edge: EdgeId) -> None:
         self.queued.setdefault(edge.worker, {})[edge.n] = None
