@@ -103,10 +103,7 @@ class UndoLog:
     def unwatch(self, watched: list[LeafEntry]) -> None:
         """The run is over."""
         _by_run.pop(self.run, None)
-        for entry in (
-            *self.entries,
-            *watched,
-        ):  # those that are open as guests are only in the last
+        for entry in (*self.entries, *watched):  # guests that are open are only in the last
             if entry.is_open:  # it was reopened, or a hook raised between `before` and `after`
                 entry.close()
         # Hooks on leaves that go to `.grad` stay until the pass is over: they see the additions of
