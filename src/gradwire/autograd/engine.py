@@ -102,7 +102,8 @@ class Engine:
         made = Made(self._agent.clock.now(), user_line() if is_call else NO_LINE)
         left = [leave(self.edges, self._ref, tag, peer, each, tensors, made) for each in groups]
         if context is not None:
-            context.sent += [crossed.edge.n for crossed in left]
+            context.sent.update({crossed.edge.n: None for crossed in left})
+            context.prune(self.edges)
         return left
 
     def attach_recv(
@@ -125,7 +126,8 @@ class Engine:
             check_crossing(crossed, peer, tensors, most)
             recv = arrive(self.edges, self._ref, tag, peer, crossed, tensors)
             if context is not None:
-                context.received.append(crossed.edge)
+                context.received[crossed.edge] = None
+                context.prune(self.edges)
                 if self.only_in_contexts:
                     context.kept.append(recv)
         self.releases.expect()
@@ -317,10 +319,10 @@ class Engine:
             return
         why = "" if lost is None else f", as {lost} was lost"
         here = self._agent.directory.me.name
-        dropped = self.edges.release_early(context.sent, context.received)
+        dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
         self.releases.expect()
         for active in self.passes.all() if len(self.passes) else ():
-            released = union([one(EdgeId(self._me, n)) for n in context.sent])
+            released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)])
             if active.context is not context and not meets(active.mine, released):
                 continue
             active.fail(ContextClosed(f"{context} was closed on {here}{why}"))

@@ -484,6 +484,24 @@ def test_the_end_of_a_context_releases_what_its_tensors_still_hold(workers):
 # -- peers that are lost
 
 
+def test_a_context_that_stays_open_forgets_the_edges_that_are_over(workers):
+    x = torch.ones(2, requires_grad=True)
+
+    def program():
+        with gw.context() as context:
+            kept = gw.rpc_sync("w1", weighted, args=(x,))
+            for _ in range(1100):
+                gw.rpc_sync("w1", weighted, args=(x,))
+            engines = [member.worker.engine for member in workers[:2]]
+            known = [engine.contexts.find(context) for engine in engines]
+            sizes = [len(each.sent) + len(each.received) for each in known]
+            kept.sum().backward()
+        return sizes
+
+    assert max(workers[0].run(program)) <= 1100
+    assert x.grad.tolist() == [3, 3]
+
+
 def test_a_graph_through_a_lost_worker_raises_and_names_the_edge_and_the_worker(workers):
     def program():
         x = number()

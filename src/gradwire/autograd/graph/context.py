@@ -23,6 +23,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Resender
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.messages import Attended, Forget, QueryContext
 from gradwire.errors import (
     BadMessage,
@@ -44,6 +45,7 @@ from gradwire.ids import (
 from gradwire.torch_private import Node
 
 _CLOSED_REMEMBERED = 20_000
+_FEW_EDGES = 1 << 10
 _SECONDS = 10.0
 _AT_ONCE_SECONDS = 1.0
 """The thread that closes a context does not wait long for a peer that cannot be reached. The next
@@ -60,13 +62,24 @@ class Context:
     id: ContextId
     source: WorkerId | None = None
     """the peer that made it known here; None if it was opened here"""
-    sent: list[int] = field(default_factory=list)
-    received: list[EdgeId] = field(default_factory=list)
+    sent: dict[int, None] = field(default_factory=dict)
+    received: dict[EdgeId, None] = field(default_factory=dict)
     kept: list[Node] = field(default_factory=list)
     """Recvs that live until it is closed, as torch has it"""
     called: set[WorkerId] = field(default_factory=set)
     """where it was opened: the workers to tell when it is closed"""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    _prune_at: int = _FEW_EDGES
+
+    def prune(self, edges: Edges) -> None:
+        """Forget edges that are over, if there may be many: some contexts stay open for hours."""
+        if len(self.sent) + len(self.received) < self._prune_at:
+            return
+        for n in [n for n in tuple(self.sent) if n not in edges.sent]:
+            self.sent.pop(n, None)
+        for edge in [edge for edge in tuple(self.received) if edge not in edges.received]:
+            self.received.pop(edge, None)
+        self._prune_at = _FEW_EDGES + 2 * (len(self.sent) + len(self.received))
 
     def __str__(self) -> str:
         return spoken_context(self.id)
