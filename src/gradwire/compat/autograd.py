@@ -62,7 +62,7 @@ class DistAutogradContext:
         """By message, in the order they arrived."""
         received = self._edges.received
         refs = [received[edge] for edge in tuple(self._context.received) if edge in received]
-        nodes = [(ref.edge, ref()) for ref in refs]
+        nodes = [(ref.edge, ref.node()) for ref in refs]
         return {_as_int(edge.worker, edge.n): node for edge, node in nodes if node is not None}
 
     def _known_worker_ids(self) -> set[WorkerId]:
