@@ -389,3 +389,19 @@ def test_a_watchdog_that_is_interrupted_is_replaced(desk, monkeypatch):
     desk.send(8)
     assert eventually(lambda: desk.has(8))
     assert eventually(lambda: sum(t.is_alive() and t.name == "watchdog" for t in desk.threads) == 1)
+
+
+def test_a_watchdog_notes_what_it_reads_without_an_allocation(desk, monkeypatch):
+    """Else the collector might run a finalizer between taking the read lock and the note."""
+    readers, noted = desk.readers, []
+    check = readers._check
+
+    def look(reader):
+        noted.append("reads" in vars(readers_module._this_thread))
+        return check(reader)
+
+    monkeypatch.setattr(readers, "_check", look)
+    after_an_answer(desk)
+
+    assert eventually(lambda: bool(noted))
+    assert noted[0]

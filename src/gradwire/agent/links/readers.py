@@ -474,6 +474,7 @@ class ChannelReaders:
         self._spawn("watchdog", lambda: self._run_watchdog(token), self)
 
     def _run_watchdog(self, token: object) -> None:
+        _this_thread.reads = None  # as in _read_on: in `_poll` the store must not allocate
         while token is self._watchdog and not self._closed:
             self._wake_watchdog.get()
             self._is_watching = True
