@@ -28,7 +28,9 @@ class Finalized:
             Finalized.ended.append(y.item() == 3)
         except gw.GradwireError as error:
             is_here = threading.current_thread() is threading.main_thread()
-            Finalized.ended.append(type(error).__name__ if is_here else "elsewhere")
+            is_refused = isinstance(error, gw.UsageError)
+            elsewhere = is_refused and not is_here
+            Finalized.ended.append("elsewhere" if elsewhere else type(error).__name__)
 
 
 def train():
