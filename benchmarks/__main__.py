@@ -25,6 +25,7 @@ QUESTIONS = [
     "two_trainers",
     "edges",
     "big_graph",
+    "cuda",
     "startup",
     "importing",
     "memory",

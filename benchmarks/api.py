@@ -41,11 +41,17 @@ def load(side: str) -> Api:
 
 
 def _torch() -> Api:
+    import torch
     from torch.distributed import autograd, rpc
 
     def begin(rank: int, size: int, place: str, *, tcp: bool, exposed: list) -> None:
         ways = {"_transports": ["uv"], "_channels": ["basic"]} if tcp else {}
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}", **ways)
+        maps = {}
+        if torch.cuda.is_available() and not tcp:
+            maps = {f"w{n}": {0: 0} for n in range(size) if n != rank}
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{place}", device_maps=maps, **ways
+        )
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
 
     def optimizer(*args: Any, **settings: Any) -> Any:

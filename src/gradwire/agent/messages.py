@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 
 from gradwire.ids import WorkerId
+from gradwire.transport.devices.base import BlockHandles
+from gradwire.transport.devices.words import PageAddress
 from gradwire.wire.message import Message
 
 MOST_CONTENTS = 1 << 16
@@ -79,3 +81,27 @@ class Left(Message, frozen=True, tag=0x05):
     """The sender has left an open world; answered with Done."""
 
     incarnation: int
+
+
+class OpenBlock(Message, frozen=True, tag=0x08):
+    """Map this block of device memory; answered with BlockOpened. See agent/devices/links.py."""
+
+    number: int
+    """its number in tensor headers: never used again by the sender"""
+    index: int
+    """of its byte in the page"""
+    kind: str
+    """of the device: the type of its torch.device"""
+    uuid: str
+    room: int
+    handles: BlockHandles
+    page: PageAddress
+
+
+class BlockOpened(Message, frozen=True, tag=0x09):
+    """A block is mapped, or cannot be: then `refusal` says why."""
+
+    proof: bytes
+    """what was read at the beginning of the block"""
+    process: int
+    refusal: str = ""

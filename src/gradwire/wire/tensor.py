@@ -2,7 +2,8 @@
 
 Encoding returns views of the tensors' memory. It copies in three cases: another device, memory with
 gaps or overlaps, and a tensor with a conjugate, negative or zero-tensor bit, which has no such
-bytes in memory.
+bytes in memory. The bytes of a tensor on another device may lie in a block of device memory instead
+of the payload; how, is decided above (agent/devices).
 
 Decoding copies nothing: every tensor uses the memory of the received block and keeps it alive. Each
 has its own storage over its own bytes, so no tensor is a view of another, `deepcopy` and
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -34,7 +36,7 @@ _ALL_FLAGS = REQUIRES_GRAD | INFERENCE | COALESCED
 
 _MAX_DIMS = 64
 _MAX_BYTES = (1 << 63) - 1
-_META = "meta"
+META = "meta"
 _LIMITS = Limits()
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 
@@ -72,8 +74,10 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The metadata of one tensor.
 
     `order` lists the dimensions from the outermost in memory to the innermost; None is row-major.
-    `device` is "" for the cpu. A sparse tensor has no bytes itself but `parts`: the dense
-    tensors it consists of, in the order of the arguments of torch's constructor.
+    `device` is where the tensor arrives, "" for the cpu. A sparse tensor has no bytes itself but
+    `parts`: the dense tensors it consists of, in the order of the arguments of torch's constructor.
+    `block` is the number of a block of device memory and the offset of the bytes in it, if they are
+    not in the payload.
     """
 
     dtype: int
@@ -84,6 +88,34 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     layout: int = _STRIDED
     device: str = ""
     parts: tuple[TensorHeader, ...] = ()
+    block: tuple[int, int] | None = None
+
+
+class OpenLease(Protocol):
+    """A block of device memory that is filled with the tensors of a message."""
+
+    def append(self, tensor: Tensor) -> tuple[int, int]:
+        """Copy a contiguous tensor into it; returns `TensorHeader.block`."""
+
+
+class Placement(NamedTuple):
+    """Where a tensor arrives, and the block that carries it there, if one does."""
+
+    device: str
+    lease: OpenLease | None = None
+
+
+ON_CPU = Placement("")
+
+
+class Arriving(Protocol):
+    """The devices on which the tensors of a message arrive."""
+
+    def take(self, header: TensorHeader, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor with the bytes that lie in `header.block`, on the header's device."""
+
+    def place(self, tensor: Tensor, device: str) -> Tensor:
+        """A copy on that device of a tensor that arrived in host memory."""
 
 
 def without_inference(header: TensorHeader) -> TensorHeader:
@@ -94,9 +126,13 @@ def without_inference(header: TensorHeader) -> TensorHeader:
 
 
 def encode_tensors(
-    tensors: Sequence[Tensor], limits: Limits = _LIMITS
+    tensors: Sequence[Tensor],
+    limits: Limits = _LIMITS,
+    placements: Sequence[Placement] | None = None,
 ) -> tuple[list[TensorHeader], list[Buffer]]:
     """Encode tensors as headers, and buffers whose concatenation is the payload.
+
+    Tensors without placements must be on the CPU.
 
     The buffers are views: they keep the tensors alive, and a write to a tensor before the send is
     over changes what is sent.
@@ -111,17 +147,23 @@ def encode_tensors(
     payload = _Payload()
     headers: list[TensorHeader] = []
     try:
-        for tensor in tensors:
-            headers.append(_encode(tensor, payload))  # noqa: PERF401  (an error names the index)
+        for n, tensor in enumerate(tensors):
+            place = ON_CPU if placements is None else placements[n]
+            headers.append(_encode(tensor, payload, place))
     except NotSerializable as refusal:
         raise refusal.inside(f"tensors[{len(headers)}]") from None
     return headers, payload.buffers
 
 
 def decode_tensors(
-    headers: Sequence[TensorHeader], payload: memoryview | None, limits: Limits = _LIMITS
+    headers: Sequence[TensorHeader],
+    payload: memoryview | None,
+    limits: Limits = _LIMITS,
+    arriving: Arriving | None = None,
 ) -> list[Tensor]:
     """Decode tensors in place: each keeps the `payload` object alive.
+
+    Without `arriving`, all must arrive on the CPU.
 
     `payload` must be writable, must not be released by hand, and only the tensors may write to it.
 
@@ -140,9 +182,9 @@ def decode_tensors(
         # This thread may be inside inference_mode; what counts is the mode of the sender.
         if torch.is_inference_mode_enabled() is not bool(flags & INFERENCE):
             with torch.inference_mode(bool(flags & INFERENCE)):
-                tensors.append(_rebuild(header, block))
+                tensors.append(_rebuild(header, block, arriving))
         else:
-            tensors.append(_rebuild(header, block))
+            tensors.append(_rebuild(header, block, arriving))
     return tensors
 
 
@@ -177,7 +219,7 @@ class _Payload:
         return offset
 
 
-def _encode(tensor: Tensor, payload: _Payload) -> TensorHeader:
+def _encode(tensor: Tensor, payload: _Payload, place: Placement) -> TensorHeader:
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -186,17 +228,30 @@ def _encode(tensor: Tensor, payload: _Payload) -> TensorHeader:
     if tensor.is_inference():
         flags |= INFERENCE
     if tensor.is_cpu and tensor.layout is torch.strided:
-        return _encode_dense(tensor, payload, flags)
-    device = "" if tensor.is_cpu else str(tensor.device)
+        return _encode_dense(tensor, payload, flags, place.device)
+    device = META if tensor.is_meta else place.device
     if tensor.layout is not torch.strided:
         return _encode_sparse(tensor.detach(), payload, flags, device)
-    if device != _META:
-        tensor = tensor.detach().cpu()
-    return _encode_dense(tensor, payload, flags, device)
+    tensor = tensor.detach()
+    if place.lease is None and device != META:
+        tensor = _in_host_memory(tensor)
+    return _encode_dense(tensor, payload, flags, device, place.lease)
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, which a device fills several times faster than other memory."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return copy.copy_(tensor)  # waits for the device
 
 
 def _encode_dense(
-    tensor: Tensor, payload: _Payload, flags: int = 0, device: str = ""
+    tensor: Tensor,
+    payload: _Payload,
+    flags: int = 0,
+    device: str = "",
+    lease: OpenLease | None = None,
 ) -> TensorHeader:
     dtype = tensor.dtype
     code = DTYPE_CODES.get(dtype)
@@ -211,8 +266,11 @@ def _encode_dense(
     # A contiguous tensor may have any stride in dimensions of size 1.
     if not tensor.is_contiguous() or (1 in shape and len(shape) > 1):
         tensor, order = _in_memory_order(tensor.detach(), shape)
+    if lease is not None:
+        block = lease.append(tensor.resolve_conj().resolve_neg())
+        return TensorHeader(code, shape, 0, flags, order, _STRIDED, device, (), block)
     offset = 0
-    if device != _META and 0 not in shape:
+    if device != META and 0 not in shape:
         offset = payload.append(tensor)
     return TensorHeader(code, shape, offset, flags, order, _STRIDED, device)
 
@@ -236,11 +294,10 @@ def _in_memory_order(
 
 
 def _encode_sparse(tensor: Tensor, payload: _Payload, flags: int, device: str) -> TensorHeader:
-    if tensor.layout not in _PARTS or device == _META:
-        where = f" on {_META}" if device == _META else ""
+    if tensor.layout not in _PARTS or device == META:
+        where = f" on {META}" if device == META else ""
         raise _refusal(f"a tensor of layout {tensor.layout}{where}", "send it as to_dense()")
-    if device:
-        tensor = tensor.cpu()
+    tensor = tensor.cpu()
     if tensor.layout is torch.sparse_coo and tensor.is_coalesced():
         flags |= COALESCED
     # The values are the last part. None of these calls copies.
@@ -278,27 +335,38 @@ class _Block:
         return torch.frombuffer(self._payload, dtype=dtype, count=numel, offset=offset)
 
 
-def _rebuild(header: TensorHeader, block: _Block) -> Tensor:
+def _rebuild(header: TensorHeader, block: _Block, arriving: Arriving | None) -> Tensor:
     device = header.device
-    rebuild = _rebuild_dense if header.layout == _STRIDED else _rebuild_sparse
-    tensor = rebuild(header, block)
-    return _placed(tensor, device) if device and device != _META else tensor
+    if arriving is None and (header.block is not None or device not in ("", META)):
+        raise _malformed(f"it arrives on {device or 'a device'}, where it cannot")
+    if header.layout != _STRIDED:
+        tensor = _rebuild_sparse(header, block)
+    else:
+        tensor = _rebuild_dense(header, block, arriving)
+    if arriving is None or device in ("", META) or header.block is not None:
+        return tensor
+    return arriving.place(tensor, device)
 
 
-def _rebuild_dense(header: TensorHeader, block: _Block) -> Tensor:
+def _rebuild_dense(
+    header: TensorHeader, block: _Block, arriving: Arriving | None = None
+) -> Tensor:
     if header.parts or header.flags & COALESCED:
         raise _malformed("a dense tensor has sparse parts")
     dtype, shape, order = DTYPES.get(header.dtype), header.shape, header.order
     if dtype is None:
         raise _malformed(f"dtype {header.dtype} is unknown to torch {torch.__version__}")
     numel = _numel_of(shape, dtype.itemsize)
-    if header.device == _META or numel == 0:
+    if header.device == META or numel == 0:
         # Explicit, since torch.set_default_device changes the default of every factory.
-        device = _META if header.device == _META else "cpu"
+        device = META if header.device == META else "cpu"
         strides = strides_of(shape, order)
         make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
         return _retry_after_warning(make)
-    flat = block.claim(header.offset, dtype, numel)
+    if header.block is not None and arriving is not None:
+        flat = arriving.take(header, numel, dtype)
+    else:
+        flat = block.claim(header.offset, dtype, numel)
     if order is not None:
         return flat.as_strided_(shape, strides_of(shape, order))
     return flat if len(shape) == 1 else flat.resize_(shape)
@@ -311,10 +379,11 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
     if (
         len(header.parts) != len(_PARTS[layout])
         or header.order is not None
-        or header.device == _META
+        or header.device == META
+        or header.block is not None
     ):
         raise _malformed(f"{len(header.parts)} parts do not make a tensor of layout {layout}")
-    if any(part.layout != _STRIDED or part.flags or part.device for part in header.parts):
+    if any(part.layout != _STRIDED or part.flags or part.device or part.block for part in header.parts):
         raise _malformed("a part of a sparse tensor is not a plain dense tensor")
     parts = [_rebuild_dense(part, block) for part in header.parts]
     dtype, coalesced = DTYPES.get(header.dtype), bool(header.flags & COALESCED)
@@ -346,21 +415,6 @@ def _retry_after_warning(make: Callable[[], Tensor]) -> Tensor:
         return make()
     except Warning:
         return make()
-
-
-def _placed(tensor: Tensor, name: str) -> Tensor:
-    """A copy on the device called `name`."""
-    kind = torch.accelerator.current_accelerator()
-    count = 0 if kind is None else torch.accelerator.device_count()
-    if name not in [f"{kind}:{index}" for index in range(count)]:
-        raise BadMessage(
-            f"a tensor of device {name!r} arrived, but this worker has no such device",
-            hint="send tensor.cpu() and move it where it is used",
-        )
-    try:
-        return tensor.to(name)
-    except RuntimeError as error:
-        raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error
 
 
 def _malformed(why: str) -> BadMessage:

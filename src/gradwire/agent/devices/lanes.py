@@ -1,0 +1,325 @@
+"""The blocks of device memory between this worker and one peer.
+
+OutgoingLane   makes blocks, and fills them with the tensors of messages to the peer
+IncomingLane   maps the peer's blocks, and takes tensors out of them
+
+The peer maps each new block by a request of its own. This is also the probe: the owner writes
+random bytes into the block, and the peer answers with what it reads there. If that fails (another
+machine or container, a device that the peer does not see), tensors go through host memory.
+
+Note [Who frees a block]: memory must not be freed while another process maps it; CUDA leaves open
+what happens then. So the owner frees a block when the peer has unmapped it, or its process has
+ended. If the connection is lost and the process lives, the block is kept until that process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import count
+from threading import RLock
+from typing import Any, NamedTuple, cast, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from gradwire.agent.messages import BlockOpened, OpenBlock
+from gradwire.errors import BadMessage, UsageError
+from gradwire.transport.devices.base import (
+    BLOCK_ALIGNMENT,
+    MOST_BLOCKS,
+    DeviceBlock,
+    DeviceDriver,
+    DeviceError,
+)
+from gradwire.transport.devices.pool_state import BlockPool, room_for
+from gradwire.transport.devices.words import Words
+
+_log = logging.getLogger("gradwire")
+_PROOF_BYTES = 64
+_numbers = count(1)
+
+AskPeer = Callable[[OpenBlock, float], BlockOpened]
+"""Sends an OpenBlock, and waits for the answer until the deadline."""
+
+
+class Shared(NamedTuple):
+    """A block, and the index of its byte in the page of words."""
+
+    block: DeviceBlock
+    index: int
+
+
+@final
+class Lease:
+    """A block while one message is encoded into it."""
+
+    def __init__(self, number: int, block: DeviceBlock) -> None:
+        self.number, self._block, self._end = number, block, 0
+        block.begin()
+
+    def append(self, tensor: Tensor) -> tuple[int, int]:
+        """Copy a contiguous tensor into the block; returns its place for the header."""
+        offset = self._end
+        self._block.fill(offset, tensor)
+        self._end = offset + aligned(tensor.nbytes)
+        return self.number, offset
+
+    def close(self) -> None:
+        """All tensors of the message are in the block."""
+        self._block.filled()
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a tensor of this size takes in a block."""
+    return -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+_lanes: WeakValueDictionary[bytes, OutgoingLane] = WeakValueDictionary()
+"""All of this process, by the keys of their pages. A process cannot map its own memory again, so
+two workers of one process use the same block objects. Only who has seen the key finds a lane.
+"""
+
+
+@final
+class OutgoingLane:
+    """The blocks that this worker makes for one peer."""
+
+    def __init__(self, ask: AskPeer, lock: RLock, about: str) -> None:
+        self._ask, self._lock, self._about = ask, lock, about
+        self._is_inside: Callable[[], bool] = cast(Any, lock)._is_owned
+        self.words = Words.make()
+        self.blocks: dict[int, Shared] = {}
+        self._pools: dict[torch.device, BlockPool] = {}
+        self._indices = set(range(MOST_BLOCKS))
+        self._refused: set[torch.device] = set()
+        self._process = os.getpid()
+        """of the peer, once it has mapped a block"""
+        self._is_closed = False
+        _lanes[self.words.address.key] = self
+
+    def lease(
+        self, driver: DeviceDriver, device: torch.device, length: int, deadline: float
+    ) -> Lease | None:
+        """A block for a message with so many bytes on this device; None if there is none."""
+        # A finalizer that interrupts the locked part must not change what that part looks at.
+        if device in self._refused or self._is_inside():
+            return None
+        with self._lock:
+            pool = self._pools.get(device)
+            if pool is None:
+                pool = self._pools[device] = BlockPool(driver.budget_of(device), MOST_BLOCKS)
+            n = pool.choose(length, self._is_free)
+            if n is not None:
+                block, index = self.blocks[n]
+                self.words.set(index)
+        if n is None:
+            made = self._make(driver, device, pool, room_for(length), deadline)
+            return None if made is None else Lease(*made)
+        return Lease(n, block)
+
+    def give_back(self, number: int) -> None:
+        """The message that names this block did not leave."""
+        shared = self.blocks.get(number)
+        if shared is not None:
+            self.words.clear(shared.index)
+
+    def close(self) -> None:
+        """Make no more blocks, and free these: see Note [Who frees a block]."""
+        with self._lock:
+            self._is_closed = True
+            blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
+        _kept.append(KeptBlocks(self._process, blocks))
+        free_kept_blocks()
+
+    def _is_free(self, number: int) -> bool:
+        shared = self.blocks.get(number)  # none while it is being made
+        return shared is not None and not self.words.is_set(shared.index)
+
+    def _make(
+        self,
+        driver: DeviceDriver,
+        device: torch.device,
+        pool: BlockPool,
+        room: int,
+        deadline: float,
+    ) -> tuple[int, DeviceBlock] | None:
+        with self._lock:
+            if self._is_closed or not self._indices or not pool.may_make(room):
+                return None
+            number, index = next(_numbers), self._indices.pop()
+            pool.added(number, room)
+            self.words.set(index)
+        free_kept_blocks()
+        is_open = False
+        try:
+            block = driver.make(device, room)
+            self.blocks[number] = Shared(block, index)  # a worker of this process finds it here
+            self._open(driver, number, deadline)
+            is_open = True
+        except (DeviceError, OSError) as error:
+            self._refused.add(device)
+            text = "%s: tensors on %s go through host memory: %s"
+            _log.warning(text, self._about, device, error)
+        except UsageError:
+            # A finalizer may not wait for the answer. Its message goes through host memory.
+            _log.debug("%s: a block could not be shared now", self._about, exc_info=True)
+        finally:
+            if not is_open:
+                self._unmake(pool, number, index)
+        return (number, block) if is_open else None
+
+    def _open(self, driver: DeviceDriver, number: int, deadline: float) -> None:
+        """Let the peer map a block; DeviceError if it cannot, or maps other memory."""
+        block, index = self.blocks[number]
+        proof = secrets.token_bytes(_PROOF_BYTES)
+        block.write(proof)
+        uuid, page = driver.uuid_of(block.device), self.words.address
+        about = (number, index, driver.kind, uuid, block.room, block.handles, page)
+        opened = self._ask(OpenBlock(*about), deadline)
+        if opened.proof != proof:
+            raise DeviceError(opened.refusal or "the peer has mapped other memory")
+        self._process = opened.process
+
+    def _unmake(self, pool: BlockPool, number: int, index: int) -> None:
+        with self._lock:
+            pool.removed(number)
+            shared = self.blocks.pop(number, None)
+            self._indices.add(index)
+            self.words.clear(index)
+        if shared is not None:
+            # The peer may have mapped it, if only its answer was lost.
+            _kept.append(KeptBlocks(self._process, [shared.block]))
+
+
+class KeptBlocks(NamedTuple):
+    """Blocks of a link that is over, which a process may still map."""
+
+    process: int
+    blocks: list[DeviceBlock]
+
+
+_kept: list[KeptBlocks] = []
+"""of all workers of this process, which may be closed by now"""
+
+
+def free_kept_blocks() -> None:
+    """Free those that no other process maps any more."""
+    for kept in list(_kept):
+        if kept.process != os.getpid() and _is_alive(kept.process):
+            continue
+        with suppress(ValueError):  # another thread frees them
+            _kept.remove(kept)
+            for block in kept.blocks:
+                _release(block)
+
+
+def _is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended and was not waited for yet does not."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def _release(block: DeviceBlock) -> None:
+    try:
+        block.release()
+    except Exception:  # the device itself may be broken: nothing else depends on it
+        _log.debug("a block of device memory could not be released", exc_info=True)
+
+
+@final
+class IncomingLane:
+    """The peer's blocks that this worker has mapped."""
+
+    def __init__(self, lock: RLock) -> None:
+        self._lock = lock
+        self._blocks: dict[int, Shared] = {}
+        self._words: Words | None = None
+        self._is_here = False
+        """whether the peer is a worker of this process: then nothing is mapped twice"""
+        self._is_closed = False
+
+    def open(self, message: OpenBlock, driver: DeviceDriver) -> BlockOpened:
+        """Map a block; every field of the message comes from the peer."""
+        if not 0 <= message.index < MOST_BLOCKS or message.number in self._blocks:
+            raise BadMessage(f"block {message.number} is known already, or one too many")
+        device = driver.device_with(message.uuid)
+        if device is None:
+            raise DeviceError(f"the peer does not see the {message.kind} device {message.uuid}")
+        owner = _lanes.get(message.page.key)
+        if owner is not None:
+            self._is_here, self._words = True, owner.words
+            block = owner.blocks[message.number].block
+        else:
+            if self._words is None:
+                self._words = Words.open(message.page)
+            block = driver.open(device, message.room, message.handles)
+        opened = BlockOpened(block.read(_PROOF_BYTES), os.getpid())
+        with self._lock:
+            if not self._is_closed:
+                self._blocks[message.number] = Shared(block, message.index)
+                return opened
+        if not self._is_here:
+            _release(block)
+        raise DeviceError("the connection was lost meanwhile")
+
+    def taking(self) -> Taking:
+        """For the tensors of one message."""
+        return Taking(self)
+
+    def find(self, number: int) -> Shared:
+        """A block of the peer; BadMessage if it is not mapped."""
+        shared = self._blocks.get(number)
+        if shared is None:
+            raise BadMessage(f"a tensor lies in device block {number}, which is not mapped here")
+        return shared
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """The owner may fill these blocks again."""
+        for number in numbers:
+            shared = self._blocks.get(number)
+            if shared is not None and self._words is not None:
+                self._words.clear(shared.index)
+
+    def close(self) -> None:
+        """Unmap all blocks. This waits for copies out of them that the device has not made yet."""
+        with self._lock:
+            self._is_closed = True
+            blocks, self._blocks = self._blocks, {}
+        for shared in () if self._is_here else blocks.values():
+            _release(shared.block)
+
+
+@final
+class Taking:
+    """The blocks that one message names, while it is decoded."""
+
+    def __init__(self, lane: IncomingLane) -> None:
+        self._lane = lane
+        self._begun: dict[int, Shared] = {}
+
+    def take(
+        self, place: tuple[int, int], numel: int, dtype: torch.dtype, to: torch.device
+    ) -> Tensor:
+        """A new flat tensor on that device, with the elements at this place."""
+        number, offset = place
+        block, _ = shared = self._lane.find(number)
+        if offset % BLOCK_ALIGNMENT or not 0 <= offset <= block.room - numel * dtype.itemsize:
+            raise BadMessage(f"bytes at {offset} are outside of device block {number}")
+        if number not in self._begun:
+            block.begin_taking()
+            self._begun[number] = shared
+        return block.take(offset, numel, dtype, to)
+
+    def close(self) -> None:
+        """Give the blocks back, once the copies are queued."""
+        for block, _ in self._begun.values():
+            block.taken()
+        self._lane.give_back(self._begun)

@@ -1,0 +1,104 @@
+"""The contract of a device lane: blocks of device memory that two workers share.
+
+The owner of a block copies tensors into it, and one peer copies them out. Both are device work: it
+is queued on the current stream of the thread that asks for it, and no thread waits for the device.
+Two events that both workers can record and wait for keep the order:
+
+    ready   recorded by the owner after it has filled the block
+    free    recorded by the peer after it has taken the tensors out
+
+Waiting for an event that was not recorded yet waits for nothing. So the host must know that `free`
+was recorded before the block is filled again: the peer says so by a word in memory that both
+processes map (words.py). `ready` needs no word, as the message that names the block is sent after
+it was recorded.
+
+Note [The order of a block]: per use, `begin`, `fill`…, `filled` by the owner, then the message,
+then `begin_taking`, `take`…, `taken` by the peer, then the word. A message that never leaves, or is
+dropped unread, skips the middle. So `begin` waits for both events: `ready` of a use that nobody
+took, and `free` of one that was taken.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+MOST_BLOCKS = 128
+"""blocks that one worker makes for one peer"""
+BLOCK_ALIGNMENT = 256
+"""of each tensor in a block: what the device's own allocator guarantees"""
+
+
+class DeviceError(Exception):
+    """The device refused something. The lane is not used again on this link."""
+
+
+class BlockHandles(msgspec.Struct, frozen=True, array_like=True):
+    """What another process needs to open a block and its two events."""
+
+    memory: bytes
+    ready: bytes
+    free: bytes
+
+
+class DeviceBlock(Protocol):
+    """Memory of one device that an owner and a peer share. See Note [The order of a block]."""
+
+    room: int
+    device: torch.device
+
+    @property
+    def handles(self) -> BlockHandles:
+        """For the peer to open it."""
+
+    def begin(self) -> None:
+        """The owner's current stream waits until the block may be overwritten."""
+
+    def fill(self, offset: int, tensor: Tensor) -> None:
+        """Copy a contiguous tensor of this device into the block."""
+
+    def filled(self) -> None:
+        """Record `ready`."""
+
+    def begin_taking(self) -> None:
+        """The peer's current stream waits until the block is filled."""
+
+    def take(self, offset: int, numel: int, dtype: torch.dtype, to: torch.device) -> Tensor:
+        """A new flat tensor with what lies at the offset."""
+
+    def taken(self) -> None:
+        """Record `free`."""
+
+    def read(self, nbytes: int) -> bytes:
+        """The first bytes, now; this waits for the device."""
+
+    def write(self, data: bytes) -> None:
+        """Set the first bytes, now; this waits for the device."""
+
+    def release(self) -> None:
+        """Free or unmap the memory, once no work of this process uses it."""
+
+
+class DeviceDriver(Protocol):
+    """The devices of one kind in this process."""
+
+    kind: str
+    """the type of their torch.device"""
+
+    def uuid_of(self, device: torch.device) -> str:
+        """The name of a device that is the same in all processes."""
+
+    def device_with(self, uuid: str) -> torch.device | None:
+        """The device of this process with that name."""
+
+    def budget_of(self, device: torch.device) -> int:
+        """How many bytes of the device blocks for one peer may take."""
+
+    def make(self, device: torch.device, room: int) -> DeviceBlock:
+        """Allocate a block; DeviceError if the device has no memory for it."""
+
+    def open(self, device: torch.device, room: int, handles: BlockHandles) -> DeviceBlock:
+        """Map a peer's block. The handles come from a peer, and their lengths are checked here."""

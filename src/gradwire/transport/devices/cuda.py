@@ -1,0 +1,207 @@
+"""The device lane of CUDA: plain device allocations, exported once by CUDA IPC.
+
+Memory and copies use `cuda.bindings`, which torch's CUDA wheels bring along; events are torch's.
+Blocks are not taken from torch's allocator: to export one of its tensors would map the whole
+segment, with tensors of others in it, writable for the peer. Received data is copied into ordinary
+tensors of torch's allocator, which knows on which streams they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import BadMessage
+from gradwire.transport.devices.base import BlockHandles, DeviceError
+
+_HANDLE_BYTES = 64
+_SHARE_OF_MEMORY = 16
+"""blocks for one peer take at most this part of a device's memory"""
+
+
+@final
+class CudaBlock:
+    """A block that this process has allocated, or opened by its handles."""
+
+    def __init__(
+        self,
+        runtime: Any,  # noqa: ANN401  # the module cuda.bindings.runtime
+        device: torch.device,
+        room: int,
+        pointer: int,
+        events: tuple[torch.cuda.Event, torch.cuda.Event],
+        *,
+        is_own: bool,
+    ) -> None:
+        self._runtime, self.device, self.room = runtime, device, room
+        self._pointer, (self._ready, self._free) = pointer, events
+        self._is_own = is_own
+        self._copies = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+    @property
+    def handles(self) -> BlockHandles:
+        """For the peer to open it."""
+        memory = _checked(self._runtime.cudaIpcGetMemHandle(self._pointer)).reserved
+        return BlockHandles(memory, self._ready.ipc_handle(), self._free.ipc_handle())
+
+    def begin(self) -> None:
+        """The owner's current stream waits until the block may be overwritten."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._ready)
+        stream.wait_event(self._free)
+
+    def fill(self, offset: int, tensor: Tensor) -> None:
+        """Copy a contiguous tensor of this device into the block."""
+        stream = torch.cuda.current_stream(self.device)
+        self._copy(self._pointer + offset, tensor.data_ptr(), tensor.nbytes, stream)
+        tensor.record_stream(stream)  # it may have been allocated on another, and be freed now
+
+    def filled(self) -> None:
+        """Record `ready`."""
+        self._ready.record(torch.cuda.current_stream(self.device))
+
+    def begin_taking(self) -> None:
+        """The peer's current stream waits until the block is filled."""
+        torch.cuda.current_stream(self.device).wait_event(self._ready)
+
+    def take(self, offset: int, numel: int, dtype: torch.dtype, to: torch.device) -> Tensor:
+        """A new flat tensor with what lies at the offset."""
+        source, nbytes = self._pointer + offset, numel * dtype.itemsize
+        stream = torch.cuda.current_stream(self.device)
+        if to == self.device:
+            tensor = torch.empty(numel, dtype=dtype, device=to)
+            self._copy(tensor.data_ptr(), source, nbytes, stream)
+            return tensor
+        if to.type == "cpu":  # a host tensor has no stream: its bytes must be there
+            tensor = torch.empty(numel, dtype=dtype, device=to, pin_memory=True)
+            self._copy(tensor.data_ptr(), source, nbytes, stream)
+            stream.synchronize()
+            return tensor
+        # `free` can only be recorded on a stream of the block's device, so the copy runs there.
+        tensor, theirs = torch.empty(numel, dtype=dtype, device=to), torch.cuda.current_stream(to)
+        stream.wait_stream(theirs)  # its memory may be in use there still
+        self._copy(tensor.data_ptr(), source, nbytes, stream)
+        tensor.record_stream(stream)
+        theirs.wait_stream(stream)
+        return tensor
+
+    def taken(self) -> None:
+        """Record `free`."""
+        self._free.record(torch.cuda.current_stream(self.device))
+
+    def read(self, nbytes: int) -> bytes:
+        """The first bytes, now; this waits for the device."""
+        found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        _checked(self._runtime.cudaMemcpy(found.data_ptr(), self._pointer, nbytes, self._copies))
+        return found.numpy().tobytes()
+
+    def write(self, data: bytes) -> None:
+        """Set the first bytes, now; this waits for the device."""
+        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        copy = self._runtime.cudaMemcpy
+        _checked(copy(self._pointer, source.data_ptr(), len(data), self._copies))
+
+    def release(self) -> None:
+        """Free or unmap the memory, once no work of this process uses it."""
+        with torch.cuda.device(self.device):
+            (self._ready if self._is_own else self._free).synchronize()
+            close = self._runtime.cudaFree if self._is_own else self._runtime.cudaIpcCloseMemHandle
+            _checked(close(self._pointer))
+
+    def _copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+        handle = stream.cuda_stream
+        _checked(self._runtime.cudaMemcpyAsync(to, source, nbytes, self._copies, handle))
+
+
+@final
+class CudaDriver:
+    """The CUDA devices of this process."""
+
+    kind = "cuda"
+
+    def __init__(self, runtime: Any) -> None:  # noqa: ANN401
+        self._runtime = runtime
+
+    def uuid_of(self, device: torch.device) -> str:
+        """The name of a device that is the same in all processes."""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def device_with(self, uuid: str) -> torch.device | None:
+        """The device of this process with that name."""
+        return _by_uuid().get(uuid)
+
+    def budget_of(self, device: torch.device) -> int:
+        """How many bytes of the device blocks for one peer may take."""
+        return torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_MEMORY
+
+    def make(self, device: torch.device, room: int) -> CudaBlock:
+        """Allocate a block; DeviceError if the device has no memory for it."""
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # creates the context of the device, if there is none
+            pointer = _checked(self._runtime.cudaMalloc(room))
+            try:
+                ready, free = (torch.cuda.Event(interprocess=True) for _ in range(2))
+                block = CudaBlock(
+                    self._runtime, device, room, int(pointer), (ready, free), is_own=True
+                )
+                block.filled()  # an event has no handle before it was recorded once
+                block.taken()
+            except BaseException:
+                self._runtime.cudaFree(pointer)
+                raise
+            return block
+
+    def open(self, device: torch.device, room: int, handles: BlockHandles) -> CudaBlock:
+        """Map a peer's block. The handles come from a peer, and their lengths are checked here."""
+        if any(len(handle) != _HANDLE_BYTES for handle in msgspec_values(handles)):
+            raise BadMessage("a handle of device memory has a wrong length")
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()
+            handle = self._runtime.cudaIpcMemHandle_t()
+            handle.reserved = handles.memory
+            lazily = self._runtime.cudaIpcMemLazyEnablePeerAccess
+            pointer = _checked(self._runtime.cudaIpcOpenMemHandle(handle, lazily))
+            try:
+                made = torch.cuda.Event.from_ipc_handle
+                events = made(device, handles.ready), made(device, handles.free)
+            except BaseException:
+                self._runtime.cudaIpcCloseMemHandle(pointer)
+                raise
+            return CudaBlock(self._runtime, device, room, int(pointer), events, is_own=False)
+
+
+def msgspec_values(handles: BlockHandles) -> tuple[bytes, bytes, bytes]:
+    """All handles of a block."""
+    return handles.memory, handles.ready, handles.free
+
+
+@cache
+def cuda_driver() -> CudaDriver | str:
+    """The driver, or why this process has none."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    try:
+        return CudaDriver(importlib.import_module("cuda.bindings.runtime"))
+    except ImportError as error:
+        return f"cuda.bindings cannot be imported: {error}"
+
+
+@cache
+def _by_uuid() -> dict[str, torch.device]:
+    count = torch.cuda.device_count()
+    devices = [torch.device("cuda", index) for index in range(count)]
+    return {str(torch.cuda.get_device_properties(device).uuid): device for device in devices}
+
+
+def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """The value that a call of cuda.bindings has returned beside its error code."""
+    error, *values = result
+    if int(error):
+        raise DeviceError(f"CUDA says {error}")
+    return values[0] if values else None

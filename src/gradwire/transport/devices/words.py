@@ -1,0 +1,109 @@
+"""A page that the owner of device blocks and their peer both map: which blocks are in use.
+
+One byte per block. The owner sets it when the block is named in a message, the peer clears it when
+it has queued its copies; neither needs a message, a lock or a thread. The page is a sealed memfd,
+so a killed process leaves nothing behind. The peer opens it through /proc. It comes from a peer's
+message, which could name any file of any process of this user. So nothing is opened that is not a
+memfd of gradwire, and nothing is written before the page has shown the key that the message
+announced: only its owner knows it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from contextlib import suppress
+from typing import Self, final
+
+import msgspec
+
+from gradwire.errors import BadMessage
+from gradwire.transport.devices.base import MOST_BLOCKS
+
+_NAME = "gradwire-words"
+_KEY_BYTES = 32
+_SIZE = mmap.PAGESIZE
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class PageAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where the peer finds a page, and what it must contain."""
+
+    process: int
+    descriptor: int
+    key: bytes
+
+
+@final
+class Words:
+    """One mapped page."""
+
+    def __init__(self, page: mmap.mmap, descriptor: int | None, key: bytes) -> None:
+        self._page, self._descriptor, self._key = page, descriptor, key
+
+    @classmethod
+    def make(cls) -> Self:
+        """A new page. OSError if the system has none."""
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, _SIZE)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            page = mmap.mmap(descriptor, _SIZE)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        key = secrets.token_bytes(_KEY_BYTES)
+        page[:_KEY_BYTES] = key
+        return cls(page, descriptor, key)
+
+    @classmethod
+    def open(cls, address: PageAddress) -> Self:
+        """The page of a peer; BadMessage if it is none, OSError if it cannot be reached."""
+        path = f"/proc/{address.process}/fd/{address.descriptor}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise BadMessage("a page of block words is no file of gradwire")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            file = os.fstat(descriptor)
+            is_page = stat.S_ISREG(file.st_mode) and file.st_size == _SIZE
+            if not is_page or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _SEALS:
+                raise BadMessage("a page of block words is not sealed, or has another size")
+            page = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        if len(address.key) != _KEY_BYTES or page[:_KEY_BYTES] != address.key:
+            page.close()
+            raise BadMessage("a page of block words has another key than was announced")
+        return cls(page, None, address.key)
+
+    @property
+    def address(self) -> PageAddress:
+        """For the peer to open it."""
+        assert self._descriptor is not None, "a peer's page is not passed on"
+        return PageAddress(os.getpid(), self._descriptor, self._key)
+
+    def is_set(self, index: int) -> bool:
+        """Whether the block is in use."""
+        return self._page[_KEY_BYTES + index] != 0
+
+    def set(self, index: int) -> None:
+        """The block is named in a message that is about to leave."""
+        self._page[_KEY_BYTES + index] = 1
+
+    def clear(self, index: int) -> None:
+        """The block may be filled again."""
+        self._page[_KEY_BYTES + index] = 0
+
+    def close(self) -> None:
+        """Unmap it. A late `clear` by the other end does no harm: it has its own mapping."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+
+assert _KEY_BYTES + MOST_BLOCKS <= _SIZE, "a page has a byte for each block"
