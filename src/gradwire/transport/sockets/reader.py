@@ -32,6 +32,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast, final
 from zlib import crc32
@@ -317,7 +318,11 @@ class FrameReader:
         start = self._start
         head = bytes(self._ahead[start + PREFIX.size : start + head_end])
         note = bytes(self._ahead[start + head_end : start + ahead])
-        rest = _Rest(self._block_for(0 if in_shared_memory else prefix.payload_length))
+        length = 0 if in_shared_memory else prefix.payload_length
+        try:
+            rest = _Rest(self._pool.take(length) if length else memoryview(b""))
+        except MemoryError as error:
+            self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
         is_new = in_shared_memory and NOTE.unpack(note)[1]
         unclaimed = self._unclaimed
         descriptor: int | None = None
@@ -352,12 +357,6 @@ class FrameReader:
         check_content(prefix, head, payload)
         return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
 
-    def _block_for(self, length: int) -> memoryview:
-        try:
-            return self._pool.take(length) if length else memoryview(b"")
-        except MemoryError as error:
-            self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
-
     def _fill(self, wanted: int, epoch: int) -> bool:
         """Read ahead until the buffer has `wanted` bytes; False if `_epoch` changed.
 
@@ -375,39 +374,51 @@ class FrameReader:
             self._end = unread
         while self._epoch == epoch and self._end - self._start < wanted:
             end = self._end
-            self._read_some(map(self._reading(self._ahead[end:]), (self._at_once,)), end, epoch)
+            reads = map(self._reading(self._ahead[end:]), (self._at_once,))
+            self._read_some(reads, end, epoch)
             if self._beside is not None:
                 self._keep_descriptors(self._beside)
         return self._epoch == epoch
 
-    def _read_some(self, reads: Iterator[Any], end: int, epoch: int) -> None:
-        """Append received bytes to the buffer at `end`, or wait for some."""
+    def _read_some(
+        self,
+        reads: Iterator[Any],
+        at: int,
+        epoch: int,
+        rest: _Rest | None = None,
+        *,
+        blocks: bool = False,
+    ) -> None:
+        """Receive bytes at position `at` of the buffer, or of `rest`; or wait for some."""
         self.is_midway = True
         count = -1
         try:
             stock = ((self, self, self), (self, self, self, self), [self])
             del stock  # see the Note
-            if self._epoch != epoch or self._end != end:
+            if self._epoch != epoch or at != (self._end if rest is None else rest.ready):
                 return
-            self._is_blocked = not self._is_plain
+            self._is_blocked = blocks or not self._is_plain
             (came,) = reads
             self._is_blocked = False
-            if self._shared is None:
+            if rest is not None:
                 count = came
+                rest.ready = at + count
             else:
-                count = came[0]
-                if came[1]:
+                count = came if self._shared is None else came[0]
+                if self._shared is not None and came[1]:
                     self._beside = came
-            self._end = end + count
+                self._end = at + count
         except OSError as error:
             self._is_blocked = False
-            self._wait_for_more(error, lambda: self._epoch != epoch or self._end != end)
+            if blocks and isinstance(error, BlockingIOError):  # it has waited for `stall` seconds
+                self._closer.fail(stalled(self._stall))
+            self._wait_for_more(error, at, epoch, rest)
         finally:
             self.is_midway = False
         if count == 0:
             self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
 
-    def _wait_for_more(self, error: OSError, is_done: Callable[[], bool]) -> None:
+    def _wait_for_more(self, error: OSError, at: int, epoch: int, rest: _Rest | None) -> None:
         """After a read that found no byte of a frame, wait for some; fail after other errors.
 
         In short steps: if an inner read has taken all bytes, poll is not woken.
@@ -415,7 +426,7 @@ class FrameReader:
         if not isinstance(error, BlockingIOError):
             self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
         until = time.monotonic() + self._stall
-        while not is_done():
+        while self._epoch == epoch and at == (self._end if rest is None else rest.ready):
             left = until - time.monotonic()
             if left <= 0:
                 self._closer.fail(stalled(self._stall))
@@ -432,7 +443,11 @@ class FrameReader:
             epoch, start = self._epoch, self._start
             count = min(self._end - start, len(view))
             if not count:
-                self._read_rest(rest, ready, view)
+                # The main thread does not block: see the Note.
+                blocks = threading.get_ident() != threading.main_thread().ident
+                flags = socket.MSG_WAITALL if blocks else _AT_ONCE
+                reads = map(self._sock.recv_into, (view,), (0,), (flags,))
+                self._read_some(reads, ready, epoch, rest, blocks=blocks)
                 continue
             source, target = self._ahead[start : start + count], view[:count]
             if rest.ready != ready or self._epoch != epoch:
@@ -444,32 +459,6 @@ class FrameReader:
         if self._rest is rest:
             self._rest = None
 
-    def _read_rest(self, rest: _Rest, ready: int, view: memoryview) -> None:
-        """Read from the kernel into `view`; the main thread does not block: see the Note."""
-        blocks = threading.get_ident() != threading.main_thread().ident
-        flags = socket.MSG_WAITALL if blocks else _AT_ONCE
-        reads = map(self._sock.recv_into, (view,), (0,), (flags,))
-        self.is_midway = True
-        count = -1
-        try:
-            stock = ((self, self, self), (self, self, self, self), [self])
-            del stock  # see the Note
-            if rest.ready != ready:
-                return
-            self._is_blocked = blocks or not self._is_plain
-            (count,) = reads
-            self._is_blocked = False
-            rest.ready = ready + count
-        except OSError as error:
-            self._is_blocked = False
-            if blocks and isinstance(error, BlockingIOError):  # it has waited for `stall` seconds
-                self._closer.fail(stalled(self._stall))
-            self._wait_for_more(error, lambda: rest.ready != ready)
-        finally:
-            self.is_midway = False
-        if count == 0:
-            self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
-
     def _keep_descriptors(self, came: Received) -> None:
         """Store the descriptors that came with a read."""
         assert self._shared is not None
@@ -480,15 +469,12 @@ class FrameReader:
         self._shared.forget_unclaimed()
 
 
-@final
+@dataclass(slots=True, eq=False)
 class _Rest:
     """The payload of a frame that was taken, and how many bytes of it are there."""
 
-    __slots__ = ("block", "ready")
-
-    def __init__(self, block: memoryview) -> None:
-        self.block = block
-        self.ready = 0
+    block: memoryview
+    ready: int = 0
 
 
 @final
