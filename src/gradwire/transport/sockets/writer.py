@@ -17,7 +17,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from threading import get_ident
 from typing import Final, TypeAlias, final
@@ -160,9 +159,15 @@ class FrameWriter:
         self._transmit([data], (), deadline)
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Send the buffers as one unit."""
+        """Send the buffers as one unit.
+
+        From a finalizer or a signal handler that interrupted a send of its own thread, too: if the
+        interrupted frame has begun, its rest is sent first.
+        """
         if self._sender == get_ident():
-            self._send_inside(parts, ancillary, deadline)
+            if self._is_blocked:
+                raise self._cannot_send()
+            self._send(parts, ancillary, deadline)
             return
         lent = self._acquire(deadline)
         try:
@@ -199,28 +204,12 @@ class FrameWriter:
             reacquire_send_locks(lent)
             raise
 
-    def _send_inside(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Send from a finalizer or a signal handler that interrupted a send of its own thread.
-
-        If the interrupted frame has begun, its rest is sent first.
-        """
-        if self._is_blocked:
-            raise self._cannot_send()
-        self._send(parts, ancillary, deadline)
-
     def _cannot_send(self) -> UsageError:
         return UsageError(
             "a finalizer or a signal handler cannot send: it interrupted its thread in the "
             f"middle of sending to {self._remote}",
             hint="put the work into a queue.SimpleQueue for another thread",
         )
-
-    def _reacquire(self) -> None:
-        me = get_ident()
-        # On a closed channel wait at most 1 s: after a fork the holder may not exist.
-        patience = -1 if self._closer.close_reason is None else 1
-        (_,) = map(self._sending.acquire, (True,), (patience,))
-        self._sender = me
 
     def _release(self) -> None:
         """Release the send lock, or give it to a new thread that finishes a frame."""
@@ -242,7 +231,7 @@ class FrameWriter:
         try:
             while self._go_on(deadline):
                 is_waiting = False
-                if self._begin(parts, ancillary):
+                if self._push(None, 0, parts, ancillary):
                     self._finish_by(deadline, parts)
                     return
                 is_waiting = True
@@ -289,21 +278,20 @@ class FrameWriter:
         not send.
         """
         blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
-        while (unsent := self._unsent) is not None:
+        while True:
+            unsent, sent = self._unsent, self._sent
+            if unsent is None:
+                return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            sent = self._sent
-            is_ready = False
-            if blocks and left > self._stall:
-                self._push(_PATIENTLY)
-            else:
-                is_ready = wait_until_ready(self._sock, select.POLLOUT, min(left, self._stall))
-                self._push(_AT_ONCE)
+            wait = min(left, self._stall)
+            flags = _PATIENTLY if blocks and left > self._stall else _AT_ONCE
+            is_ready = flags == _AT_ONCE and wait_until_ready(self._sock, select.POLLOUT, wait)
+            self._push(unsent, sent, _after(unsent, sent), (), flags)
             is_idle = not is_ready and self._unsent is unsent and self._sent == sent
             if is_idle and left > self._stall:
                 self._closer.fail(stalled(self._stall))
-        return True
 
     def _finish(self) -> None:
         self._sender = get_ident()
@@ -316,57 +304,41 @@ class FrameWriter:
             with suppress(RuntimeError):
                 self._release()
 
-    def _begin(self, parts: list[Buffer], ancillary: Ancillary) -> bool:
-        """Send the first bytes of a new frame, as many as the kernel accepts; False if none."""
+    def _push(
+        self,
+        begun: Unsent | None,
+        sent: int,
+        parts: list[Buffer],
+        ancillary: Ancillary = (),
+        flags: int = _AT_ONCE,
+    ) -> bool:
+        """Send `parts`: what follows the first `sent` bytes of `begun`, or a new frame.
+
+        False if the kernel accepts none, or if an inner send has sent some of them meanwhile.
+        """
         if self._closer.close_reason is not None:
             raise PeerLost(self._closer.close_reason)
-        length, sends = sum(map(len, parts)), self._sends(parts, ancillary, _AT_ONCE)
+        length = sum(map(len, parts))
+        if len(parts) == 1:
+            sends = map(self._sock.send, parts, (flags,))
+        else:
+            sends = map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
         try:
             stock = (parts, parts), (parts, parts, parts)
             del stock  # the send reuses these tuples: see Note [Reading inside a read]
-            if self._unsent is not None:
+            if self._unsent is not begun or (begun is not None and self._sent != sent):
                 return False
-            self._is_blocked = self._is_opaque
-            (sent,) = sends
+            self._is_blocked = self._is_opaque or flags == _PATIENTLY
+            (count,) = sends
             self._is_blocked = False
-            if sent != length:
-                self._sent, self._unsent = sent, parts
+            self._sent = sent + count
+            self._unsent = None if count == length else begun or parts
         except BlockingIOError:
             self._is_blocked = False
             return False
         except OSError as error:
             raise self._lost_sending(error) from error
         return True
-
-    def _push(self, flags: int) -> None:
-        """Send more bytes of the frame that has begun, unless an inner send did so meanwhile."""
-        if self._closer.close_reason is not None:
-            raise PeerLost(self._closer.close_reason)
-        unsent, sent = self._unsent, self._sent
-        if unsent is None:
-            return
-        rest = _after(unsent, sent)
-        length, sends = sum(map(len, rest)), self._sends(rest, (), flags)
-        try:
-            stock = (rest, rest), (rest, rest, rest)
-            del stock  # the send reuses these tuples: see Note [Reading inside a read]
-            if self._unsent is not unsent or self._sent != sent:
-                return
-            self._is_blocked = self._is_opaque or flags == _PATIENTLY
-            (count,) = sends
-            self._is_blocked = False
-            self._sent = sent + count
-            if count == length:
-                self._unsent = None
-        except BlockingIOError:
-            self._is_blocked = False
-        except OSError as error:
-            raise self._lost_sending(error) from error
-
-    def _sends(self, parts: list[Buffer], ancillary: Ancillary, flags: int) -> Iterator[int]:
-        if len(parts) == 1:
-            return map(self._sock.send, (parts[0],), (flags,))
-        return map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
 
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False
@@ -399,8 +371,12 @@ def release_send_locks(*, must: bool = False) -> list[FrameWriter]:
 
 def reacquire_send_locks(writers: list[FrameWriter]) -> None:
     """The thread goes on with the sends whose locks were released by `release_send_locks`."""
+    me = get_ident()
     for writer in writers:
-        writer._reacquire()
+        # On a closed channel wait at most 1 s: after a fork the holder may not exist.
+        patience = -1 if writer._closer.close_reason is None else 1
+        (_,) = map(writer._sending.acquire, (True,), (patience,))
+        writer._sender = me
 
 
 def _after(unsent: Unsent, sent: int) -> list[Buffer]:
