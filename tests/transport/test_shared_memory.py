@@ -321,7 +321,7 @@ def test_a_peer_that_does_not_read_is_not_sent_more_than_a_channel_may_hold(pair
 
 def test_a_send_that_came_too_late_gives_its_block_back(pair, shared):
     here, _ = pair
-    with here._sending, pytest.raises(DeadlinePassed):
+    with here._closer.sending, pytest.raises(DeadlinePassed):
         here.send(frame_of(1), time.monotonic() - 1)
     once = shared.lender.bytes
     assert is_shared(carried(pair, frame_of(2)))

@@ -123,7 +123,7 @@ class _Pipe:
     def _take(self, block: tuple[bool]) -> _Item | None:
         """Remove and count an item, in one step: a signal handler must not lose it.
 
-        See Note [Reading inside a read] in sockets/reader.py.
+        See Note [Reading inside a read] in sockets/channel.py.
         """
         (item,) = map(self._items.get, block)
         if item is not None:

@@ -16,8 +16,8 @@ for two looks gets a reader thread that blocks in it. When all have one, the wat
 
 A signal handler or a finalizer may run while its own thread holds a read lock, and wait for
 something. No other thread can read that channel meanwhile, so the inner wait reads it, even if its
-answer comes on another channel (see Note [Reading inside a read] in transport/sockets/reader.py). A
-thread never holds two read locks.
+answer comes on another channel (see Note [Reading inside a read] in transport/sockets/channel.py).
+A thread never holds two read locks.
 
 Note [Interrupts in the readers]: a finalizer or a signal handler may also run in the middle of the
 code of this file, and call into it again. CPython runs them only after a call, at a backward jump,

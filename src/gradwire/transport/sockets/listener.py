@@ -52,8 +52,7 @@ class SocketListener:
         self._sock = sock
         self._wrap = wrap
         self._on_close = on_close
-        self._accepting = threading.Lock()
-        self._closer = SocketCloser(sock, self._accepting)
+        self._closer = SocketCloser(sock)
         self._closed = threading.Event()
         sock.setblocking(True)
 
@@ -62,7 +61,7 @@ class SocketListener:
 
     def accept(self) -> SocketChannel:
         """Block for the next connection; see `Listener.accept`."""
-        with self._accepting:
+        with self._closer.receiving:
             channel = None
             while channel is None and self._closer.close_reason is None:
                 channel = self._maybe_accept()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast, final
 
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 SocketLike: TypeAlias = "socket.socket | TlsStream"
 Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
-Use: TypeAlias = "threading.Lock | threading.RLock"
 _LONGEST_WAIT: Final = 86400.0
+SPIN_SECONDS: Final = 1e-3
+_DESCHEDULED_SECONDS: Final = 500e-6
+_REST_SECONDS: Final = 0.02
+_LONGEST_REST_SECONDS: Final = 0.1
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
 
@@ -35,23 +38,16 @@ class SocketCloser:
 
     Closing a descriptor does not wake a thread that is blocked on it, and the kernel may give its
     number to a new file while that thread still uses it. So `end` only shuts the connection down,
-    which wakes all threads, and the last one closes it: a thread holds one of the locks while it
-    uses the socket, and calls `close_if_unused` after the release if `close_reason` is set.
-    `also_close` is called with the close of the socket, possibly more than once.
+    which wakes all threads, and the last one closes it: a thread holds `sending` or `receiving`
+    while it uses the socket, and after the release calls `close_if_unused` if `close_reason` is
+    set. `also_close` is called with the close of the socket, possibly more than once.
     """
 
-    __slots__ = ("__weakref__", "_also_close", "_ending", "_sock", "_uses", "close_reason")
-
-    def __init__(
-        self,
-        sock: SocketLike,
-        *uses: Use,
-        also_close: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, sock: SocketLike, also_close: Callable[[], None] = lambda: None) -> None:
         self.close_reason: str | None = None
-        self._sock = sock
-        self._uses = uses
-        self._also_close = also_close
+        self.sending = threading.Lock()
+        self.receiving = threading.RLock()  # see Note [Reading inside a read] in channel.py
+        self._sock, self._also_close = sock, also_close
         # Reentrant, as a signal handler may close what its own thread is closing.
         self._ending = threading.RLock()
         call_after_fork(self)
@@ -77,14 +73,14 @@ class SocketCloser:
     def close_if_unused(self) -> None:
         """Close the descriptor unless a thread uses it, which then calls this itself."""
         with self._ending:
-            # This thread could acquire an RLock again that it holds.
-            free = [use for use in self._uses if not getattr(use, "_is_owned", bool)()]
-            held = [use for use in free if use.acquire(blocking=False)]
-            if len(held) == len(self._uses):
-                self._sock.close()
-                self._also_close()
-            for use in held:
-                use.release()
+            # This thread could acquire the RLock again that it holds.
+            is_inside: bool = cast(Any, self.receiving)._is_owned()
+            if not is_inside and self.receiving.acquire(blocking=False):
+                if self.sending.acquire(blocking=False):
+                    self._sock.close()
+                    self._also_close()
+                    self.sending.release()
+                self.receiving.release()
 
     def fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
         """End the connection, and raise PeerLost."""
@@ -134,3 +130,42 @@ def close_reason_of(error: OSError) -> str:
     if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return CLOSED_BY_PEER
     return reason_of(error)
+
+
+@final
+class Spin:
+    """How long a reader polls the socket before it blocks.
+
+    Waking a blocked thread costs more than a short call, so a reader polls for a moment before it
+    blocks, if that succeeded lately. On a busy machine spinning is harmful: the peer needs the
+    core. Then the reader is descheduled between two polls, which shows in their times: it stops at
+    once and does not spin again for a while.
+    """
+
+    __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = self._last = 0.0
+        self._rest = _REST_SECONDS
+        self._rests_until = 0.0
+
+    def begin(self) -> bool:
+        """Start a spin; whether to spin at all."""
+        now = self._began = self._last = self._now()
+        return now >= self._rests_until
+
+    def should_continue(self) -> bool:
+        """Whether to poll once more. If not, disable spinning, with exponential backoff."""
+        now = self._now()
+        was_descheduled = now - self._last > _DESCHEDULED_SECONDS
+        self._last = now
+        if not was_descheduled and now - self._began <= SPIN_SECONDS:
+            return True
+        self._rests_until = now + self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+        return False
+
+    def found(self) -> None:
+        """The spin succeeded: bytes arrived."""
+        self._rest = _REST_SECONDS

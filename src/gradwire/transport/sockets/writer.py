@@ -6,7 +6,7 @@ continues until the deadline, and after that a new thread sends the rest.
 
 A thread must hold the send lock. A finalizer or a signal handler may interrupt it anywhere and send
 too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`, which are updated
-with no interrupt after the system call: see Note [Reading inside a read] in reader.py. A send that
+with no interrupt after the system call: see Note [Reading inside a read] in channel.py. A send that
 interrupts another one on its thread sends this rest first.
 """
 
@@ -60,24 +60,23 @@ Unsent: TypeAlias = "bytes | list[Buffer]"
 
 @final
 class FrameWriter:
-    """Sends frames over a socket. `sending` is the send lock, which `closer` checks too."""
+    """Sends frames over a socket."""
 
     def __init__(
         self,
         sock: SocketLike,
         closer: SocketCloser,
-        sending: threading.Lock,
         remote: str,
         *,
         stall: float,
         flags: int,
         shared: SharedMemory | None,
     ) -> None:
-        self._sock, self._closer, self._sending = sock, closer, sending
+        self._sock, self._closer, self._sending = sock, closer, closer.sending
         self._remote, self._stall, self._flags = remote, stall, flags
         self._shared = shared
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
-        self._taking = taking(sending)
+        self._taking = taking(closer.sending)
         self._sender = 0
         """the thread that holds the send lock"""
         self._unsent: Unsent | None = None
