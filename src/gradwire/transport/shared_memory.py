@@ -45,6 +45,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias, cast, final
 
 import numpy
@@ -59,6 +60,7 @@ from gradwire.wire.message import Buffer
 
 _log = logging.getLogger("gradwire")
 
+_Memory: TypeAlias = NDArray[numpy.uint8]
 FREE, SENT, READ, GONE = range(4)
 FIRST_PAGE: Final = 4096
 
@@ -96,28 +98,15 @@ def can_share() -> bool:
 class Block:
     """A mapped block; it is unmapped when neither it nor a view of it is referenced."""
 
-    __slots__ = ("_lease", "_memory", "_state", "number", "room")
+    __slots__ = ("_memory", "lease", "number", "room", "state")
 
     def __init__(self, number: int, descriptor: int, room: int) -> None:
-        self.number = number
-        self.room = room
-        self._memory: NDArray[numpy.uint8] = numpy.asarray(_Mapping(descriptor, FIRST_PAGE + room))
-        self._state = self._memory.data[:1]
-        self._lease: weakref.ref[NDArray[numpy.uint8]] | None = None
-
-    @property
-    def state(self) -> int:
-        """FREE, SENT, READ or GONE; the peer may change it at any time."""
-        return self._state[0]
-
-    @state.setter
-    def state(self, state: int) -> None:
-        self._state[0] = state
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether the view returned by `lend`, or a slice of it, is alive."""
-        return self._lease is not None and self._lease() is not None
+        self.number, self.room = number, room
+        self._memory = _mapped(descriptor, FIRST_PAGE + room)
+        self.state = self._memory.data[:1]
+        """one byte: FREE, SENT, READ or GONE; the peer may change it at any time"""
+        self.lease: Callable[[], _Memory | None] = lambda: None
+        """returns None unless the view returned by `lend`, or a slice of it, is alive"""
 
     def fill(self, payload: Sequence[Buffer]) -> None:
         """Copy the parts into the block one after the other; the payload is not copied again."""
@@ -135,15 +124,15 @@ class Block:
         # A slice of a memoryview refers to the array, not to the memoryview it was sliced from. So
         # the weak reference is to the array.
         lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
-        state, process = self._state, os.getpid()
+        state, process = self.state, os.getpid()
 
         def free(_: object) -> None:
             # In a forked child only the child's view died; the parent may still read the block.
             if os.getpid() == process:
                 state[0] = FREE
 
-        self.state = READ
-        self._lease = weakref.ref(lease, free)
+        state[0] = READ
+        self.lease = weakref.ref(lease, free)
         return lease.data
 
 
@@ -179,26 +168,20 @@ def adopt(number: int, descriptor: int, most: int) -> Block:
         os.close(descriptor)
 
 
-@final
-class _Mapping:
-    """A mapped file that keeps no descriptor open, as `mmap.mmap` would.
+def _mapped(descriptor: int, size: int) -> _Memory:
+    """A mapped file, without an open descriptor as `mmap.mmap` would keep.
 
     Torch does the mapping, but no torch operator is called: the sending thread may be inside a
     dispatch mode of the user, which would see it.
     """
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        try:
-            path = f"/proc/self/fd/{descriptor}"
-            self._storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (self._storage.data_ptr(), False),
-        }
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    place = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (storage.data_ptr(), False)}
+    # The array keeps this object alive, and that the storage.
+    return numpy.asarray(SimpleNamespace(__array_interface__=place, storage=storage))
 
 
 def _fault_of(descriptor: int, most: int) -> str | None:
@@ -246,12 +229,13 @@ class Loan:
     @property
     def unread(self) -> int:
         """Bytes announced to the peer and not yet received."""
-        return self.length if not self.is_filling and self.block.state == SENT else 0
+        return self.length if not self.is_filling and self.block.state[0] == SENT else 0
 
-    def begin(self, length: int) -> None:
+    def begin(self, length: int) -> Loan:
         """Reserve the block for a payload of this length."""
-        self.block.state = SENT
+        self.block.state[0] = SENT
         self.is_filling, self.length = True, length
+        return self
 
     def __enter__(self) -> None:
         """Begin to send the frame; if that fails, no byte was sent or the channel ended."""
@@ -266,131 +250,12 @@ class Loan:
     def withdraw(self) -> None:
         """Free the block again: it was not announced to the peer."""
         self.is_filling = False
-        self.block.state = FREE
+        self.block.state[0] = FREE
 
     def close(self) -> None:
         """Close the descriptor; the mapping stays."""
         with suppress(IndexError):
             os.close(self._descriptors.pop())
-
-
-@final
-class Lender:
-    """The blocks that one end of a channel makes and fills."""
-
-    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self._limit, self._smallest = limit, smallest
-        self._lock = threading.RLock()
-        self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
-        """whether this thread holds the lock: then a finalizer or signal handler is asking"""
-        self._loans: list[Loan] = []  # the least recently used first
-        self._making = 0
-        self.bytes = 0
-        """the size of all blocks that exist now"""
-        self._numbers = count(1)
-        self._is_closed = False
-        self._has_warned = False
-
-    def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block; None if it must go through the socket.
-
-        hot: benchmarks of bandwidth
-        """
-        length = sum(map(len, payload))
-        if length < max(1, self._smallest):
-            return None
-        try:
-            loan = self._take(length)
-        finally:
-            if self._is_closed:
-                self._forget()
-        if loan is not None:
-            try:
-                loan.block.fill(payload)
-            except BaseException:
-                loan.withdraw()
-                raise
-        return loan
-
-    def close(self) -> None:
-        """Forget all blocks, and make no more."""
-        self._is_closed = True
-        self._forget()
-
-    def _forget(self) -> None:
-        # A signal handler may close while its own thread is in `_take`, so this must not wait for
-        # the lock: the thread that holds it checks `_is_closed` afterwards.
-        if self._is_inside() or not self._lock.acquire(blocking=False):
-            return
-        try:
-            for loan in self._loans:
-                loan.close()
-            self._loans.clear()
-            self.bytes = 0
-        finally:
-            self._lock.release()
-
-    def _take(self, length: int) -> Loan | None:
-        if self._is_inside():
-            return None
-        room = size_class(length)
-        with self._lock:
-            if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
-                return None
-            loan = self._best_fit(length)
-            if loan is not None:
-                loan.begin(length)
-                return loan
-            if not self._has_room_for(room):
-                return None
-            self.bytes += room
-            self._making += 1
-        return self._made(room, length)
-
-    def _best_fit(self, length: int) -> Loan | None:
-        """The smallest free block that is large enough; among equals the most recently used."""
-        sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
-        free = [loan for loan in fitting if loan.block.state == FREE]
-        best = min(free, key=lambda loan: loan.block.room, default=None)
-        if best is not None:
-            self._loans.remove(best)
-            self._loans.append(best)
-        return best
-
-    def _has_room_for(self, room: int) -> bool:
-        """Whether a block may be made; drops free blocks for it, the least recently used first."""
-        if room > self._limit:
-            return False
-        free = iter([loan for loan in self._loans if loan.block.state == FREE])
-        while self.bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
-            loan = next(free, None)
-            if loan is None:
-                return False
-            loan.block.state = GONE
-            loan.close()
-            self._loans.remove(loan)
-            self.bytes -= loan.block.room
-        return True
-
-    def _made(self, room: int, length: int) -> Loan | None:
-        loan = None
-        try:
-            loan = Loan(*make_block(next(self._numbers), room))
-            loan.begin(length)
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                text = "cannot allocate %d bytes of shared memory, using the socket: %s"
-                _log.warning(text, room, error)
-        finally:
-            with self._lock:
-                self._making -= 1
-                if loan is None:
-                    self.bytes -= room
-                else:
-                    self._loans.append(loan)
-        return loan
 
 
 def descriptors_in(received: Received) -> list[int]:
@@ -406,23 +271,51 @@ def descriptors_in(received: Received) -> list[int]:
 class SharedMemory:
     """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
 
-    Any thread may call `place`, one thread at a time the methods for borrowed blocks.
+    Any thread may call `place`, one thread at a time the methods for borrowed blocks. At most
+    `limit` bytes are lent, for payloads of `smallest` bytes or more.
     """
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self.lender = Lender(limit, smallest)
-        self.smallest = smallest
+        self._limit, self.smallest = limit, smallest
         self.peer_takes_blocks = False
+        self._lock = threading.RLock()
+        """for the blocks that this end makes"""
+        self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
+        """whether this thread holds the lock: then a finalizer or signal handler is asking"""
+        self._loans: list[Loan] = []  # the least recently used first
+        self._making = 0
+        self.lent_bytes = 0
+        """the size of all blocks that this end has made"""
+        self._numbers = count(1)
+        self._is_closed = False
+        self._has_warned = False
         self._blocks: dict[int, Block] = {}
         """the borrowed ones"""
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
 
     def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block if the peer takes blocks; None otherwise."""
+        """Copy the payload into a block; None if it must go through the socket.
+
+        hot: benchmarks of bandwidth
+        """
         if not payload or not self.peer_takes_blocks:
             return None
-        return self.lender.place(payload)
+        length = sum(map(len, payload))
+        if length < max(1, self.smallest):
+            return None
+        try:
+            loan = self._take(length)
+        finally:
+            if self._is_closed:
+                self._forget()
+        if loan is not None:
+            try:
+                loan.block.fill(payload)
+            except BaseException:
+                loan.withdraw()
+                raise
+        return loan
 
     def open(
         self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
@@ -439,16 +332,17 @@ class SharedMemory:
             raise BadMessage(f"shared block {number} is unknown")
         if not 0 < length <= block.room:
             raise BadMessage(f"{length} bytes are not in shared block {number} of {block.room}")
-        if block.is_lent:
+        if block.lease() is not None:
             raise BadMessage(f"shared block {number} was reused while it was in use")
         return block.lend(length)
 
     def close(self) -> None:
-        """Forget all blocks; tensors in them keep their memory alive.
+        """Forget all blocks, and make no more; tensors in them keep their memory alive.
 
         Called when no thread sends or receives any more.
         """
-        self.lender.close()
+        self._is_closed = True
+        self._forget()
         self._blocks.clear()
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
@@ -464,10 +358,85 @@ class SharedMemory:
                 f"shared block {number} arrived without its descriptor",
                 hint="if this process has no free descriptors, raise ulimit -n",
             )
-        gone = [known for known, block in self._blocks.items() if block.state == GONE]
-        for known in gone:
-            del self._blocks[known]
+        for known, block in self._blocks.copy().items():  # an inner read may change it meanwhile
+            if block.state[0] == GONE:
+                self._blocks.pop(known, None)
         block = adopt(number, descriptor, size_class(limits.payload))
         if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is known already, or one too many")
         self._blocks[number] = block
+
+    def _forget(self) -> None:
+        # A signal handler may close while its own thread is in `_take`, so this must not wait for
+        # the lock: the thread that holds it checks `_is_closed` afterwards.
+        if self._is_inside() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for loan in self._loans:
+                loan.close()
+            self._loans.clear()
+            self.lent_bytes = 0
+        finally:
+            self._lock.release()
+
+    def _take(self, length: int) -> Loan | None:
+        if self._is_inside():
+            return None
+        room = size_class(length)
+        with self._lock:
+            if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
+                return None
+            loan = self._best_fit(length)
+            if loan is not None:
+                return loan.begin(length)
+            if not self._has_room_for(room):
+                return None
+            self.lent_bytes += room
+            self._making += 1
+        return self._made(room, length)
+
+    def _best_fit(self, length: int) -> Loan | None:
+        """The smallest free block that is large enough; among equals the most recently used."""
+        sizes = range(length, _LOOSEST_FIT * length + 1)
+        fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
+        free = [loan for loan in fitting if loan.block.state[0] == FREE]
+        best = min(free, key=lambda loan: loan.block.room, default=None)
+        if best is not None:
+            self._loans.remove(best)
+            self._loans.append(best)
+        return best
+
+    def _has_room_for(self, room: int) -> bool:
+        """Whether a block may be made; drops free blocks for it, the least recently used first."""
+        if room > self._limit:
+            return False
+        free = iter([loan for loan in self._loans if loan.block.state[0] == FREE])
+        while (
+            self.lent_bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS
+        ):
+            loan = next(free, None)
+            if loan is None:
+                return False
+            loan.block.state[0] = GONE
+            loan.close()
+            self._loans.remove(loan)
+            self.lent_bytes -= loan.block.room
+        return True
+
+    def _made(self, room: int, length: int) -> Loan | None:
+        loan = None
+        try:
+            loan = Loan(*make_block(next(self._numbers), room)).begin(length)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                text = "cannot allocate %d bytes of shared memory, using the socket: %s"
+                _log.warning(text, room, error)
+        finally:
+            with self._lock:
+                self._making -= 1
+                if loan is None:
+                    self.lent_bytes -= room
+                else:
+                    self._loans.append(loan)
+        return loan
