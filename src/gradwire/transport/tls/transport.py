@@ -72,34 +72,23 @@ class TlsTransport:
         pending_handshakes: int = _MAX_PENDING_HANDSHAKES,
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
-        self._identity = Identity(tls)
-        self._stall = stall
+        self.identity, self.refused, self._stall = Identity(tls), refused, stall
+        self.patience, self.pending_handshakes = patience, pending_handshakes
         self._socket_channel = partial(SocketChannel, limits=limits, stall=stall, pool=BlockPool())
-        self._patience, self._pending_handshakes = patience, pending_handshakes
-        self._refused = refused
 
     @property
     def names(self) -> tuple[str, ...]:
         """The worker names in the certificate of this worker."""
-        return self._identity.names
+        return self.identity.names
 
     def listen(self, address: str) -> TlsListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
-        sock, bound = listening(address, "tls")
-        return TlsListener(
-            sock,
-            bound,
-            self._identity,
-            self._accepted,
-            self._patience,
-            self._pending_handshakes,
-            self._refused,
-        )
+        return TlsListener(*listening(address, "tls"), self)
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Connect to the listener at the address, and check that it is the worker `name`."""
         sock = connected(address, "tls", deadline, self._stall)
-        session = self._identity.session(accepts=False)
+        session = self.identity.session(accepts=False)
         try:
             _handshake(sock, session, address, deadline)
             names = worker_names_of(session)
@@ -110,24 +99,20 @@ class TlsTransport:
                     hint="the worker that listens there needs a certificate with the URI "
                     f"{URI_PREFIX}{name}",
                 )
-            return self._channel(sock, session, address, accepts=False)
+            return self.channel(sock, session, address)
         except BaseException:
             sock.close()
             raise
 
-    def _accepted(self, sock: socket.socket, session: TlsSession) -> SocketChannel:
-        """A channel for a client that has completed its handshake."""
-        remote = tuned(sock, "tls", self._stall)
-        return self._channel(sock, session, remote, accepts=True)
-
-    def _channel(
-        self, sock: socket.socket, session: TlsSession, remote: str, *, accepts: bool
+    def channel(
+        self, sock: socket.socket, session: TlsSession, remote: str | None = None
     ) -> SocketChannel:
+        """A channel over a completed handshake; `remote` is None at the end that accepted it."""
         return self._socket_channel(
             TlsStream(sock, session, self._stall),
-            remote,
+            remote or tuned(sock, "tls", self._stall),
             peer_names=worker_names_of(session),
-            binding=self._identity.binding(session, accepts=accepts),
+            binding=self.identity.binding(session, accepts=remote is None),
         )
 
 
@@ -226,26 +211,11 @@ class _PendingHandshake:
 
 @final
 class TlsListener:
-    """A listener for authenticated workers, with its thread; see `Listener`.
+    """A listener for authenticated workers, with its thread; see `Listener`."""
 
-    `wrap` makes a channel from an authenticated connection, and `on_refused(why, remote)` is called
-    for each other one.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: str,
-        identity: Identity,
-        wrap: Callable[[socket.socket, TlsSession], SocketChannel],
-        patience: float,
-        pending_handshakes: int,
-        on_refused: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, sock: socket.socket, address: str, transport: TlsTransport) -> None:
         self.address = address
-        self._sock, self._identity, self._wrap = sock, identity, wrap
-        self._patience, self._pending_handshakes = patience, pending_handshakes
-        self._on_refused = on_refused
+        self._sock, self._transport = sock, transport
         self._pending: dict[_PendingHandshake, None] = {}
         """the oldest first"""
         self._selector = selectors.DefaultSelector()
@@ -255,7 +225,7 @@ class TlsListener:
         self._close_reason: str | None = None
         sock.setblocking(False)
         call_after_fork(self)
-        self._thread = threads.thread(f"gradwire {identity.names[0]} tls", self._work)
+        self._thread = threads.thread(f"gradwire {transport.names[0]} tls", self._work)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -326,12 +296,13 @@ class TlsListener:
                 self._stopped.wait(_PAUSE_SECONDS)
             return
         try:
-            session = self._identity.session(accepts=True)
-            pending = _PendingHandshake(sock, session, time.monotonic() + self._patience)
+            session = self._transport.identity.session(accepts=True)
+            deadline = time.monotonic() + self._transport.patience
+            pending = _PendingHandshake(sock, session, deadline)
         except OSError:
             sock.close()
             return
-        if len(self._pending) >= self._pending_handshakes:
+        if len(self._pending) >= self._transport.pending_handshakes:
             self._refuse(next(iter(self._pending)), "was the oldest of too many pending handshakes")
         self._pending[pending] = None
         self._selector.register(sock, selectors.EVENT_READ, pending)
@@ -341,7 +312,7 @@ class TlsListener:
             if not pending.advance():
                 return
             self._forget(pending)
-            channel = self._wrap(pending.sock, pending.session)
+            channel = self._transport.channel(pending.sock, pending.session)
         except BlockingIOError:
             return
         except _Refused as refusal:
@@ -363,7 +334,7 @@ class TlsListener:
     def _refuse(self, pending: _PendingHandshake, why: str) -> None:
         self._forget(pending)
         pending.sock.close()
-        self._on_refused(why, f"tls://{pending.host}")
+        self._transport.refused(why, f"tls://{pending.host}")
 
     def _forget(self, pending: _PendingHandshake) -> None:
         if self._pending.pop(pending, pending) is None:
