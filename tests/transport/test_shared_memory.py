@@ -21,6 +21,7 @@ from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import (
+    FREE,
     MOST_BLOCKS,
     NOTE,
     SharedMemory,
@@ -313,9 +314,9 @@ def test_the_number_of_blocks_is_bounded(pair):
 def test_a_peer_that_does_not_read_is_not_sent_more_than_a_channel_may_hold(pair, shared):
     here, there = pair
     here.send(frame_of(1, MAX_BUFFERED_BYTES), soon())
-    assert shared.place([bytes(LARGE)]) is None
+    assert shared.reserve([bytes(LARGE)]) is None
     there.recv()
-    assert shared.place([bytes(LARGE)]) is not None
+    assert shared.reserve([bytes(LARGE)]) is not None
 
 
 def test_a_send_that_came_too_late_gives_its_block_back(pair, shared):
@@ -327,12 +328,21 @@ def test_a_send_that_came_too_late_gives_its_block_back(pair, shared):
     assert shared.lent_bytes == once > 0
 
 
+def test_a_block_is_not_reused_before_its_send_is_over(pair, shared):
+    """Its descriptor would be sent twice, which the peer refuses."""
+    loan = shared.reserve([bytes(LARGE)])
+    with loan:
+        loan.block.state[0] = FREE  # the peer was quick
+        assert shared.reserve([bytes(LARGE)]) is not loan
+    assert shared.reserve([bytes(LARGE)]) is loan
+
+
 def test_memory_that_cannot_be_had_is_said_once_and_done_without(pair, shared, caplog):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
         with caplog.at_level(logging.WARNING, "gradwire"):
-            assert [shared.place([bytes(LARGE)]) for _ in range(2)] == [None, None]
+            assert [shared.reserve([bytes(LARGE)]) for _ in range(2)] == [None, None]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (record,) = caplog.records

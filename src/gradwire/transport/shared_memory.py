@@ -66,6 +66,10 @@ FIRST_PAGE: Final = 4096
 
 SHARED_AT_MOST: Final = 1 << 30
 """The most bytes of shared memory that one end of one channel makes."""
+SHARED_FROM: Final = 1 << 17
+"""The smallest payload that goes through shared memory; below, the socket is as fast."""
+MOST_BLOCKS: Final = 128
+"""The most blocks that one end of one channel has at a time."""
 
 NOTE: Final = struct.Struct("<II")
 ANCILLARY_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -74,12 +78,6 @@ READ_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 Ancillary: TypeAlias = Sequence[tuple[int, int, bytes]]
 Received: TypeAlias = tuple[int, Ancillary, int, object]
 """The result of `socket.recvmsg_into`."""
-
-SHARED_FROM: Final = 1 << 17
-"""The smallest payload that goes through shared memory; below, the socket is as fast."""
-
-MOST_BLOCKS: Final = 128
-"""The most blocks that one end of one channel has at a time."""
 
 _LOOSEST_FIT: Final = 4
 # At most one frame is incomplete when the first byte of the next one is read.
@@ -103,8 +101,7 @@ class Block:
     def __init__(self, number: int, descriptor: int, room: int) -> None:
         self.number, self.room = number, room
         self._memory = _mapped(descriptor, FIRST_PAGE + room)
-        self.state = self._memory.data[:1]
-        """one byte: FREE, SENT, READ or GONE; the peer may change it at any time"""
+        self.state = self._memory.data[:1]  # one byte, which the peer may change at any time
         self.lease: Callable[[], _Memory | None] = lambda: None
         """returns None unless the view returned by `lend`, or a slice of it, is alive"""
 
@@ -227,6 +224,11 @@ class Loan:
         return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
 
     @property
+    def is_free(self) -> bool:
+        """Whether the block may be filled; not before its last send has closed the descriptor."""
+        return not self.is_filling and self.block.state[0] == FREE
+
+    @property
     def unread(self) -> int:
         """Bytes announced to the peer and not yet received."""
         return self.length if not self.is_filling and self.block.state[0] == SENT else 0
@@ -238,19 +240,14 @@ class Loan:
         return self
 
     def __enter__(self) -> None:
-        """Begin to send the frame; if that fails, no byte was sent or the channel ended."""
+        """Fill the block and send the frame."""
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is not None:
-            self.withdraw()
-            return
-        self.close()
+        if failure is None:
+            self.close()
+        else:  # no byte of the frame was sent, or the channel ended
+            self.block.state[0] = FREE
         self.is_filling = False
-
-    def withdraw(self) -> None:
-        """Free the block again: it was not announced to the peer."""
-        self.is_filling = False
-        self.block.state[0] = FREE
 
     def close(self) -> None:
         """Close the descriptor; the mapping stays."""
@@ -271,31 +268,27 @@ def descriptors_in(received: Received) -> list[int]:
 class SharedMemory:
     """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
 
-    Any thread may call `place`, one thread at a time the methods for borrowed blocks. At most
+    Any thread may call `reserve`, one thread at a time the methods for borrowed blocks. At most
     `limit` bytes are lent, for payloads of `smallest` bytes or more.
     """
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
         self._limit, self.smallest = limit, smallest
         self.peer_takes_blocks = False
-        self._lock = threading.RLock()
-        """for the blocks that this end makes"""
+        self._lock = threading.RLock()  # for the blocks that this end makes
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
         """whether this thread holds the lock: then a finalizer or signal handler is asking"""
         self._loans: list[Loan] = []  # the least recently used first
         self._making = 0
-        self.lent_bytes = 0
-        """the size of all blocks that this end has made"""
+        self.lent_bytes = 0  # the size of all blocks that this end has made
         self._numbers = count(1)
-        self._is_closed = False
-        self._has_warned = False
-        self._blocks: dict[int, Block] = {}
-        """the borrowed ones"""
+        self._is_closed = self._has_warned = False
+        self._borrowed: dict[int, Block] = {}
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
 
-    def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block; None if it must go through the socket.
+    def reserve(self, payload: Sequence[Buffer]) -> Loan | None:
+        """A block for the payload; None if it must go through the socket.
 
         hot: benchmarks of bandwidth
         """
@@ -305,17 +298,10 @@ class SharedMemory:
         if length < max(1, self.smallest):
             return None
         try:
-            loan = self._take(length)
+            return self._take(length)
         finally:
             if self._is_closed:
                 self._forget()
-        if loan is not None:
-            try:
-                loan.block.fill(payload)
-            except BaseException:
-                loan.withdraw()
-                raise
-        return loan
 
     def open(
         self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
@@ -327,7 +313,7 @@ class SharedMemory:
         number, is_new = NOTE.unpack(note)
         if is_new:
             self._adopt(number, descriptor, limits)
-        block = self._blocks.get(number)
+        block = self._borrowed.get(number)
         if block is None:
             raise BadMessage(f"shared block {number} is unknown")
         if not 0 < length <= block.room:
@@ -343,7 +329,7 @@ class SharedMemory:
         """
         self._is_closed = True
         self._forget()
-        self._blocks.clear()
+        self._borrowed.clear()
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
 
@@ -358,13 +344,13 @@ class SharedMemory:
                 f"shared block {number} arrived without its descriptor",
                 hint="if this process has no free descriptors, raise ulimit -n",
             )
-        for known, block in self._blocks.copy().items():  # an inner read may change it meanwhile
+        for known, block in self._borrowed.copy().items():  # an inner read may change it meanwhile
             if block.state[0] == GONE:
-                self._blocks.pop(known, None)
+                self._borrowed.pop(known, None)
         block = adopt(number, descriptor, size_class(limits.payload))
-        if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
+        if number in self._borrowed or len(self._borrowed) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is known already, or one too many")
-        self._blocks[number] = block
+        self._borrowed[number] = block
 
     def _forget(self) -> None:
         # A signal handler may close while its own thread is in `_take`, so this must not wait for
@@ -399,7 +385,7 @@ class SharedMemory:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
         fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
-        free = [loan for loan in fitting if loan.block.state[0] == FREE]
+        free = [loan for loan in fitting if loan.is_free]
         best = min(free, key=lambda loan: loan.block.room, default=None)
         if best is not None:
             self._loans.remove(best)
@@ -410,7 +396,7 @@ class SharedMemory:
         """Whether a block may be made; drops free blocks for it, the least recently used first."""
         if room > self._limit:
             return False
-        free = iter([loan for loan in self._loans if loan.block.state[0] == FREE])
+        free = iter([loan for loan in self._loans if loan.is_free])
         while (
             self.lent_bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS
         ):

@@ -87,8 +87,7 @@ _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
 _ALL: Final = slice(None)
 _POLL_SECONDS: Final = 0.05
-_NOT_SUMMED: Final = 4
-"""The length of the checksum at the end of a prefix."""
+_NOT_SUMMED: Final = 4  # the checksum at the end of a prefix
 
 
 @final
@@ -113,10 +112,8 @@ class SocketChannel:
         binding: bytes = b"",
     ) -> None:
         self.remote, self.peer_names, self.binding = remote, peer_names, binding
-        self.limits = limits
-        self.needs_heartbeat = True
-        self.frames_received = 0
-        """counted before `_start` moves past the frame"""
+        self.limits, self.needs_heartbeat = limits, True
+        self.frames_received = 0  # grows before `_start` moves past the frame
         self._sock, self._stall, self._pool, self._shared = sock, stall, pool, shared
         self._closer = SocketCloser(sock, shared.close if shared else lambda: None)
         self._receiving = self._closer.receiving
@@ -128,15 +125,13 @@ class SocketChannel:
         self._start = self._end = 0
         self._epoch = 0
         """grows when `_start` moves, or when the buffer is filled from its beginning"""
-        self._rest: _Rest | None = None
-        """the unread rest of a frame that a reader has taken"""
+        self._rest: _Rest | None = None  # of a frame that a reader has taken
         self._beside: Received | None = None
         """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
         self._unclaimed = deque[int]() if shared is None else shared.unclaimed
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
-        self._slab = Slab()
-        self._spin = Spin()
+        self._slab, self._spin = Slab(), Spin()
         self._patiently = 0 if shared is None else READ_FLAGS
         self._at_once = self._patiently | _AT_ONCE
         self._read_first = self._reading(self._usual)
@@ -164,9 +159,7 @@ class SocketChannel:
         return partial(cast(socket.socket, self._sock).recvmsg_into, (view,), ANCILLARY_ROOM)
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """Wait for the next frame; see `Channel.maybe_recv`.
-
-        Reentered if it interrupts a read that cannot be resumed (see the Note).
+        """See `Channel.maybe_recv`. Reentered if it interrupts a read that cannot be resumed.
 
         hot: benchmarks of round trips and of bandwidth
         """

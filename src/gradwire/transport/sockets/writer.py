@@ -77,15 +77,12 @@ class FrameWriter:
         self._shared = shared
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
         self._taking = taking(closer.sending)
-        self._sender = 0
-        """the thread that holds the send lock"""
-        self._unsent: Unsent | None = None
-        """a frame that has begun, of which `_sent` bytes were sent"""
+        self._sender = 0  # the thread that holds the send lock
+        self._unsent: Unsent | None = None  # a frame of which `_sent` bytes were sent
         self._sent = 0
-        self._is_blocked = False
-        """whether a send is in progress that an inner send cannot continue"""
+        self._is_blocked = False  # whether in a send that an inner send cannot continue
+        # A TLS stream, whose progress is unknown after an interrupt.
         self._is_opaque = not isinstance(sock, socket.socket)
-        """whether it is a TLS stream, whose progress is unknown after an interrupt"""
         _writers[id(self)] = self
 
     def send(self, frame: Frame, deadline: float) -> None:
@@ -142,9 +139,10 @@ class FrameWriter:
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
-        loan = self._shared.place(frame.payload) if self._shared is not None else None
+        loan = self._shared.reserve(frame.payload) if self._shared is not None else None
         if loan is not None:
             with loan:
+                loan.block.fill(frame.payload)
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
                 self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
             return
@@ -190,8 +188,7 @@ class FrameWriter:
             while True:
                 left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
                 me, wait = get_ident(), min(left, patience)
-                # The lock is acquired and `_sender` set in one step: see Note [Reading inside a
-                # read].
+                # One step with the store of `_sender`: see Note [Reading inside a read].
                 (has_lock,) = map(self._sending.acquire, (True,), (wait,))
                 if has_lock:
                     self._sender = me
