@@ -25,7 +25,7 @@ from gradwire.testing.background import Background, raised
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets import channel as channel_module
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.listener import SocketListener
+from gradwire.transport.sockets.stream import SocketListener
 from gradwire.wire.message import Frame, encode_prefix, pack_prefix
 from tests.leftovers import eventually
 

@@ -73,7 +73,6 @@ MOST_BLOCKS: Final = 128
 
 NOTE: Final = struct.Struct("<II")
 ANCILLARY_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("i"))
-READ_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 Ancillary: TypeAlias = Sequence[tuple[int, int, bytes]]
 Received: TypeAlias = tuple[int, Ancillary, int, object]
@@ -255,15 +254,6 @@ class Loan:
             os.close(self._descriptors.pop())
 
 
-def descriptors_in(received: Received) -> list[int]:
-    """The descriptors in the ancillary data of a read."""
-    found = array("i")
-    for level, kind, data in received[1]:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
-
-
 @final
 class SharedMemory:
     """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
@@ -284,6 +274,8 @@ class SharedMemory:
         self._numbers = count(1)
         self._is_closed = self._has_warned = False
         self._borrowed: dict[int, Block] = {}
+        self.received: Received | None = None
+        """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
 
@@ -333,8 +325,17 @@ class SharedMemory:
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
 
-    def forget_unclaimed(self) -> None:
-        """Close descriptors that no frame refers to."""
+    def keep_descriptors(self, received: Received) -> None:
+        """Store the descriptors of a read, and close those that no frame refers to."""
+        found = array("i")
+        for level, kind, data in received[1]:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+        fresh = found.tolist()
+        # In one step: see Note [Reading inside a read] in sockets/channel.py.
+        if self.received is received:
+            self.received = None
+            self.unclaimed += fresh
         while len(self.unclaimed) > _MOST_UNCLAIMED:
             os.close(self.unclaimed.popleft())
 

@@ -16,9 +16,8 @@ from gradwire.errors import UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
 from gradwire.transport.buffer_pool import BlockPool
+from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel
-from gradwire.transport.sockets.listener import SocketListener, listening_socket
-from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 
 _DEFAULT_HOST = "127.0.0.1"
 _PROBES = 3
@@ -44,10 +43,10 @@ class TcpTransport:
             SocketChannel, limits=limits, stall=stall, pool=BlockPool(), checksum=checksum
         )
 
-    def listen(self, address: str) -> SocketListener:
+    def listen(self, address: str) -> stream.SocketListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
         sock, bound = listening(address, "tcp", this_host_only=self._this_host_only)
-        return SocketListener(
+        return stream.SocketListener(
             sock, bound, lambda sock: self._channel(sock, tuned(sock, "tcp", self._stall))
         )
 
@@ -66,9 +65,9 @@ def listening(
     host = where.place or _DEFAULT_HOST
     try:
         family, place = _resolve(address, host, where.port or 0, this_host_only)[0]
-        sock = listening_socket(family, place)
+        sock = stream.listening_socket(family, place)
     except OSError as error:
-        raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
+        raise UsageError(f"cannot listen on {address}: {stream.reason_of(error)}") from error
     return sock, str(Address(scheme, host, sock.getsockname()[1]))
 
 
@@ -79,12 +78,12 @@ def connected(
     where = parse_address(address, scheme)
     if not (where.place and where.port):
         raise UsageError(f"{address} does not say which host and port to connect to")
-    with connecting_to(address):
+    with stream.connecting_to(address):
         failure: OSError = TimeoutError("no time was left")
         for family, place in _resolve(address, where.place, where.port, this_host_only):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(seconds_until(deadline))
+                sock.settimeout(stream.seconds_until(deadline))
                 sock.connect(place)
                 # A connect to an unused port of the ephemeral range may reach the socket itself.
                 if sock.getsockname() == sock.getpeername():

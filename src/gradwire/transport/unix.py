@@ -25,9 +25,8 @@ from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory, can_share
+from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel, as_timeval
-from gradwire.transport.sockets.listener import SocketListener, listening_socket
-from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 
 _LONGEST_PATH = 107
 _OWN = re.compile(r"gradwire-(\d+)-")
@@ -63,24 +62,24 @@ class UnixTransport:
             SocketChannel, limits=limits, stall=stall, pool=BlockPool(), checksum=checksum
         )
 
-    def listen(self, address: str) -> SocketListener:
+    def listen(self, address: str) -> stream.SocketListener:
         """Make the socket; `close` removes it, and the directory made for it."""
         path = parse_address(address, "unix").place
         directory = None if path else _own_directory()
         path = path or os.path.join(str(directory), _SOCKET)
         try:
             _check_length(path)
-            sock = listening_socket(socket.AF_UNIX, path)
+            sock = stream.listening_socket(socket.AF_UNIX, path)
         except BaseException as error:
             if directory is not None:
                 _remove(path, directory)
             if isinstance(error, OSError):
                 raise UsageError(
-                    f"cannot listen on unix://{path}: {reason_of(error)}",
+                    f"cannot listen on unix://{path}: {stream.reason_of(error)}",
                     hint="remove the file if no worker listens there any more",
                 ) from error
             raise
-        return SocketListener(
+        return stream.SocketListener(
             sock,
             f"unix://{path}",
             wrap=lambda accepted: self._accepted(accepted, path),
@@ -93,8 +92,8 @@ class UnixTransport:
         if not path:
             raise UsageError(f"{address} does not say which path to connect to")
         _check_length(path)
-        with connecting_to(address):
-            sock = _connected(path, seconds_until(deadline))
+        with stream.connecting_to(address):
+            sock = _connected(path, stream.seconds_until(deadline))
         _, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()

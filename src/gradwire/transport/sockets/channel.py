@@ -33,7 +33,6 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -50,23 +49,8 @@ from gradwire.transport.base import (
     recv_raw_timed_out,
 )
 from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
-from gradwire.transport.shared_memory import (
-    ANCILLARY_ROOM,
-    NOTE,
-    READ_FLAGS,
-    Received,
-    SharedMemory,
-    descriptors_in,
-)
-from gradwire.transport.sockets.stream import (
-    INTERRUPTED,
-    SocketCloser,
-    SocketLike,
-    Spin,
-    close_reason_of,
-    stalled,
-    wait_until_ready,
-)
+from gradwire.transport.shared_memory import ANCILLARY_ROOM, NOTE, SharedMemory
+from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.writer import FrameWriter
 from gradwire.wire.message import (
     IN_BLOCK,
@@ -83,7 +67,9 @@ from gradwire.wire.message import (
 LIMITS: Final = Limits()
 STALL: Final = Timeouts().stall
 _READ_AHEAD: Final = 1 << 16
-_AT_ONCE: Final = int(socket.MSG_DONTWAIT)
+# Flags of a read, as arguments of `map`. Only recvmsg, which receives descriptors, uses the first.
+_PATIENTLY: Final = (int(getattr(socket, "MSG_CMSG_CLOEXEC", 0)),)
+_AT_ONCE: Final = (_PATIENTLY[0] | socket.MSG_DONTWAIT,)
 _PLAIN_FLAGS: Final = IS_ANSWER | SUMS_PAYLOAD | TAKES_BLOCKS
 _ALL: Final = slice(None)
 _POLL_SECONDS: Final = 0.05
@@ -100,7 +86,7 @@ class SocketChannel:
 
     def __init__(
         self,
-        sock: SocketLike,
+        sock: stream.SocketLike,
         remote: str,
         *,
         limits: Limits,
@@ -115,7 +101,7 @@ class SocketChannel:
         self.limits, self.needs_heartbeat = limits, True
         self.frames_received = 0  # grows before `_start` moves past the frame
         self._sock, self._stall, self._pool, self._shared = sock, stall, pool, shared
-        self._closer = SocketCloser(sock, shared.close if shared else lambda: None)
+        self._closer = stream.SocketCloser(sock, shared.close if shared else lambda: None)
         self._receiving = self._closer.receiving
         flags = (TAKES_BLOCKS if shared else 0) | (SUMS_PAYLOAD if checksum else 0)
         writer = FrameWriter(sock, self._closer, remote, stall=stall, flags=flags, shared=shared)
@@ -126,14 +112,9 @@ class SocketChannel:
         self._epoch = 0
         """grows when `_start` moves, or when the buffer is filled from its beginning"""
         self._rest: _Rest | None = None  # of a frame that a reader has taken
-        self._beside: Received | None = None
-        """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
-        self._unclaimed = deque[int]() if shared is None else shared.unclaimed
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
-        self._slab, self._spin = Slab(), Spin()
-        self._patiently = 0 if shared is None else READ_FLAGS
-        self._at_once = self._patiently | _AT_ONCE
+        self._slab, self._spin = Slab(), stream.Spin()
         self._read_first = self._reading(self._usual)
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
@@ -175,8 +156,8 @@ class SocketChannel:
                         self._read_fully(self._rest)
                     if self._start == self._end and not self._await_frame(until, done):
                         return None
-                    if self._beside is not None:
-                        self._keep_descriptors(self._beside)
+                    if self._shared is not None and self._shared.received is not None:
+                        self._shared.keep_descriptors(self._shared.received)
                     frame = self._maybe_whole()
                     if frame is None:
                         frame = self._maybe_read_frame()
@@ -198,13 +179,13 @@ class SocketChannel:
                     if closer.close_reason is not None:
                         raise PeerLost(closer.close_reason)
                     try:
-                        came = self._sock.recv(length - len(data), _AT_ONCE)
+                        came = self._sock.recv(length - len(data), *_AT_ONCE)
                     except BlockingIOError:
                         if not self._wait_for_bytes(deadline, never):
                             raise recv_raw_timed_out(self.remote) from None
                         continue
                     except OSError as error:
-                        closer.fail(close_reason_of(error), error)
+                        closer.fail(stream.close_reason_of(error), error)
                     if not came:
                         closer.fail(CLOSED_BY_PEER)
                     data += came
@@ -216,10 +197,9 @@ class SocketChannel:
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
         """Read ahead the first bytes of a frame; False if there are none by `until`."""
         spins = until > 0 and self._spin.begin()
-        read, at_once, patiently = self._read_first, (self._at_once,), (self._patiently,)
         while True:
             blocks = not spins and until == math.inf
-            reads = map(read, patiently if blocks else at_once)
+            reads = map(self._read_first, _PATIENTLY if blocks else _AT_ONCE)
             try:
                 stock = ((self, self, self), (self, self, self, self), [self])
                 del stock  # see the Note; from here to `break` is one step
@@ -233,7 +213,7 @@ class SocketChannel:
                     (first,) = reads
                     self._end = first[0]
                     if first[1]:
-                        self._beside = first
+                        self._shared.received = first
                 self._epoch += 1
                 if self._end == 0:
                     self._closer.fail(CLOSED_BY_PEER)
@@ -241,7 +221,7 @@ class SocketChannel:
             except BlockingIOError:
                 pass
             except OSError as error:
-                self._closer.fail(close_reason_of(error), error)
+                self._closer.fail(stream.close_reason_of(error), error)
             finally:
                 self._is_blocked = False
             spins = spins and not done() and self._spin.should_continue()
@@ -256,7 +236,7 @@ class SocketChannel:
         if left <= 0 or done():
             return False
         # 0.0 is rounded up to a millisecond; then the caller polls `done` again.
-        wait_until_ready(self._sock, select.POLLIN, left if done is never else 0.0)
+        stream.wait_until_ready(self._sock, select.POLLIN, left if done is never else 0.0)
         return True
 
     def _maybe_whole(self) -> Frame | None:
@@ -314,7 +294,7 @@ class SocketChannel:
             raise
         except BaseException:
             if self._rest is not None:
-                self._closer.end(INTERRUPTED)
+                self._closer.end(stream.INTERRUPTED)
             raise
 
     def _taken_apart(self) -> Frame | None:
@@ -341,7 +321,7 @@ class SocketChannel:
         except MemoryError as error:
             self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
         is_new = note and NOTE.unpack(note)[1]
-        descriptor: int | None = None
+        shared, descriptor = self._shared, None
         if self._epoch != epoch:
             return None
         # Take the frame in one step: from here on an inner read first reads the rest of its
@@ -354,9 +334,9 @@ class SocketChannel:
         else:  # a buffer made for this head: see `_fill`
             self._ahead = self._usual
             self._start = self._end = 0
-        if is_new and self._unclaimed:
-            descriptor = self._unclaimed[0]
-            del self._unclaimed[0]
+        if is_new and shared is not None and shared.unclaimed:
+            descriptor = shared.unclaimed[0]
+            del shared.unclaimed[0]
         self._read_fully(rest)
         return self._made(prefix, head, note, rest.block, descriptor)
 
@@ -390,10 +370,10 @@ class SocketChannel:
             self._end = unread
         while self._epoch == epoch and self._end - self._start < wanted:
             end = self._end
-            reads = map(self._reading(self._ahead[end:]), (self._at_once,))
+            reads = map(self._reading(self._ahead[end:]), _AT_ONCE)
             self._read_some(reads, end, epoch)
-            if self._beside is not None:
-                self._keep_descriptors(self._beside)
+            if self._shared is not None and self._shared.received is not None:
+                self._shared.keep_descriptors(self._shared.received)
         return self._epoch == epoch
 
     def _read_some(
@@ -422,12 +402,12 @@ class SocketChannel:
             else:
                 count = came if self._shared is None else came[0]
                 if self._shared is not None and came[1]:
-                    self._beside = came
+                    self._shared.received = came
                 self._end = at + count
         except OSError as error:
             self._is_blocked = False
             if blocks and isinstance(error, BlockingIOError):  # it has waited for `stall` seconds
-                self._closer.fail(stalled(self._stall))
+                self._closer.fail(stream.stalled(self._stall))
             self._wait_for_more(error, at, epoch, rest)
         finally:
             self.needs_heartbeat = True
@@ -440,13 +420,13 @@ class SocketChannel:
         In short steps: if an inner read has taken all bytes, poll is not woken.
         """
         if not isinstance(error, BlockingIOError):
-            self._closer.fail(f"{close_reason_of(error)} in the middle of a message", error)
+            self._closer.fail(f"{stream.close_reason_of(error)} in the middle of a message", error)
         until = time.monotonic() + self._stall
         while self._epoch == epoch and at == (self._end if rest is None else rest.ready):
             left = until - time.monotonic()
             if left <= 0:
-                self._closer.fail(stalled(self._stall))
-            if wait_until_ready(self._sock, select.POLLIN, min(left, _POLL_SECONDS)):
+                self._closer.fail(stream.stalled(self._stall))
+            if stream.wait_until_ready(self._sock, select.POLLIN, min(left, _POLL_SECONDS)):
                 return
 
     def _read_fully(self, rest: _Rest) -> None:
@@ -461,8 +441,8 @@ class SocketChannel:
             if not count:
                 # The main thread does not block: see the Note.
                 blocks = threading.get_ident() != threading.main_thread().ident
-                flags = socket.MSG_WAITALL if blocks else _AT_ONCE
-                reads = map(self._sock.recv_into, (view,), (0,), (flags,))
+                flags = (socket.MSG_WAITALL,) if blocks else _AT_ONCE
+                reads = map(self._sock.recv_into, (view,), (0,), flags)
                 self._read_some(reads, ready, epoch, rest, blocks=blocks)
                 continue
             source, target = self._ahead[start : start + count], view[:count]
@@ -474,15 +454,6 @@ class SocketChannel:
             self._start = start + count
         if self._rest is rest:
             self._rest = None
-
-    def _keep_descriptors(self, came: Received) -> None:
-        """Store the descriptors that came with a read."""
-        assert self._shared is not None
-        fresh = descriptors_in(came)
-        if self._beside is came:
-            self._beside = None
-            self._unclaimed += fresh
-        self._shared.forget_unclaimed()
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What all sockets share: how they are waited for and closed, and what their errors mean.
+"""What all sockets share: how they listen, are waited for and closed; what their errors mean.
 
 Reads and writes block, with kernel timeouts; with MSG_DONTWAIT they do not. If nothing can be read
 or written in time, they raise BlockingIOError.
@@ -6,6 +6,8 @@ or written in time, they raise BlockingIOError.
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import threading
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast, final
 
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
-from gradwire.transport.base import CLOSED_BY_PEER, closed_here
+from gradwire.transport.base import CLOSED_BY_PEER, Channel, closed_here
 from gradwire.wire.message import Buffer
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 SocketLike: TypeAlias = "socket.socket | TlsStream"
 Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
 _LONGEST_WAIT: Final = 86400.0
+_BACKLOG: Final = 1024
+_OUT_OF_HANDLES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 SPIN_SECONDS: Final = 1e-3
 _DESCHEDULED_SECONDS: Final = 500e-6
 _REST_SECONDS: Final = 0.02
@@ -130,6 +134,81 @@ def close_reason_of(error: OSError) -> str:
     if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return CLOSED_BY_PEER
     return reason_of(error)
+
+
+def listening_socket(family: int, place: str | tuple[object, ...]) -> socket.socket:
+    """A socket that listens at a place of its family; OSError if that is not possible."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        if isinstance(place, str):
+            # No peer can connect before `listen`, so the mode is never too wide.
+            os.chmod(place, 0o600)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@final
+class SocketListener:
+    """A listening socket, which it owns.
+
+    `wrap` makes a channel from an accepted socket, or None to refuse it; `on_close` runs once.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        wrap: Callable[[socket.socket], Channel | None],
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self._sock = sock
+        self._wrap = wrap
+        self._on_close = on_close
+        self._closer = SocketCloser(sock)
+        self._closed = threading.Event()
+        sock.setblocking(True)
+
+    def __repr__(self) -> str:
+        return f"<SocketListener on {self.address}: {self._closer.close_reason or 'open'}>"
+
+    def accept(self) -> Channel:
+        """Block for the next connection; see `Listener.accept`."""
+        with self._closer.receiving:
+            channel = None
+            while channel is None and self._closer.close_reason is None:
+                channel = self._maybe_accept()
+        if self._closer.close_reason is not None:
+            self._closer.close_if_unused()
+        if channel is None:
+            raise PeerLost(f"{self.address} was {self._closer.close_reason}")
+        return channel
+
+    def close(self, reason: str = "close() was called") -> None:
+        """Stop listening; see `Listener.close`."""
+        if self._closer.end(closed_here(reason)):
+            self._closed.set()
+            self._on_close()
+
+    def _maybe_accept(self) -> Channel | None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError as error:
+            # The peer may have left again. Without free descriptors the connection stays in the
+            # backlog until others are closed.
+            if error.errno in _OUT_OF_HANDLES:
+                self._closed.wait(0.1)
+            return None
+        try:
+            return self._wrap(sock)
+        except OSError:
+            sock.close()
+            return None
 
 
 @final

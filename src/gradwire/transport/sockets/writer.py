@@ -27,14 +27,7 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.threads import taking
 from gradwire.transport.base import send_timed_out
 from gradwire.transport.shared_memory import Ancillary, SharedMemory
-from gradwire.transport.sockets.stream import (
-    INTERRUPTED,
-    SocketCloser,
-    SocketLike,
-    close_reason_of,
-    stalled,
-    wait_until_ready,
-)
+from gradwire.transport.sockets import stream
 from gradwire.wire.message import (
     IN_BLOCK,
     NOT_BYTES,
@@ -64,8 +57,8 @@ class FrameWriter:
 
     def __init__(
         self,
-        sock: SocketLike,
-        closer: SocketCloser,
+        sock: stream.SocketLike,
+        closer: stream.SocketCloser,
         remote: str,
         *,
         stall: float,
@@ -234,7 +227,7 @@ class FrameWriter:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                wait_until_ready(self._sock, select.POLLOUT, left)
+                stream.wait_until_ready(self._sock, select.POLLOUT, left)
             raise send_timed_out(self._remote)
         except BaseException as error:
             if not is_waiting:
@@ -265,7 +258,7 @@ class FrameWriter:
             return
         if isinstance(error, OSError):
             raise self._lost_sending(error) from error
-        self._closer.end(INTERRUPTED)
+        self._closer.end(stream.INTERRUPTED)
 
     def _go_on(self, deadline: float) -> bool:
         """Finish the frame that has begun; False if the deadline passed before.
@@ -283,11 +276,11 @@ class FrameWriter:
                 return False
             wait = min(left, self._stall)
             flags = _PATIENTLY if blocks and left > self._stall else _AT_ONCE
-            is_ready = flags == _AT_ONCE and wait_until_ready(self._sock, select.POLLOUT, wait)
+            ready = flags == _AT_ONCE and stream.wait_until_ready(self._sock, select.POLLOUT, wait)
             self._push(unsent, sent, _after(unsent, sent), (), flags)
-            is_idle = not is_ready and self._unsent is unsent and self._sent == sent
+            is_idle = not ready and self._unsent is unsent and self._sent == sent
             if is_idle and left > self._stall:
-                self._closer.fail(stalled(self._stall))
+                self._closer.fail(stream.stalled(self._stall))
 
     def _finish(self) -> None:
         self._sender = get_ident()
@@ -342,8 +335,8 @@ class FrameWriter:
         # The peer may have sent answers before it closed, so keep the channel open for reading;
         # `recv` will find its end.
         if not isinstance(error, ConnectionError):
-            self._closer.end(close_reason_of(error))
-        return PeerLost(self._closer.close_reason or close_reason_of(error))
+            self._closer.end(stream.close_reason_of(error))
+        return PeerLost(self._closer.close_reason or stream.close_reason_of(error))
 
 
 def release_send_locks(*, must: bool = False) -> list[FrameWriter]:
