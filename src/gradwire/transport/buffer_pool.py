@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias, final
 
@@ -33,16 +34,13 @@ SMALL_BLOCK = _SMALLEST // 4
 """Payloads up to this size share a block (`Slab`)."""
 
 
-@final
+@dataclass(slots=True, eq=False)
 class _Shelf:
     """The unused blocks of one size."""
 
-    __slots__ = ("blocks", "last_use", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.blocks: deque[_Memory] = deque()
-        self.last_use = 0
+    size: int
+    blocks: deque[_Memory] = field(default_factory=deque)
+    last_use: int = 0
 
 
 @final

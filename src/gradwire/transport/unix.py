@@ -31,8 +31,7 @@ from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel, as_
 _LONGEST_PATH = 107
 _OWN = re.compile(r"gradwire-(\d+)-")
 _SOCKET = "socket"
-_LEFT_SECONDS = 60.0
-"""A younger directory may be about to get its socket."""
+_LEFT_SECONDS = 60.0  # a younger directory may be about to get its socket
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -56,9 +55,10 @@ class UnixTransport:
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
         self._refused = refused
-        self._is_sharing = shared_bytes > 0 and can_share()
-        self._share = partial(SharedMemory, shared_bytes, shared_from)
-        self._socket_channel = partial(
+        self._share: Callable[[], SharedMemory | None] = lambda: None
+        if shared_bytes > 0 and can_share():
+            self._share = partial(SharedMemory, shared_bytes, shared_from)
+        self._channel = partial(
             SocketChannel, limits=limits, stall=stall, pool=BlockPool(), checksum=checksum
         )
 
@@ -102,7 +102,7 @@ class UnixTransport:
                 f"the listener on {address} is a process of another user, {user}",
                 hint="run all workers of a machine as one user, or use TLS",
             )
-        return self._channel(sock, address)
+        return self._channel(sock, address, shared=self._share())
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
@@ -110,11 +110,8 @@ class UnixTransport:
             sock.close()
             self._refused("another user", f"unix://{path} (user {user})")
             return None
-        return self._channel(sock, f"unix://{path} (process {process})")
-
-    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
-        shared = self._share() if self._is_sharing else None
-        return self._socket_channel(sock, remote, shared=shared)
+        remote = f"unix://{path} (process {process})"
+        return self._channel(sock, remote, shared=self._share())
 
 
 def _own_directory() -> str:

@@ -19,10 +19,10 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Final, final
 
 from gradwire import threads
@@ -121,7 +121,13 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
     with connecting_to(address, hint="it refused this worker, or does not use TLS: see its log"):
         try:
             while not (session.do_handshake() and _is_accepted(session)):
-                _exchange(sock, session, deadline)
+                sock.settimeout(seconds_until(deadline))
+                if session.outgoing.pending:
+                    sock.sendall(session.outgoing.read())
+                received = sock.recv(_READ)
+                if not received:
+                    raise _ended()
+                session.incoming.write(received)
         except ssl.SSLError as error:
             with suppress(OSError):  # an alert for the peer, if it can be sent without blocking
                 sock.settimeout(0.0)
@@ -136,17 +142,6 @@ def _is_accepted(session: TlsSession) -> bool:
     except ssl.SSLWantReadError:
         return False
     raise _ended()
-
-
-def _exchange(sock: socket.socket, session: TlsSession, deadline: float) -> None:
-    """Send what OpenSSL has to send, and receive an answer."""
-    sock.settimeout(seconds_until(deadline))
-    if session.outgoing.pending:
-        sock.sendall(session.outgoing.read())
-    received = sock.recv(_READ)
-    if not received:
-        raise _ended()
-    session.incoming.write(received)
 
 
 def _ended() -> ConnectionResetError:
@@ -216,11 +211,9 @@ class TlsListener:
     def __init__(self, sock: socket.socket, address: str, transport: TlsTransport) -> None:
         self.address = address
         self._sock, self._transport = sock, transport
-        self._pending: dict[_PendingHandshake, None] = {}
-        """the oldest first"""
+        self._pending: dict[_PendingHandshake, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
-        self._ready: deque[SocketChannel] = deque()
-        self._changed = threading.Condition()
+        self._ready: SimpleQueue[SocketChannel | None] = SimpleQueue()  # None after the last
         self._stopped = threading.Event()
         self._close_reason: str | None = None
         sock.setblocking(False)
@@ -242,25 +235,21 @@ class TlsListener:
 
     def accept(self) -> SocketChannel:
         """Block for the next authenticated connection; see `Listener.accept`."""
-        with self._changed:
-            while not self._ready and self._close_reason is None:
-                self._changed.wait(_LONGEST_WAIT)
-            if self._close_reason is not None:
-                raise PeerLost(f"{self.address} was {self._close_reason}")
-            return self._ready.popleft()
+        channel = self._ready.get()
+        if channel is not None and self._close_reason is None:
+            return channel
+        if channel is not None:
+            channel.close("the listener was closed")
+        self._ready.put(None)
+        raise PeerLost(f"{self.address} was {self._close_reason}")
 
     def close(self, reason: str = "close() was called") -> None:
-        """Stop listening; see `Listener.close`."""
-        with self._changed:
-            if self._close_reason is None:
-                self._close_reason = closed_here(reason)
-            unwanted, self._ready = self._ready, deque()
-            self._changed.notify_all()
+        """Stop listening; see `Listener.close`. The thread closes what is left."""
+        self._close_reason = self._close_reason or closed_here(reason)
         self._stopped.set()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        for channel in unwanted:
-            channel.close(reason)
+        self._ready.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
@@ -284,6 +273,11 @@ class TlsListener:
             pending.sock.close()
         self._selector.close()
         self._sock.close()
+        with suppress(Empty):
+            while True:
+                if channel := self._ready.get_nowait():
+                    channel.close("the listener was closed")
+        self._ready.put(None)
 
     def _accept_one(self) -> None:
         try:
@@ -323,12 +317,9 @@ class TlsListener:
             _log.exception("the TLS handshake with %s failed", pending.host)
             self._refuse(pending, type(error).__name__)
         else:
-            with self._changed:
-                has_room = self._close_reason is None and len(self._ready) < _MOST_READY
-                if has_room:
-                    self._ready.append(channel)
-                    self._changed.notify()
-            if not has_room:
+            if self._ready.qsize() < _MOST_READY:
+                self._ready.put(channel)
+            else:
                 channel.close("too many connections wait to be accepted")
 
     def _refuse(self, pending: _PendingHandshake, why: str) -> None:
