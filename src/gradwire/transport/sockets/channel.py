@@ -41,13 +41,7 @@ from zlib import crc32
 
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits, Timeouts
-from gradwire.transport.base import (
-    CLOSED_BY_PEER,
-    Reentered,
-    closed_here,
-    never,
-    recv_raw_timed_out,
-)
+from gradwire.transport import base
 from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
 from gradwire.transport.shared_memory import ANCILLARY_ROOM, NOTE, SharedMemory
 from gradwire.transport.sockets import stream
@@ -78,7 +72,7 @@ _NOT_SUMMED: Final = 4  # the checksum at the end of a prefix
 
 @final
 class SocketChannel:
-    """One end of a connected stream socket, which it owns; see `Channel`.
+    """One end of a connected stream socket, which it owns.
 
     With `shared`, for unix sockets only, large payloads go through shared memory. With `checksum`,
     the checksum of a sent frame covers its payload too.
@@ -109,8 +103,7 @@ class SocketChannel:
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = self._usual = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
-        self._epoch = 0
-        """grows when `_start` moves, or when the buffer is filled from its beginning"""
+        self._epoch = 0  # grows when `_start` moves, or the buffer is filled from its beginning
         self._rest: _Rest | None = None  # of a frame that a reader has taken
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
@@ -124,11 +117,11 @@ class SocketChannel:
         return f"<SocketChannel to {self.remote}: {self._closer.close_reason or 'open'}>"
 
     def close(self, reason: str = "close() was called") -> None:
-        """Shut the connection down; see `Channel.close`."""
-        self._closer.end(closed_here(reason))
+        """See `Channel.close`."""
+        self._closer.end(base.closed_here(reason))
 
     def recv(self) -> Frame:
-        """Block for the next frame; see `Channel.recv`."""
+        """See `Channel.recv`."""
         frame = self.maybe_recv(math.inf)
         assert frame is not None, "without a deadline, recv waits for a frame"
         return frame
@@ -139,7 +132,7 @@ class SocketChannel:
             return partial(self._sock.recv_into, view, 0)
         return partial(cast(socket.socket, self._sock).recvmsg_into, (view,), ANCILLARY_ROOM)
 
-    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
+    def maybe_recv(self, until: float, done: Callable[[], bool] = base.never) -> Frame | None:
         """See `Channel.maybe_recv`. Reentered if it interrupts a read that cannot be resumed.
 
         hot: benchmarks of round trips and of bandwidth
@@ -150,7 +143,7 @@ class SocketChannel:
                 if closer.close_reason is not None:
                     raise PeerLost(closer.close_reason)
                 if self._is_blocked:
-                    raise Reentered
+                    raise base.Reentered
                 while True:
                     if self._rest is not None:
                         self._read_fully(self._rest)
@@ -168,10 +161,7 @@ class SocketChannel:
                 closer.close_if_unused()
 
     def recv_raw(self, length: int, deadline: float) -> bytes:
-        """Read raw bytes; see `Channel.recv_raw`.
-
-        Uses recv, not recvmsg, so that the kernel closes any descriptors sent along.
-        """
+        """See `Channel.recv_raw`. Not with recvmsg: the kernel closes descriptors sent along."""
         closer, data = self._closer, bytearray()
         try:
             with self._receiving:
@@ -181,13 +171,13 @@ class SocketChannel:
                     try:
                         came = self._sock.recv(length - len(data), *_AT_ONCE)
                     except BlockingIOError:
-                        if not self._wait_for_bytes(deadline, never):
-                            raise recv_raw_timed_out(self.remote) from None
+                        if not self._wait_for_bytes(deadline, base.never):
+                            raise base.recv_raw_timed_out(self.remote) from None
                         continue
                     except OSError as error:
                         closer.fail(stream.close_reason_of(error), error)
                     if not came:
-                        closer.fail(CLOSED_BY_PEER)
+                        closer.fail(base.CLOSED_BY_PEER)
                     data += came
         finally:
             if closer.close_reason is not None:
@@ -216,7 +206,7 @@ class SocketChannel:
                         self._shared.received = first
                 self._epoch += 1
                 if self._end == 0:
-                    self._closer.fail(CLOSED_BY_PEER)
+                    self._closer.fail(base.CLOSED_BY_PEER)
                 break
             except BlockingIOError:
                 pass
@@ -236,7 +226,7 @@ class SocketChannel:
         if left <= 0 or done():
             return False
         # 0.0 is rounded up to a millisecond; then the caller polls `done` again.
-        stream.wait_until_ready(self._sock, select.POLLIN, left if done is never else 0.0)
+        stream.wait_until_ready(self._sock, select.POLLIN, left if done is base.never else 0.0)
         return True
 
     def _maybe_whole(self) -> Frame | None:
@@ -287,10 +277,8 @@ class SocketChannel:
         """The next frame, whose first bytes are in the buffer; None if an inner read took it."""
         try:
             return self._taken_apart()
-        except PeerLost:
-            raise
         except BadMessage as refusal:
-            self._closer.end(closed_here(refusal.message))
+            self._closer.end(base.closed_here(refusal.message))
             raise
         except BaseException:
             if self._rest is not None:
@@ -319,7 +307,7 @@ class SocketChannel:
         try:
             rest = _Rest(self._pool.take(length) if length else memoryview(b""))
         except MemoryError as error:
-            self._closer.fail(closed_here(f"no memory for a payload of {length} bytes"), error)
+            self._closer.fail(base.closed_here(f"no memory for a payload of {length} bytes"), error)
         is_new = note and NOTE.unpack(note)[1]
         shared, descriptor = self._shared, None
         if self._epoch != epoch:
@@ -412,7 +400,7 @@ class SocketChannel:
         finally:
             self.needs_heartbeat = True
         if count == 0:
-            self._closer.fail(f"{CLOSED_BY_PEER} in the middle of a message")
+            self._closer.fail(f"{base.CLOSED_BY_PEER} in the middle of a message")
 
     def _wait_for_more(self, error: OSError, at: int, epoch: int, rest: _Rest | None) -> None:
         """After a read that found no byte of a frame, wait for some; fail after other errors.

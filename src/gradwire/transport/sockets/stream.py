@@ -12,20 +12,18 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast, final
 
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, Channel, closed_here
-from gradwire.wire.message import Buffer
 
 if TYPE_CHECKING:
     from gradwire.transport.tls.stream import TlsStream
 
 SocketLike: TypeAlias = "socket.socket | TlsStream"
-Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
 _LONGEST_WAIT: Final = 86400.0
 _BACKLOG: Final = 1024
 _OUT_OF_HANDLES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -178,7 +176,7 @@ class SocketListener:
         return f"<SocketListener on {self.address}: {self._closer.close_reason or 'open'}>"
 
     def accept(self) -> Channel:
-        """Block for the next connection; see `Listener.accept`."""
+        """See `Listener.accept`."""
         with self._closer.receiving:
             channel = None
             while channel is None and self._closer.close_reason is None:
@@ -190,7 +188,7 @@ class SocketListener:
         return channel
 
     def close(self, reason: str = "close() was called") -> None:
-        """Stop listening; see `Listener.close`."""
+        """See `Listener.close`."""
         if self._closer.end(closed_here(reason)):
             self._closed.set()
             self._on_close()
@@ -215,10 +213,9 @@ class SocketListener:
 class Spin:
     """How long a reader polls the socket before it blocks.
 
-    Waking a blocked thread costs more than a short call, so a reader polls for a moment before it
-    blocks, if that succeeded lately. On a busy machine spinning is harmful: the peer needs the
-    core. Then the reader is descheduled between two polls, which shows in their times: it stops at
-    once and does not spin again for a while.
+    Waking a blocked thread costs more than a short call, so a reader first polls for a moment, if
+    that succeeded lately. On a busy machine the peer needs the core, and the reader is descheduled
+    between two polls: it then stops at once, and does not spin again for a while.
     """
 
     __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
@@ -230,7 +227,7 @@ class Spin:
         self._rests_until = 0.0
 
     def begin(self) -> bool:
-        """Start a spin; whether to spin at all."""
+        """Start a spin; returns whether to spin at all."""
         now = self._began = self._last = self._now()
         return now >= self._rests_until
 
