@@ -58,9 +58,8 @@ _SUMS = "something between the workers corrupts bytes, or the sender is not a gr
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """A message as a channel carries it.
 
-    In an outgoing frame, `payload` is a list of buffers sent one after the other; they must not
-    change until `Channel.send` returns. In an incoming frame it holds at most one buffer with all
-    payload bytes, which stays alive until the last tensor in it dies.
+    The buffers in the payload of an outgoing frame must not change until `Channel.send` returns.
+    That of an incoming one holds at most one, which lives until the last tensor in it dies.
     """
 
     kind: int
@@ -95,7 +94,7 @@ def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
 
 
 def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None:
-    """Encode the whole frame into one buffer if it is small, with at most `most` bytes of payload.
+    """Encode the whole frame into one buffer if its payload has at most `most` bytes.
 
     hot: every small message
     """
