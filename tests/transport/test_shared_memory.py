@@ -330,11 +330,11 @@ def test_a_send_that_came_too_late_gives_its_block_back(pair, shared):
 
 def test_a_block_is_not_reused_before_its_send_is_over(pair, shared):
     """Its descriptor would be sent twice, which the peer refuses."""
-    loan = shared.reserve([bytes(LARGE)])
-    with loan:
-        loan.block.state[0] = FREE  # the peer was quick
-        assert shared.reserve([bytes(LARGE)]) is not loan
-    assert shared.reserve([bytes(LARGE)]) is loan
+    block = shared.reserve([bytes(LARGE)])
+    with block:
+        block.state[0] = FREE  # the peer was quick
+        assert shared.reserve([bytes(LARGE)]) is not block
+    assert shared.reserve([bytes(LARGE)]) is block
 
 
 def test_memory_that_cannot_be_had_is_said_once_and_done_without(pair, shared, caplog):
@@ -476,7 +476,7 @@ LIES: dict[str, list[tuple[int, int, int]]] = {
 @pytest.mark.parametrize("text", LIES)
 def test_a_lie_about_blocks_ends_the_channel(peer, text):
     channel, theirs = peer
-    file = make_block(1, ONE)[1]
+    file = make_block(1, ONE).descriptors[0]
     for number, is_new, length in LIES[text]:
         tell(theirs, announced(number, is_new, length), *([file] if is_new else []))
     os.close(file)
@@ -498,7 +498,7 @@ def test_a_block_without_its_descriptor_says_what_may_be_wrong(peer):
 def test_more_blocks_than_a_peer_may_have_are_refused(peer):
     channel, theirs = peer
     for number in range(MOST_BLOCKS + 1):
-        file = make_block(number, 1 << 12)[1]
+        file = make_block(number, 1 << 12).descriptors[0]
         tell(theirs, announced(number, 1, 10), file)
         os.close(file)
         if number < MOST_BLOCKS:

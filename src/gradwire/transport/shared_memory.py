@@ -93,9 +93,10 @@ def can_share() -> bool:
 
 @final
 class Block:
-    """A mapped block; it is unmapped when neither it nor a view of it is referenced."""
+    """A mapped block; it is unmapped when neither it nor a view of it is referenced.
 
-    __slots__ = ("_memory", "lease", "number", "room", "state")
+    Its maker fills and sends it in a `with` block, its borrower lends it to tensors.
+    """
 
     def __init__(self, number: int, descriptor: int, room: int) -> None:
         self.number, self.room = number, room
@@ -103,6 +104,53 @@ class Block:
         self.state = self._memory.data[:1]  # one byte, which the peer may change at any time
         self.lease: Callable[[], _Memory | None] = lambda: None
         """returns None unless the view returned by `lend`, or a slice of it, is alive"""
+        # Its maker keeps it until the peer has it. A list, because a send that ends and a close of
+        # the channel may both close it: `pop` succeeds for one of them only.
+        self.descriptors: list[int] = []
+        self.is_filling = False
+        self.length = 0
+
+    @property
+    def note(self) -> bytes:
+        """The bytes that replace the payload in the frame."""
+        return NOTE.pack(self.number, len(self.descriptors))
+
+    @property
+    def ancillary(self) -> Ancillary:
+        """The ancillary data of the frame: the descriptor of a new block."""
+        rights = array("i", self.descriptors).tobytes()
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the block may be filled; not before its last send has closed the descriptor."""
+        return not self.is_filling and self.state[0] == FREE
+
+    @property
+    def unread(self) -> int:
+        """Bytes announced to the peer and not yet received."""
+        return self.length if not self.is_filling and self.state[0] == SENT else 0
+
+    def begin(self, length: int) -> Block:
+        """Reserve the block for a payload of this length."""
+        self.state[0] = SENT
+        self.is_filling, self.length = True, length
+        return self
+
+    def __enter__(self) -> None:
+        """Fill the block and send the frame."""
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is None:
+            self.close()
+        else:  # no byte of the frame was sent, or the channel ended
+            self.state[0] = FREE
+        self.is_filling = False
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        with suppress(IndexError):
+            os.close(self.descriptors.pop())
 
     def fill(self, payload: Sequence[Buffer]) -> None:
         """Copy the parts into the block one after the other; the payload is not copied again."""
@@ -132,8 +180,8 @@ class Block:
         return lease.data
 
 
-def make_block(number: int, room: int) -> tuple[Block, int]:
-    """Make a block; returns it and its descriptor, which the caller closes. OSError on failure."""
+def make_block(number: int, room: int) -> Block:
+    """Make a block; OSError on failure."""
     size = FIRST_PAGE + room
     descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -142,7 +190,9 @@ def make_block(number: int, room: int) -> tuple[Block, int]:
         os.posix_fallocate(descriptor, 0, size)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        return Block(number, descriptor, room), descriptor
+        block = Block(number, descriptor, room)
+        block.descriptors.append(descriptor)
+        return block
     except BaseException:
         os.close(descriptor)
         raise
@@ -176,7 +226,7 @@ def _mapped(descriptor: int, size: int) -> _Memory:
     except RuntimeError as error:
         raise OSError(str(error)) from error
     place = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (storage.data_ptr(), False)}
-    # The array keeps this object alive, and that the storage.
+    # The array keeps this object alive, and with it the storage.
     return numpy.asarray(SimpleNamespace(__array_interface__=place, storage=storage))
 
 
@@ -198,63 +248,6 @@ def _fault_of(descriptor: int, most: int) -> str | None:
 
 
 @final
-class Loan:
-    """A block made by this end: being filled, lent to the peer, or free."""
-
-    __slots__ = ("_descriptors", "block", "is_filling", "length")
-
-    def __init__(self, block: Block, descriptor: int) -> None:
-        self.block = block
-        # Empty once the peer has it. A list, because a send that ends and a close of the channel
-        # may both close the descriptor: `pop` succeeds for one of them only.
-        self._descriptors = [descriptor]
-        self.is_filling = False
-        self.length = 0
-
-    @property
-    def note(self) -> bytes:
-        """The bytes that replace the payload in the frame."""
-        return NOTE.pack(self.block.number, len(self._descriptors))
-
-    @property
-    def ancillary(self) -> Ancillary:
-        """The ancillary data of the frame: the descriptor of a new block."""
-        rights = array("i", self._descriptors).tobytes()
-        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the block may be filled; not before its last send has closed the descriptor."""
-        return not self.is_filling and self.block.state[0] == FREE
-
-    @property
-    def unread(self) -> int:
-        """Bytes announced to the peer and not yet received."""
-        return self.length if not self.is_filling and self.block.state[0] == SENT else 0
-
-    def begin(self, length: int) -> Loan:
-        """Reserve the block for a payload of this length."""
-        self.block.state[0] = SENT
-        self.is_filling, self.length = True, length
-        return self
-
-    def __enter__(self) -> None:
-        """Fill the block and send the frame."""
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is None:
-            self.close()
-        else:  # no byte of the frame was sent, or the channel ended
-            self.block.state[0] = FREE
-        self.is_filling = False
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping stays."""
-        with suppress(IndexError):
-            os.close(self._descriptors.pop())
-
-
-@final
 class SharedMemory:
     """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
 
@@ -268,7 +261,7 @@ class SharedMemory:
         self._lock = threading.RLock()  # for the blocks that this end makes
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
         """whether this thread holds the lock: then a finalizer or signal handler is asking"""
-        self._loans: list[Loan] = []  # the least recently used first
+        self._lent: list[Block] = []  # the least recently used first
         self._making = 0
         self.lent_bytes = 0  # the size of all blocks that this end has made
         self._numbers = count(1)
@@ -279,7 +272,7 @@ class SharedMemory:
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
 
-    def reserve(self, payload: Sequence[Buffer]) -> Loan | None:
+    def reserve(self, payload: Sequence[Buffer]) -> Block | None:
         """A block for the payload; None if it must go through the socket.
 
         hot: benchmarks of bandwidth
@@ -359,61 +352,59 @@ class SharedMemory:
         if self._is_inside() or not self._lock.acquire(blocking=False):
             return
         try:
-            for loan in self._loans:
-                loan.close()
-            self._loans.clear()
+            for block in self._lent:
+                block.close()
+            self._lent.clear()
             self.lent_bytes = 0
         finally:
             self._lock.release()
 
-    def _take(self, length: int) -> Loan | None:
+    def _take(self, length: int) -> Block | None:
         if self._is_inside():
             return None
         room = size_class(length)
         with self._lock:
-            if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
+            if self._is_closed or sum(block.unread for block in self._lent) >= MAX_BUFFERED_BYTES:
                 return None
-            loan = self._best_fit(length)
-            if loan is not None:
-                return loan.begin(length)
+            block = self._best_fit(length)
+            if block is not None:
+                return block.begin(length)
             if not self._has_room_for(room):
                 return None
             self.lent_bytes += room
             self._making += 1
         return self._made(room, length)
 
-    def _best_fit(self, length: int) -> Loan | None:
+    def _best_fit(self, length: int) -> Block | None:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
-        free = [loan for loan in fitting if loan.is_free]
-        best = min(free, key=lambda loan: loan.block.room, default=None)
+        fitting = [block for block in reversed(self._lent) if block.room in sizes]
+        free = [block for block in fitting if block.is_free]
+        best = min(free, key=lambda block: block.room, default=None)
         if best is not None:
-            self._loans.remove(best)
-            self._loans.append(best)
+            self._lent.remove(best)
+            self._lent.append(best)
         return best
 
     def _has_room_for(self, room: int) -> bool:
         """Whether a block may be made; drops free blocks for it, the least recently used first."""
         if room > self._limit:
             return False
-        free = iter([loan for loan in self._loans if loan.is_free])
-        while (
-            self.lent_bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS
-        ):
-            loan = next(free, None)
-            if loan is None:
+        free = iter([block for block in self._lent if block.is_free])
+        while self.lent_bytes + room > self._limit or len(self._lent) + self._making >= MOST_BLOCKS:
+            block = next(free, None)
+            if block is None:
                 return False
-            loan.block.state[0] = GONE
-            loan.close()
-            self._loans.remove(loan)
-            self.lent_bytes -= loan.block.room
+            block.state[0] = GONE
+            block.close()
+            self._lent.remove(block)
+            self.lent_bytes -= block.room
         return True
 
-    def _made(self, room: int, length: int) -> Loan | None:
-        loan = None
+    def _made(self, room: int, length: int) -> Block | None:
+        block = None
         try:
-            loan = Loan(*make_block(next(self._numbers), room)).begin(length)
+            block = make_block(next(self._numbers), room).begin(length)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -422,8 +413,8 @@ class SharedMemory:
         finally:
             with self._lock:
                 self._making -= 1
-                if loan is None:
+                if block is None:
                     self.lent_bytes -= room
                 else:
-                    self._loans.append(loan)
-        return loan
+                    self._lent.append(block)
+        return block

@@ -132,12 +132,12 @@ class FrameWriter:
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
-        loan = self._shared.reserve(frame.payload) if self._shared is not None else None
-        if loan is not None:
-            with loan:
-                loan.block.fill(frame.payload)
+        block = self._shared.reserve(frame.payload) if self._shared is not None else None
+        if block is not None:
+            with block:
+                block.fill(frame.payload)
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-                self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
+                self._transmit([prefix, frame.head, block.note], block.ancillary, deadline)
             return
         prefix, head = encode_prefix(frame, self._flags), frame.head
         # Fewer buffers make a cheaper call.
