@@ -1,8 +1,8 @@
 """A pool of memory blocks for received payloads.
 
-To allocate fresh pages costs as much as to read bytes into them, so blocks are cached and reused.
-A block is lent as a memoryview and returns when the last view of it dies: everything built on the
-view must keep it alive, as `torch.frombuffer` does.
+Fresh pages cost as much as reading bytes into them, so blocks are reused. A block is lent as a
+memoryview and returns when the last view of it dies: everything built on the view must keep it
+alive, as `torch.frombuffer` does.
 
 Rules of this file:
   1. A view may die in any thread, inside the garbage collector and in the middle of `take`. So
@@ -30,8 +30,7 @@ from gradwire.wire.message import ALIGNMENT
 _Memory: TypeAlias = NDArray[numpy.uint8]
 
 _SMALLEST = 4096
-SMALL_BLOCK = _SMALLEST // 4
-"""Payloads up to this size share a block (`Slab`)."""
+SMALL_BLOCK = _SMALLEST // 4  # payloads up to this size share a block (`Slab`)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +100,7 @@ class BlockPool:
 class Slab:
     """Cuts small blocks from one block of the smallest size, which is freed with the last of them.
 
-    A small block keeps no more memory alive than one of the pool would, and costs no weak
-    reference. Only one thread at a time may call `take`.
+    They need no weak reference. Only one thread at a time may call `take`.
     """
 
     __slots__ = ("_memory", "_used")

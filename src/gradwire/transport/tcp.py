@@ -1,7 +1,7 @@
 """Frames over TCP, to this host or another; IPv4 and IPv6.
 
-Plain TCP neither encrypts nor authenticates; the agent's handshake does the latter. Host names are
-resolved by the operating system, and no deadline can interrupt that.
+Plain TCP neither encrypts nor authenticates; the agent's handshake does the latter. No deadline can
+interrupt the operating system while it resolves a host name.
 """
 
 from __future__ import annotations
@@ -100,14 +100,11 @@ def connected(
 
 
 def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
-    """Set the options of a connected socket; returns the address of the peer.
-
-    Small frames are sent at once, and a vanished host is detected in about `stall` idle seconds.
-    By keepalive, not TCP_USER_TIMEOUT: that also ends connections to a live peer that does not
-    read, which a send with a deadline must survive.
-    """
+    """Set the options of a connected socket; returns the address of the peer."""
     host, port = sock.getpeername()[:2]
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A vanished host is detected in about `stall` idle seconds. Not by TCP_USER_TIMEOUT: that also
+    # ends connections to a live peer that does not read, which a send with a deadline must survive.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, math.ceil(stall / (_PROBES + 1)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
@@ -122,15 +119,13 @@ def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
 
 
 def _resolve(address: str, host: str, port: int, this_host_only: bool) -> list[_Resolved]:
-    """The socket addresses of a host; UsageError if one is not loopback but has to be.
-
-    The addresses that were checked are the ones used, even if the name changes meanwhile.
-    """
+    """The socket addresses of a host; UsageError if one is not loopback but has to be."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         # Python encodes the name first, and raises this for a label that is empty or over 63 bytes.
         raise socket.gaierror(socket.EAI_NONAME, "name or service not known") from error
+    # The checked addresses are the ones used, even if the name resolves to others meanwhile.
     if this_host_only and not all(_is_loopback(str(place[0])) for *_, place in found):
         raise UsageError(
             f"{address} is on another machine, and plain TCP is not secure: anyone on the network "

@@ -2,10 +2,9 @@
 
 Large payloads go through shared memory (shared_memory.py) where both ends have it.
 
-File permissions protect the socket: it has mode 0600, and without a given path it lies in a new
-directory of mode 0700. Both ends also check (SO_PEERCRED) that the other runs as the same user:
-the mode may have been widened by hand, and in a directory that others can write to, another
-user may have replaced the socket.
+The socket has mode 0600, and without a given path it lies in a new directory of mode 0700. Both
+ends also check (SO_PEERCRED) that the other runs as the same user: the mode may have been widened
+by hand, and in a directory that others can write to, another user may have replaced the socket.
 """
 
 from __future__ import annotations

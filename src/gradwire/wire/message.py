@@ -51,7 +51,6 @@ IN_BLOCK = 1 << 9
 
 Buffer = bytes | bytearray | memoryview
 
-NOT_BYTES = "a payload part is not a view of single bytes"
 _SUMS = "something between the workers corrupts bytes, or the sender is not a gradwire worker"
 
 
@@ -113,7 +112,8 @@ def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None
     if not payload:
         return prefix + _SUM.pack(crc32(prefix)) + head
     whole = b"".join((prefix, _SUM.pack(crc32(prefix)), head, *payload))
-    assert len(whole) == PREFIX.size + len(head) + length, NOT_BYTES
+    size = PREFIX.size + len(head) + length
+    assert len(whole) == size, "a payload part is not a view of single bytes"
     return whole
 
 

@@ -28,22 +28,14 @@ from gradwire.threads import taking
 from gradwire.transport.base import send_timed_out
 from gradwire.transport.shared_memory import Ancillary, SharedMemory
 from gradwire.transport.sockets import stream
-from gradwire.wire.message import (
-    IN_BLOCK,
-    NOT_BYTES,
-    SMALL,
-    Buffer,
-    Frame,
-    encode_prefix,
-    maybe_small,
-)
+from gradwire.wire.message import IN_BLOCK, SMALL, Buffer, Frame, encode_prefix, maybe_small
 
 _MOST_PARTS: Final = 1024
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
+# How long a thread waits for a send lock before it releases those that it holds.
 _CONTENDED_SECONDS: Final = 0.05
-"""How long a thread waits for a send lock before it releases those that it holds."""
 
 _writers: WeakValueDictionary[int, FrameWriter] = WeakValueDictionary()
 """all of this process, in the order in which a thread reacquires several send locks"""
@@ -149,12 +141,8 @@ class FrameWriter:
         self._transmit([data], (), deadline)
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Send the buffers as one unit.
-
-        From a finalizer or a signal handler that interrupted a send of its own thread, too: if the
-        interrupted frame has begun, its rest is sent first.
-        """
-        if self._sender == get_ident():
+        """Send the buffers as one unit."""
+        if self._sender == get_ident():  # a finalizer or a signal handler interrupted a send
             if self._is_blocked:
                 raise self._cannot_send()
             self._send(parts, ancillary, deadline)
@@ -220,7 +208,7 @@ class FrameWriter:
         try:
             while self._go_on(deadline):
                 is_waiting = False
-                if self._push(None, 0, parts, ancillary):
+                if self._push(None, 0, parts, ancillary, _AT_ONCE):
                     self._finish_by(deadline, parts)
                     return
                 is_waiting = True
@@ -294,12 +282,7 @@ class FrameWriter:
                 self._release()
 
     def _push(
-        self,
-        begun: Unsent | None,
-        sent: int,
-        parts: list[Buffer],
-        ancillary: Ancillary = (),
-        flags: int = _AT_ONCE,
+        self, begun: Unsent | None, sent: int, parts: list[Buffer], ancillary: Ancillary, flags: int
     ) -> bool:
         """Send `parts`: what follows the first `sent` bytes of `begun`, or a new frame.
 
@@ -375,5 +358,5 @@ def _after(unsent: Unsent, sent: int) -> list[Buffer]:
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]
         sent -= len(part)
-    assert sent == 0, NOT_BYTES
+    assert sent == 0, "a payload part is not a view of single bytes"
     return []
