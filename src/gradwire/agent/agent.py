@@ -20,17 +20,10 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
-from gradwire.agent.requests import errors as request_errors
-from gradwire.agent.requests.promise import Pending, Promise, RequestTable
+from gradwire.agent.requests.promise import Pending, Promise, RequestTable, gone, unsent
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.cancellation import Cancellation
-from gradwire.agent.serving.dispatch import (
-    Dispatch,
-    Interceptor,
-    Payload,
-    Source,
-    payload_of,
-)
+from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import (
     Cancelled,
@@ -63,8 +56,6 @@ Outcome = Answer | Exception
 OnLost = Callable[[WorkerId, PeerLost], None]
 OnAnswer = Callable[[WorkerId, Message], None]
 Concerns = Callable[[Message], object]
-Listeners = dict[type[Message], OnAnswer]
-AnswerListeners = dict[type[Message], tuple[Concerns, OnAnswer]]
 T = TypeVar("T")
 
 
@@ -95,14 +86,16 @@ class Agent:
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections, self.unreached = connections, connections.unreached
-        self._type_of, self._name_of = type_of, name_of
+        self.describe = partial(describe, worker=me, name_of=name_of)
+        self.revive = partial(revive, type_of=type_of)
+        """an exception of this worker as data, and one of a peer, to raise here"""
         self._closing = threading.Lock()
         self._calls = RequestTable()
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
         self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._answer_listeners, self._late_listeners = AnswerListeners(), Listeners()
+        self._answer_listeners: dict[type[Message], tuple[Concerns, OnAnswer, OnAnswer]] = {}
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
@@ -140,18 +133,14 @@ class Agent:
         self._joined_listeners.append(listener)
 
     def on_answer(
-        self, message_type: type[Message], concerns: Concerns, listener: OnAnswer
+        self, message_type: type[Message], concerns: Concerns, came: OnAnswer, late: OnAnswer
     ) -> None:
-        """Set the listener for an answer, late or not, for which `concerns(message)` is true.
+        """Set the listeners for an answer: `came` for each one with a true `concerns(message)`.
 
-        Both are called on the thread that reads, before the answer is there for those who wait, so
-        they must not block.
+        These two are called on the thread that reads, before the answer is there for those who
+        wait, so they must not block. `late` releases what an answer holds that came too late.
         """
-        self._answer_listeners[message_type] = concerns, listener
-
-    def on_late(self, message_type: type[Message], listener: OnAnswer) -> None:
-        """Set the listener for an answer that came too late; it releases what the answer holds."""
-        self._late_listeners[message_type] = listener
+        self._answer_listeners[message_type] = concerns, came, late
 
     @property
     def in_flight(self) -> int:
@@ -242,7 +231,7 @@ class Agent:
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
         if isinstance(error, PeerLost) and not self.directory.has(to):
             self._lost(to, error, error.link)
-        return request_errors.unsent(self.directory.name(to), what, phase, error)
+        return unsent(self.directory.name(to), what, phase, error)
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
@@ -280,14 +269,6 @@ class Agent:
         """
         if source.channel not in self._connections.channels.get(source.worker, ()):
             raise PeerLost(f"the caller {self.directory.name(source.worker)} was lost")
-
-    def describe(self, error: BaseException) -> Failure:
-        """An exception of this worker as data."""
-        return describe(error, self.directory.me.name, self._name_of)
-
-    def revive(self, failure: Failure) -> GradwireError:
-        """A peer's exception, to raise here."""
-        return revive(failure, self._type_of)
 
     def close(self, reason: str, timeout: float) -> list[str]:
         """Stop, and fail what still waits. Returns the names of the threads that did not end."""
@@ -330,21 +311,10 @@ class Agent:
     ) -> None:
         """Wait until `done`: read this peer's channel for a while if no thread does, then `block`.
 
-        A waiting pool thread does not count against the pool's size limit.
+        A waiting pool thread does not count against the pool's size limit. hot: every call
         """
-        if not done():
-            self._wait(peer, done, block)
-
-    def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
-        """The outcome of a promise that a message of this peer settles. hot: every call"""
-        if not promise.settled:
-            is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
-            self._wait(peer, is_settled, promise.wait)
-        return promise.wait()
-
-    def _wait(
-        self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
-    ) -> None:
+        if done():
+            return
         known = None if peer is None else self._connections.channels.get(peer)
         channel, readers = known[0] if known else None, self._connections.readers
         pool = mine.pool
@@ -353,6 +323,13 @@ class Agent:
             return
         with pool.waiting():  # not ours if a finalizer runs on a pool thread of another worker
             readers.wait(channel, done, block)
+
+    def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
+        """The outcome of a promise that a message of this peer settles. hot: every call"""
+        if not promise.settled:
+            is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
+            self.wait(peer, is_settled, promise.wait)
+        return promise.wait()
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
@@ -371,9 +348,8 @@ class Agent:
             pending.promise.settle(outcome)
             return
         self.noting.came_late(worker)
-        listener = self._late_listeners.get(type(message))
-        if listener is not None and self._calls.is_late(frame.request):
-            self.dispatch.user.submit(lambda: listener(worker, message))
+        if heard is not None and self._calls.is_late(frame.request):
+            self.dispatch.user.submit(partial(heard[2], worker, message))
 
     def guarded(self, source: Source, job: Job) -> None:
         """Run what a handler has left to do; if it raises, the exception is the answer."""
@@ -403,9 +379,8 @@ class Agent:
     def _expire(self, now: float) -> float | None:
         late, following = self._calls.expire(now)
         for pending in late:
-            name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, pending.n)
-            silence = self.silence_of(pending.peer)
-            pending.promise.settle(request_errors.late(name, call, pending, silence))
+            name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
+            pending.promise.settle(pending.late(name, self.directory.me.id, silence))
         self._cancellation.notify(late)
         return following
 
@@ -416,8 +391,7 @@ class Agent:
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
         for pending in lost:
-            call = CallId(self.directory.me.id, pending.n)
-            pending.promise.settle(request_errors.lost(name, call, pending, reason, link, now))
+            pending.promise.settle(pending.lost(name, self.directory.me.id, reason, link, now))
         orphans = self.dispatch.inbound_on(channel)
         self._cancellation.stop(orphans, f"the caller {name} was lost")
         if last:
@@ -429,7 +403,7 @@ class Agent:
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
         for listener in self._lost_listeners:
-            listener(worker, request_errors.gone(self.directory.name(worker), reason, link))
+            listener(worker, gone(self.directory.name(worker), reason, link))
 
 
 def _make_frame(

@@ -19,8 +19,17 @@ from typing import Any, Generic, TypeVar, final
 
 import msgspec
 
-from gradwire.errors import BadMessage
-from gradwire.ids import WorkerId
+from gradwire.agent.requests.timer import explain_shortening
+from gradwire.errors import (
+    BadMessage,
+    CallTimeout,
+    Cancelled,
+    DeadlinePassed,
+    GradwireError,
+    NotTrusted,
+    PeerLost,
+)
+from gradwire.ids import CallId, WorkerId
 
 T = TypeVar("T")
 
@@ -101,7 +110,7 @@ class Promise(Generic[T]):
 
 
 class Pending(msgspec.Struct, eq=False):
-    """One request without an answer."""
+    """One request without an answer, and the errors it may end with, on the worker `me`."""
 
     peer: WorkerId
     description: str
@@ -117,6 +126,35 @@ class Pending(msgspec.Struct, eq=False):
     """the channel it is sent on, once known: if the channel ends, the request fails"""
     n: int = 0
     """its number, set by `RequestTable.opened`"""
+
+    def late(self, name: str, me: WorkerId, silence: float) -> CallTimeout:
+        """The deadline has passed; `silence` is for how long the worker has sent nothing at all."""
+        waited = self.deadline - self.opened
+        silent = f"; it has given no sign of life for {silence:.3g} s" if silence else ""
+        within = f"within {max(0.0, float(f'{waited:.2g}')):g} s"
+        cut = explain_shortening(self.deadline)
+        longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
+        error = CallTimeout(
+            f"{name} did not answer {self._spoken(me)} {within}{cut}{silent}",
+            hint=f"a longer timeout= on {longer} waits more",
+        )
+        return error.about(name, phase=self.phase)
+
+    def lost(
+        self, name: str, me: WorkerId, reason: GradwireError, link: str, now: float
+    ) -> PeerLost:
+        """The link that it was sent over has ended."""
+        where = f"[{self.phase}, {link}, {now - self.opened:.3g} s after it was made]"
+        error = PeerLost(f"{name} was lost before answering {self._spoken(me)}: {reason} {where}")
+        return error.about(name, link=link, phase=self.phase)
+
+    def cancelled(self, name: str, me: WorkerId, why: str) -> Cancelled:
+        """Nobody waits for the answer any more."""
+        error = Cancelled(f"{self._spoken(me)} on {name} was cancelled: {why}")
+        return error.about(name, phase=self.phase)
+
+    def _spoken(self, me: WorkerId) -> str:
+        return f"{CallId(me, self.n)} ({self.description})"
 
 
 @final
@@ -203,3 +241,23 @@ class RequestTable:
 
     def _taken(self, found: list[Pending]) -> list[Pending]:
         return [pending for pending in found if self._pending.pop(pending.n, None) is not None]
+
+
+def gone(name: str, reason: GradwireError, link: str) -> PeerLost:
+    """The last link to a worker has ended."""
+    where = f" [{link}]" if link else ""
+    return PeerLost(f"{name} was lost: {reason}{where}").about(name, link=link)
+
+
+def unsent(name: str, what: str, phase: str, error: BaseException) -> BaseException:
+    """A message could not be sent: add the peer and the phase to the error."""
+    if isinstance(error, PeerLost):
+        kind: type[GradwireError] = NotTrusted if isinstance(error, NotTrusted) else PeerLost
+        text = f"{name} was lost before {what} reached it: {error.message}"
+    elif isinstance(error, DeadlinePassed):
+        kind = CallTimeout
+        text = f"{what} did not leave for {name} in time: {error.message}"
+    else:
+        return error
+    phase = error.phase or phase
+    return kind(f"{text} [{phase}]", hint=error.hint).about(name, link=error.link, phase=phase)

@@ -18,7 +18,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.promise import Pending
 from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.dispatch import Dispatch, Lane, Payload, Source
-from gradwire.errors import Cancelled, GradwireError
+from gradwire.errors import GradwireError
 from gradwire.events import Events
 from gradwire.ids import CallId
 from gradwire.transport.base import Channel
@@ -48,11 +48,9 @@ class Cancellation:
 
     def cancel(self, requests: list[Pending], why: str) -> None:
         """Fail these requests with Cancelled, and notify the peers that serve them."""
-        me = self._directory.me.id
         for pending in requests:
-            name, call = self._directory.name(pending.peer), CallId(me, pending.n)
-            error = Cancelled(f"{call} ({pending.description}) on {name} was cancelled: {why}")
-            pending.promise.settle(error.about(name, phase=pending.phase))
+            name = self._directory.name(pending.peer)
+            pending.promise.settle(pending.cancelled(name, self._directory.me.id, why))
         self.notify(requests)
 
     def notify(self, requests: list[Pending]) -> None:
