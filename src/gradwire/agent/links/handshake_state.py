@@ -255,10 +255,6 @@ class PendingHandshakes(Generic[T]):
         self._most, self._fair_seconds = most, fair_seconds
         self._since: dict[T, float] = {}
 
-    def has(self, channel: T) -> bool:
-        """Whether its handshake is pending."""
-        return channel in self._since
-
     @property
     def has_room(self) -> bool:
         """Whether one more may be added."""
@@ -268,9 +264,9 @@ class PendingHandshakes(Generic[T]):
         """A handshake begins."""
         self._since[channel] = now
 
-    def remove(self, channel: T) -> None:
-        """A handshake has ended; idempotent."""
-        self._since.pop(channel, None)
+    def remove(self, channel: T) -> bool:
+        """A handshake has ended; False if it was not pending any more."""
+        return self._since.pop(channel, None) is not None
 
     def next_due(self) -> float:
         """When the oldest has had its fair time."""
