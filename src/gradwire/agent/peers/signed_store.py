@@ -21,7 +21,6 @@ from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.errors import NotTrusted
 
-_PURPOSE = "rendezvous"
 _HEX_BYTES = 64
 _LENGTHS = struct.Struct(">QQ")
 
@@ -52,9 +51,8 @@ class SignedStore:
     """The operations of torch's stores that joining needs, with signed values."""
 
     def __init__(self, store: Store, secret: Secret, refusals: Refusals) -> None:
-        self.inner = store
-        self._key = secret.key(_PURPOSE)
-        self._refusals = refusals
+        self.inner, self._refusals = store, refusals
+        self._key = secret.key("rendezvous")
 
     def set(self, name: str, value: str, round: str = "") -> None:
         """Sign and write."""
@@ -62,7 +60,17 @@ class SignedStore:
 
     def get(self, name: str, round: str = "") -> str:
         """The value; NotTrusted if it was not signed with the secret."""
-        return self._value(name, self.inner.get(name), round)
+        value = verified(self._key, name, self.inner.get(name), round)
+        if value is None:
+            self._refusals.count("rendezvous", name)
+            raise NotTrusted(
+                f"the value of {name!r} in the rendezvous store was not signed with this "
+                "worker's secret",
+                hint="give every worker of the job the same secret, Options(secret=…) or "
+                "GRADWIRE_SECRET_FILE, and other jobs another store; else an attacker may have "
+                "written it",
+            )
+        return value
 
     def maybe_get(self, name: str, round: str = "") -> str | None:
         """The value, None if there is none."""
@@ -83,16 +91,3 @@ class SignedStore:
     def has(self, names: list[str]) -> bool:
         """Whether all of these names have a value, signed or not."""
         return bool(self.inner.check(names))
-
-    def _value(self, name: str, text: bytes, round: str) -> str:
-        value = verified(self._key, name, text, round)
-        if value is None:
-            self._refusals.count("rendezvous", name)
-            raise NotTrusted(
-                f"the value of {name!r} in the rendezvous store was not signed with this "
-                "worker's secret",
-                hint="give every worker of the job the same secret, Options(secret=…) or "
-                "GRADWIRE_SECRET_FILE, and other jobs another store; else an attacker may have "
-                "written it",
-            )
-        return value

@@ -27,9 +27,8 @@ EACH: Final = 1024
 class PeerLimit:
     """A limit for each peer on one kind of thing, with what each peer has taken of it.
 
-    `what` names the things in the plural, as `Limits` does. With `one_may_exceed`, a single thing
-    that is larger than the limit is let through when the peer has no other: its size is limited
-    elsewhere.
+    `what` names the things in the plural, as `Limits` does. With `one_may_exceed`, a single larger
+    thing is let through when the peer has no other: its size is limited elsewhere.
     """
 
     def __init__(self, what: str, most: int, *, one_may_exceed: bool = False) -> None:
