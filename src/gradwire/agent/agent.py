@@ -235,10 +235,9 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
-        pending = self._calls.cancelled(promise.request)
-        if pending is not None:
-            self._cancellation.cancel([pending], why)
-        return pending is not None
+        taken = self._calls.cancelled(promise.request)
+        self._cancellation.cancel(taken, why)
+        return bool(taken)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float

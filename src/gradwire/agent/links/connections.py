@@ -45,7 +45,6 @@ from gradwire.wire.message import Frame, Kinds, encode, kind_of
 _JOIN_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0
 """How long a reader may take to find the end of its channel."""
-IN_A_FORK = "start processes by spawn, or wait in the worker and hand over the value"
 _HELLO = Kinds([Hello])
 
 
@@ -55,7 +54,8 @@ class _LostMeanwhile(PeerLost):
 
 def _refuse_to_wait(*_: object) -> NoReturn:
     """The answer would be read by a thread that a forked process does not have."""
-    raise UsageError(FORKED, hint=IN_A_FORK)
+    hint = "start processes by spawn, or wait in the worker and hand over the value"
+    raise UsageError(FORKED, hint=hint)
 
 
 @final
@@ -206,20 +206,16 @@ class Connections:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
                 raise
-            raise self._no_handshake(name, channel, error, deadline) from error
+            kind: type[GradwireError] = PeerLost
+            if isinstance(error, NotTrusted):
+                self._refusals.count("listener not trusted", channel.remote)
+                kind = NotTrusted
+            elif self._clock.now() >= deadline:
+                kind = DeadlinePassed
+            message = f"no handshake with {name} at {channel.remote}: {error.message}"
+            failed = kind(message, hint=error.hint)
+            raise failed.about(name, link=channel.remote, phase="connect") from error
         return self._use(worker, channel, (here, theirs.losses))
-
-    def _no_handshake(
-        self, name: str, channel: Channel, error: GradwireError, deadline: float
-    ) -> GradwireError:
-        kind: type[GradwireError] = PeerLost
-        if isinstance(error, NotTrusted):
-            self._refusals.count("listener not trusted", channel.remote)
-            kind = NotTrusted
-        elif self._clock.now() >= deadline:
-            kind = DeadlinePassed
-        message = f"no handshake with {name} at {channel.remote}: {error.message}"
-        return kind(message, hint=error.hint).about(name, link=channel.remote, phase="connect")
 
     def _welcome(self, channel: Channel, until: float) -> None:
         """Use a channel that a peer dialled, if the handshake succeeds; else raise why."""

@@ -17,8 +17,8 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 from urllib.parse import urlparse, urlunparse
 
 import msgspec
@@ -52,18 +52,19 @@ _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or 
 
 
 class RendezvousEntry(msgspec.Struct, frozen=True):
-    """What a worker writes about itself."""
+    """What a worker writes about itself, with the world size that it was given."""
 
     name: str
     address: str
     note: str = ""
     incarnation: int = 0
     world_size: int = 0
-    """the world size that this worker was given"""
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+_decode_entry = msgspec.json.Decoder(RendezvousEntry).decode
+
+
+class Meeting(NamedTuple):
     """The result of a rendezvous. `store` must be kept, as this process may host it."""
 
     directory: Directory
@@ -88,8 +89,7 @@ def open_store(
         seconds = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
-            store, _, _ = next(iter(found))
-            return store  # type: ignore[no-any-return]
+            return next(iter(found))[0]  # type: ignore[no-any-return]
         except ValueError as error:
             raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
         except RuntimeError as error:
@@ -110,9 +110,8 @@ def _await_server(url: str, rank: int | None, deadline: float) -> None:
     while server is not None:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection(
-                server, timeout=min(max(left, 0.001), _CONNECT_SECONDS)
-            ).close()
+            timeout = min(max(left, 0.001), _CONNECT_SECONDS)
+            socket.create_connection(server, timeout).close()
             return
         except OSError as error:
             if left <= 0:
@@ -132,10 +131,9 @@ def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
     """
     asked = urlparse(url)
     world_size = world_size if asked.scheme == "file" else None
-    given = [asked.query] if asked.query else []
-    given += [] if rank is None else [f"rank={rank}"]
-    given += [f"world_size={-1 if world_size is None else world_size}"]
-    return urlunparse(asked._replace(query="&".join(given)))
+    ranked = "" if rank is None else f"rank={rank}"
+    given = (asked.query, ranked, f"world_size={-1 if world_size is None else world_size}")
+    return urlunparse(asked._replace(query="&".join(filter(None, given))))
 
 
 def has_closed_world(store: SignedStore) -> bool:
@@ -193,7 +191,7 @@ def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> M
         rounds.wait(keys)
     else:
         rounds.wait_for_entries(round, keys, job, world_size)
-    entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
+    entries = [_decode_entry(store.get(key, job)) for key in keys]
     members = [Member(id, e.name, e.address, e.incarnation, e.note) for id, e in enumerate(entries)]
     directory = Directory(me.id, members)
     store.set(f"{round}/read/{me.id}", "", job)
@@ -230,10 +228,12 @@ class _Rounds:
         """Wait until all ranks have written their entries, with the same world size."""
         check = functools.partial(self._check_sizes, keys, job, world_size)
         try:
-            if self._rank != 0:  # rank 0 writes its entry first, with the world size
+            if self._rank == 0:
+                self.wait(keys, look=check)
+            else:  # rank 0 writes its entry first, with the world size
                 self.wait(keys[:1])
                 self._check_sizes(keys[:1], job, world_size)
-            self.wait(keys, look=check if self._rank == 0 else None)
+                self.wait(keys)
         except JoinTimeout:
             if self._rank == 0:
                 self._store.set(f"{round}/given up", "")  # so that no worker joins it later
@@ -250,15 +250,16 @@ class _Rounds:
         """UsageError if an entry that is there has another world size."""
         for key in keys:
             text = None if key in self._checked else self._store.maybe_get(key, job)
-            other = None if text is None else msgspec.json.decode(text, type=RendezvousEntry)
-            if other is not None and other.world_size not in (0, world_size):
+            if text is None:
+                continue
+            other = _decode_entry(text)
+            if other.world_size not in (0, world_size):
                 raise UsageError(
                     f"{self._name} was given world_size={world_size}, {other.name} was given "
                     f"world_size={other.world_size}",
                     hint="give every worker the same world_size, or the same WORLD_SIZE",
                 )
-            if other is not None:
-                self._checked.add(key)
+            self._checked.add(key)
 
     def find_round(self) -> str:
         """The latest round in which this rank has not been."""
@@ -280,10 +281,9 @@ class _Rounds:
         job = self._store.maybe_get(round)
         text = None if job is None else self._store.maybe_get(f"{round}/{self._rank}", job)
         if text is not None:
-            other = msgspec.json.decode(text, type=RendezvousEntry).name
             raise JoinTimeout(
-                f"{self._name} timed out: {other} has joined as rank {self._rank} before it, and "
-                "rank 0 opens no other round",
+                f"{self._name} timed out: {_decode_entry(text).name} has joined as rank "
+                f"{self._rank} before it, and rank 0 opens no other round",
                 hint=_OWN_RANK,
             ) from None
 
@@ -299,20 +299,15 @@ class _Rounds:
         return round
 
     def wait(
-        self,
-        keys: list[str],
-        missing: str | None = None,
-        look: Callable[[], None] | None = None,
+        self, keys: list[str], missing: str | None = None, look: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until all keys are set.
+        """Wait until all keys are set. `look` is called at each poll, and may end it by raising.
 
         On timeout the error lists the missing ranks, taken from the end of each unset key.
-        `look` is called at each poll, and ends the wait by raising.
         """
         pause = _LOOK_AGAIN_SECONDS
         while not self._store.has(keys):
-            if look is not None:
-                look()
+            look()
             left = self._deadline - self._clock.now()
             if left <= 0:
                 unset = [key for key in keys if not self._store.has([key])]

@@ -212,11 +212,10 @@ class RequestTable:
         made = [p for p in self._pending.copy().values() if p.inbound in inbound]
         return self._given_up_of(made)
 
-    def cancelled(self, n: int) -> Pending | None:
-        """Take out a request whose caller does not wait any more; None if it was answered."""
+    def cancelled(self, n: int) -> list[Pending]:
+        """Take out a request whose caller does not wait any more; empty if it was answered."""
         pending = self._pending.get(n)
-        taken = self._given_up_of([] if pending is None else [pending])
-        return taken[0] if taken else None
+        return self._given_up_of([] if pending is None else [pending])
 
     def is_late(self, n: int) -> bool:
         """Whether this is the first answer to a request that was given up before it came."""
