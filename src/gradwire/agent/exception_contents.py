@@ -26,11 +26,9 @@ from gradwire.errors import BadMessage, GradwireError, OverLimit, RemoteError
 from gradwire.wire.message import check_arrived
 
 _MOST_VALUES = 1 << 12
-_MOST_DEPTH = 16
-"""of nested containers, and of nested causes and groups"""
+_MOST_DEPTH = 16  # of nested containers, and of nested causes and groups
 _MOST_LINK_TEXT = 1 << 12
-_MOST_INT_BYTES = 1 << 10
-"""Python refuses to print longer integers"""
+_MOST_INT_BYTES = 1 << 10  # Python refuses to print longer integers
 
 NameOf = Callable[[type[BaseException]], str]
 TextOf = Callable[[BaseException], str]
@@ -58,8 +56,7 @@ _MADE_OF: Mapping[int, Callable[[list[Any]], object]] = {
 class Contents(msgspec.Struct, frozen=True, array_like=True):
     """The contents of an exception: values, or in a message their encoding as nodes."""
 
-    args: list[Any] | None = None
-    """None if they were left out"""
+    args: list[Any] | None = None  # None if they were left out
     attributes: dict[str, Any] = {}
     notes: list[str] = []
     cause: Linked | None = None

@@ -16,46 +16,32 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn, final
+from typing import final
 
 from gradwire import threads
 from gradwire.agent.links import handshake
-from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame
+from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame, refuse_to_wait
 from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
 from gradwire.agent.requests.timer import Clock
-from gradwire.errors import (
-    DeadlinePassed,
-    GradwireError,
-    NotTrusted,
-    OverLimit,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, OverLimit, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.options import Options
-from gradwire.threads import FORKED, Threads, call_after_fork
+from gradwire.threads import Threads, call_after_fork
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.message import Frame, Kinds, encode, kind_of
 
 _JOIN_SECONDS = 5.0
-_NOTICE_SECONDS = 1.0
-"""How long a reader may take to find the end of its channel."""
+_NOTICE_SECONDS = 1.0  # how long a reader may take to find the end of its channel
 _HELLO = Kinds([Hello])
 
 
 class _LostMeanwhile(PeerLost):
     """A worker was lost while a channel to it was made; dialling again may succeed at once."""
-
-
-def _refuse_to_wait(*_: object) -> NoReturn:
-    """The answer would be read by a thread that a forked process does not have."""
-    hint = "start processes by spawn, or wait in the worker and hand over the value"
-    raise UsageError(FORKED, hint=hint)
 
 
 @final
@@ -181,8 +167,7 @@ class Connections:
         self._closed = True
         self.channels, self._peer_locks, self._dial_locks = {}, {}, {}
         self.readers.forked()
-        self.readers.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
-        self.to = _refuse_to_wait  # type: ignore[method-assign,assignment]
+        self.to = refuse_to_wait  # type: ignore[method-assign,assignment]
 
     def _dial(self, worker: WorkerId, deadline: float) -> Channel:
         if worker == self._directory.me.id:

@@ -37,8 +37,7 @@ T = TypeVar("T")
 
 VERSION: Final = 3
 NONCE_BYTES: Final = 32
-MOST_BYTES: Final = 512
-"""of any message here"""
+MOST_BYTES: Final = 512  # of any message here
 
 _HEAD: Final = struct.Struct(">8sHBH")
 _MAGIC: Final = b"gradwire"
@@ -172,8 +171,7 @@ class Listening:
     ) -> None:
         self._key, self._job, self._me = key, job, me
         self._nonce, self._binding = nonce, binding
-        self.peer = ""
-        """the name of the dialler, once `proof` has returned"""
+        self.peer = ""  # the name of the dialler, once `proof` has returned
 
     def challenge(self, opening: bytes, peer_names: tuple[str, ...] | None = None) -> bytes:
         """The answer to an opening that is meant for us, or Refusal."""

@@ -33,16 +33,12 @@ class _Heard:
 @final
 @dataclass(slots=True)
 class Findings(Generic[K]):
-    """What a look has found; numbers are seconds of silence."""
+    """The links that a look has found; numbers are seconds of silence."""
 
     ping: list[K] = field(default_factory=list)
-    """those to ping now"""
-    suspect: dict[K, float] = field(default_factory=dict)
-    """those that have just become suspect"""
-    back: list[K] = field(default_factory=list)
-    """those that were suspect, and have given a sign of life since"""
-    dead: dict[K, float] = field(default_factory=dict)
-    """those that are considered dead; they are not watched any longer"""
+    suspect: dict[K, float] = field(default_factory=dict)  # since this look
+    back: list[K] = field(default_factory=list)  # were suspect, and have given a sign of life
+    dead: dict[K, float] = field(default_factory=dict)  # not watched any longer
 
 
 @final
@@ -51,8 +47,7 @@ class FailureDetector(Generic[K]):
 
     def __init__(self, suspect: float, dead: float) -> None:
         self._suspect, self._dead = suspect, dead
-        self.pause = min(suspect, dead) / _LOOKS
-        """seconds from one look to the next"""
+        self.pause = min(suspect, dead) / _LOOKS  # seconds from one look to the next
         self._links: dict[K, _Heard] = {}
         self._looked: float | None = None
 

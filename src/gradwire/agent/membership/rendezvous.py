@@ -215,8 +215,7 @@ class _Rounds:
     def __init__(self, store: SignedStore, me: Member, deadline: float, clock: Clock) -> None:
         self._store, self._name, self._rank = store, me.name, me.id
         self._deadline, self._clock = deadline, clock
-        self._checked: set[str] = set()
-        """entries whose world size was compared and is the same"""
+        self._checked: set[str] = set()  # entries whose world size was compared and is the same
 
     def open_round(self) -> str:
         """Begin a new round, under a new job id."""

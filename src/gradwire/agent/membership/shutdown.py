@@ -38,10 +38,8 @@ too short for a busy machine, a peer that has not heard would wait until its `sh
 class ShutdownResult(NamedTuple):
     """The names of the peers that a worker shut down without."""
 
-    late: list[str]
-    """those that did not reach the last phase in time"""
-    lost: list[str]
-    """those that were lost before they were quiet"""
+    late: list[str]  # those that did not reach the last phase in time
+    lost: list[str]  # those that were lost before they were quiet
     behind: list[str]
     """those that did not reach it either, but may have waited for those that were late"""
 

@@ -33,12 +33,9 @@ class ShutdownProgress:
         self._phase: dict[WorkerId, int] = dict.fromkeys(others, 0)
         self._gone: set[WorkerId] = set()
         self._disconnected: set[WorkerId] = set()
-        self._untold: set[WorkerId] = set()
-        """peers that may not know our phase"""
-        self._confirmed: set[WorkerId] = set()
-        """peers that know that we are ready"""
-        self._epochs: Counter[WorkerId] = Counter()
-        """how often each peer was lost or came back"""
+        self._untold: set[WorkerId] = set()  # peers that may not know our phase
+        self._confirmed: set[WorkerId] = set()  # peers that know that we are ready
+        self._epochs: Counter[WorkerId] = Counter()  # how often each peer was lost or came back
 
     def reached(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""

@@ -49,8 +49,7 @@ class Directory:
     def __init__(self, me: WorkerId, members: Iterable[Member], *, is_open: bool = False) -> None:
         self.lock = threading.RLock()
         """the lock of the worker: most of its tables are changed with this lock held"""
-        self.is_open = is_open
-        """whether workers join and leave at any time"""
+        self.is_open = is_open  # whether workers join and leave at any time
         self._by_id: dict[WorkerId, Member] = {}
         self._by_name: dict[str, Member] = {}
         self._gone: dict[WorkerId, Member] = {}

@@ -56,8 +56,7 @@ class Promise(Generic[T]):
 
     def __init__(self) -> None:
         self._token = [None]
-        self.settled = False
-        """whether the outcome is there; read-only for others"""
+        self.settled = False  # whether the outcome is there; read-only for others
         self._outcome: T | None = None
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[T], object]] = []
@@ -124,8 +123,7 @@ class Pending(msgspec.Struct, eq=False):
     """whether to send the peer a Cancel if nobody waits for the answer any more"""
     via: object = None
     """the channel it is sent on, once known: if the channel ends, the request fails"""
-    n: int = 0
-    """its number, set by `RequestTable.opened`"""
+    n: int = 0  # its number, set by `RequestTable.opened`
 
     def late(self, name: str, me: WorkerId, silence: float) -> CallTimeout:
         """The deadline has passed; `silence` is for how long the worker has sent nothing at all."""
@@ -169,8 +167,7 @@ class RequestTable:
     def __init__(self) -> None:
         self._numbers = count(1)
         self._pending: dict[int, Pending] = {}
-        self._given_up: dict[int, None] = {}
-        """those whose answer may still come"""
+        self._given_up: dict[int, None] = {}  # those whose answer may still come
 
     def __len__(self) -> int:
         return len(self._pending)

@@ -76,10 +76,8 @@ class ShortenedDeadline(float):
 
     depth: int
     """how many calls with this deadline, or one derived from it, enclose this one"""
-    room: float
-    """the seconds that all levels share"""
-    asked: float
-    """the seconds that were asked for"""
+    room: float  # the seconds that all levels share
+    asked: float  # the seconds that were asked for
 
     def __new__(cls, moment: float, depth: int, room: float, asked: float) -> Self:
         """The moment, with the reason for it."""

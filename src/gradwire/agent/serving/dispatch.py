@@ -46,8 +46,7 @@ class Source(msgspec.Struct, eq=False):
     worker: WorkerId
     channel: Channel
     request: int
-    cancelled: str = ""
-    """why nobody waits for the answer any more, once that is so"""
+    cancelled: str = ""  # why nobody waits for the answer any more, once that is so
     note: bytes = b""
     """what the layer above sends along with the answer or the failure"""
 

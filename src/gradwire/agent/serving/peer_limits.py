@@ -19,8 +19,7 @@ from gradwire.agent.requests.timer import Clock
 from gradwire.errors import CallTimeout, OverLimit
 from gradwire.ids import WorkerId
 
-EACH: Final = 1024
-"""About how many bytes a message takes besides its own."""
+EACH: Final = 1024  # about how many bytes a message takes besides its own
 
 
 @final
