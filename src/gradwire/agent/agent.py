@@ -2,6 +2,12 @@
 
 The agent owns the table of requests, sends frames, and passes inbound frames to promises and
 handlers. Upper layers register handlers (`handle`) and listeners for lost peers (`on_peer_lost`).
+
+Note [Cancellation]: a request is cancelled when its deadline has passed, when the waiting thread
+was interrupted, when its future was cancelled, or when the inbound request that it was made for was
+itself cancelled. So cancellation spreads from worker to worker. Inbound requests are cancelled too
+when their connection ends. One that has not begun is dropped. One that runs cannot be stopped from
+outside: it is marked, and its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -10,29 +16,28 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 import msgspec
 
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.membership.heartbeat import Heartbeat
-from gradwire.agent.messages import Done, Failure
+from gradwire.agent.messages import Cancel, Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests.promise import Pending, Promise, RequestTable, gone, unsent
 from gradwire.agent.requests.timer import Clock, Timer
-from gradwire.agent.serving.cancellation import Cancellation
-from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Payload, Source, payload_of
-from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import (
-    Cancelled,
-    DeadlinePassed,
-    GradwireError,
-    NotSerializable,
-    PeerLost,
-    UsageError,
+from gradwire.agent.serving.dispatch import (
+    Dispatch,
+    Interceptor,
+    Lane,
+    Payload,
+    Source,
+    payload_of,
 )
+from gradwire.agent.serving.thread_pool import Job, mine
+from gradwire.errors import DeadlinePassed, GradwireError, NotSerializable, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits, Options
@@ -41,8 +46,8 @@ from gradwire.transport.base import Channel
 from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode
 
 _log = logging.getLogger("gradwire")
-_FAILURE_SECONDS = 10.0
-"""How long sending an error may take. The worker that waits for it has a deadline of its own."""
+_FAILURE_SECONDS = _CANCEL_SECONDS = 10.0
+"""How long sending these may take. The worker that waits for an error has a deadline of its own."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -102,8 +107,7 @@ class Agent:
         beside = (directory, connections, self.dispatch, self.timer, events)
         self._heartbeat = Heartbeat(*beside, options.timeouts)
         self.silence_of = self._heartbeat.silence_of
-        nested = self._calls.made_for
-        self._cancellation = Cancellation(directory, self.dispatch, clock, events, nested)
+        self.handle(Cancel, self._serve_cancel, Lane.CONTROL)
         call_after_fork(self)
 
     def start(self, contexts_opened: Callable[[], int]) -> None:
@@ -181,7 +185,8 @@ class Agent:
             self.timer.need(deadline)
         try:
             if inbound is not None and inbound.cancelled:
-                raise Cancelled(f"{description} was cancelled: {inbound.cancelled}")
+                name = self.directory.name(to)
+                raise entry.cancelled(name, self.directory.me.id, inbound.cancelled)
             frame = _make_frame(message, payload, self.limits, n)
             if via is None:
                 via = entry.via = self._connections.to(to, deadline)
@@ -236,8 +241,44 @@ class Agent:
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
         taken = self._calls.cancelled(promise.request)
-        self._cancellation.cancel(taken, why)
+        self._cancel(taken, why)
         return bool(taken)
+
+    def _cancel(self, requests: list[Pending], why: str) -> None:
+        for pending in requests:
+            name = self.directory.name(pending.peer)
+            pending.promise.settle(pending.cancelled(name, self.directory.me.id, why))
+        self._send_cancels(requests)
+
+    def _send_cancels(self, requests: list[Pending]) -> None:
+        """Send a Cancel to the workers that serve these requests, which have ended here."""
+        ended: dict[Channel, list[int]] = {}
+        for pending in requests:
+            if pending.notify_cancel and pending.via is not None:
+                ended.setdefault(cast(Channel, pending.via), []).append(pending.n)
+
+        def send(channel: Channel, numbers: list[int]) -> None:
+            try:
+                frame = _make_frame(Cancel(numbers), (), self.limits)
+                channel.send(frame, self.clock.now() + _CANCEL_SECONDS)
+            except GradwireError:
+                self.events.emit("uncancelled", str(numbers))
+
+        for channel, numbers in ended.items():
+            self.dispatch.service.submit(partial(send, channel, numbers))
+
+    def _serve_cancel(self, message: Cancel, _: Payload, source: Source) -> None:
+        name, requests = self.directory.name(source.worker), set(message.requests)
+        is_open = self.dispatch.inbound_on(source.channel)
+        cancelled = [inbound for inbound in is_open if inbound.request in requests]
+        self._stop(cancelled, f"{name} does not wait for it any more")
+
+    def _stop(self, inbound_requests: list[Source], why: str) -> None:
+        """Mark inbound requests as cancelled, and cancel the requests that were made for them."""
+        for inbound in inbound_requests:
+            inbound.cancelled = why
+            self.events.emit("cancel", CallId(inbound.worker, inbound.request))
+        self._cancel(self._calls.made_for(set(inbound_requests)), why)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -380,7 +421,7 @@ class Agent:
         for pending in late:
             name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
             pending.promise.settle(pending.late(name, self.directory.me.id, silence))
-        self._cancellation.notify(late)
+        self._send_cancels(late)
         return following
 
     def _channel_ended(
@@ -391,8 +432,7 @@ class Agent:
         self.noting.note(worker, reason)
         for pending in lost:
             pending.promise.settle(pending.lost(name, self.directory.me.id, reason, link, now))
-        orphans = self.dispatch.inbound_on(channel)
-        self._cancellation.stop(orphans, f"the caller {name} was lost")
+        self._stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)
 

@@ -55,7 +55,11 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     One that came from another worker keeps its name; each worker that it passes adds its traceback.
     """
     trace = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
-    text, contents = _safe_text(error), _safe_contents(error, name_of)
+    text, contents = _safe_text(error), b""
+    try:
+        contents = pack_contents(error, name_of, _safe_text)
+    except Exception:  # a user's type may have properties that raise
+        _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
     if isinstance(error, RemoteError):
         name, worker = error.type_name, error.worker
     else:
@@ -188,14 +192,6 @@ def _text(error: BaseException) -> str:
 
 def _safe_text(error: BaseException) -> str:
     return _safe(lambda: _text(error))
-
-
-def _safe_contents(error: BaseException, name_of: NameOf) -> bytes:
-    try:
-        return pack_contents(error, name_of, _safe_text)
-    except Exception:  # a user's type may have properties that raise
-        _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
-        return b""
 
 
 def _maybe_blank(

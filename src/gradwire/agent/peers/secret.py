@@ -2,11 +2,8 @@
 
 It comes from a file that only its owner can read, from an inherited file descriptor, or from the
 environment. There is no default. It never appears in a log, an error, a repr or a command line, and
-is never sent: only keys derived from it are used.
-
-The environment variable is not removed after reading: a process may become a worker again, and its
-children need the secret as well. The environment can be read by the same user and by root, as can
-the memory. A file is better still: it is not inherited by every program that is started.
+is never sent: only keys derived from it are used. The environment variable is not removed after
+reading: a process may become a worker again, and its children need the secret as well.
 """
 
 from __future__ import annotations
