@@ -111,11 +111,7 @@ class Agent:
         call_after_fork(self)
 
     def start(self, contexts_opened: Callable[[], int]) -> None:
-        """Begin to accept and serve; every handler is registered by now.
-
-        `contexts_opened` counts the contexts of this worker; see Note [Contexts and incarnations],
-        peers/directory.py.
-        """
+        """Begin to accept and serve; every handler is registered. `contexts_opened`: for Hello."""
         self._connections.start(
             on_frame=self._frame_came,
             on_joined=self._joined,

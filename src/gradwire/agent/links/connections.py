@@ -95,7 +95,8 @@ class Connections:
 
         `on_joined`: a worker has its first channel. `on_opened`: there is a new channel. `on_end`:
         a channel has ended, why, and whether it was the last to its worker. `on_reborn`: a later
-        incarnation of a worker has connected. `contexts_opened` is for Hello.since.
+        incarnation of a worker has connected. `contexts_opened` counts this worker's contexts; see
+        Note [Contexts and incarnations], peers/directory.py.
         """
         self._on_joined, self._on_opened = on_joined, on_opened
         self._on_end, self._on_reborn = on_end, on_reborn
@@ -224,10 +225,7 @@ class Connections:
     def _receive_hello(
         self, channel: Channel, name: str, deadline: float, dialled: WorkerId | None = None
     ) -> Hello:
-        """The Hello of the worker of this name, which is in the directory from then on.
-
-        An earlier incarnation that it replaces is lost.
-        """
+        """The Hello of the worker of this name; an earlier incarnation that it replaces is lost."""
         frame = channel.maybe_recv(deadline)
         if frame is None:
             raise DeadlinePassed(f"{channel.remote} did not introduce itself before the deadline")

@@ -56,10 +56,7 @@ def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadli
 
 
 def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float) -> str:
-    """As the listener: check the dialler's proof; returns its name.
-
-    A refused dialler is told the reason, unless it does not even speak this protocol.
-    """
+    """As the listener: check the dialler's proof; returns its name."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     listening = Listening(secret.key(_PURPOSE), job, me, nonce=nonce, binding=channel.binding)
     try:
@@ -67,7 +64,7 @@ def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float
         channel.send_raw(listening.challenge(opening, channel.peer_names), deadline)
         channel.send_raw(listening.proof(_heard(channel, deadline)), deadline)
     except Refusal as refusal:
-        if refusal.reason is not Reason.STRANGER:  # it would not understand
+        if refusal.reason is not Reason.STRANGER:  # which would not understand why
             with suppress(GradwireError):
                 channel.send_raw(refused(refusal.reason), deadline)
         raise
@@ -108,10 +105,7 @@ class Acceptor:
         self._closed = False
 
     def open(self, spawn: Spawn, handshake: Callable[[Channel, float], None]) -> None:
-        """Begin to accept. `handshake(channel, deadline)` puts a channel to use, or raises why not.
-
-        That deadline is in the time of `time.monotonic`, which channels use.
-        """
+        """Begin to accept. `handshake(channel, deadline)` uses a channel, or raises why not."""
         self._spawn, self._complete = spawn, handshake
         # A finalizer on these threads may call through a connection that waits for them.
         self._spawn("accept", self._accept, IRREPLACEABLE)
@@ -173,7 +167,7 @@ class Acceptor:
 
     def _handshake(self, channel: Channel) -> None:
         try:
-            self._complete(channel, time.monotonic() + self._seconds)
+            self._complete(channel, time.monotonic() + self._seconds)  # channels use this clock
         except Refusal as refusal:
             self._refuse(refusal.reason.name.lower(), channel, refusal.message)
         except DeadlinePassed:

@@ -139,10 +139,7 @@ class ChannelReader:
 
 
 class _ThisThread(threading.local):
-    """What each thread does now, for all workers of the process.
-
-    Not per worker: a finalizer may call as one worker on a thread that reads for another.
-    """
+    """What each thread does now; not per worker: a finalizer on it may call as another one."""
 
     runs: bool = False  # whether it is a reader thread that runs a job
     reads: ChannelReader | None = None  # whose read lock it holds

@@ -1,11 +1,9 @@
 """Joining and leaving an open world: the roster in the store, and what members tell each other.
 
-A worker registers in the roster, then announces itself by connecting to each member before it: its
-handshake says who it is. A worker that leaves tells all members and waits until they have
-acknowledged it, so that none calls it by mistake.
-
-The roster has no lock that a dying worker could keep: each change is one compare-and-set. A worker
-that dies while it joins is found dead by the next one, or removed when its time is over.
+A worker registers in the roster, then announces itself by connecting to each member before it. One
+that leaves tells all members and waits until they have acknowledged it, so that none calls it by
+mistake. The roster has no lock that a dying worker could keep: each change is one compare-and-set.
+A worker that dies while it joins is found dead by the next, or removed when its time is over.
 """
 
 from __future__ import annotations

@@ -157,10 +157,7 @@ def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
 def meet(
     store: SignedStore, me: Member, world_size: int, options: Options, clock: Clock
 ) -> Meeting:
-    """Write this worker's entry, and wait for the entries of all others.
-
-    A later incarnation rejoins the round of the earlier one, without the help of the other workers.
-    """
+    """Write this worker's entry, and wait for the entries of all others."""
     rounds = _Rounds(store, me, clock.now() + options.timeouts.join, clock)
     try:
         return _meet(rounds, store, me, world_size)
@@ -174,7 +171,7 @@ def meet(
 
 def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> Meeting:
     is_again = me.incarnation > 0
-    if is_again:
+    if is_again:  # it rejoins the round of the earlier one, without the help of the others
         round = rounds.last_round()
     else:
         _refuse_open_world(store)

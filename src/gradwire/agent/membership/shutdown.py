@@ -29,9 +29,8 @@ _LOOK_AGAIN_SECONDS = 0.005
 _TELL_SECONDS = 10.0
 _TELL_AGAIN_SECONDS = 0.5
 _CONFIRM_SECONDS = 30.0
-"""How long to wait for peers that are ready to confirm that we are. They may be gone already, which
-a closed port tells at once, but not one behind a proxy; then this is waited for nothing. If it were
-too short for a busy machine, a peer that has not heard would wait until its `shutdown(timeout=)`.
+"""How long to wait for peers that are ready to confirm that we are. One behind a proxy may be gone
+unnoticed. If it were too short, a peer that has not heard would wait for its `shutdown(timeout=)`.
 """
 
 
@@ -70,10 +69,7 @@ class GracefulShutdown:
             self._changed.notify_all()
 
     def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
-        """Wait until a peer's program is over, in this incarnation or a later one; False if late.
-
-        The loss of the peer does not end the wait: it may come back.
-        """
+        """Wait until a peer's program is over, even if it is lost and comes back; False if late."""
         now, has_reached = self._agent.clock.now, self._progress.has_reached
         return self._wait_until(lambda: has_reached(worker, OVER), lambda: deadline - now())
 

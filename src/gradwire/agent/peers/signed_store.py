@@ -4,9 +4,9 @@ torch's TCPStore listens on all interfaces and authenticates nobody; a file may 
 others. So each value carries an HMAC-SHA256 under a key derived from the secret, bound to its name
 and, where the writer knows it, to the round of joining. A bad signature is refused before parsing.
 
-What a signature cannot prevent: a process that can write to the store can delete a value, restore
-an older one, or change a counter, which is not signed. Then joining fails by its timeout. No
-impostor gets in, as the handshake authenticates each connection again.
+A process that can write to the store can still delete a value, restore an older one, or change a
+counter, which is not signed. Then joining fails by its timeout. No impostor gets in, as the
+handshake authenticates each connection again.
 """
 
 from __future__ import annotations

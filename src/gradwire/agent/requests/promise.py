@@ -1,9 +1,8 @@
 """Requests without an answer yet: the promise of an outcome, and the table of all of them.
 
 A request leaves the table exactly once: answered, late, lost or withdrawn. The caller that took it
-out settles its promise. An answer that finds nothing is not an error. Either it is late: nobody
-waits for it, and what it holds is to be released. Or it is the second one to its request: what it
-holds is in use since the first.
+out settles its promise. An answer that finds nothing is late, and what it holds is to be released;
+or it is the second one to its request, and what it holds is in use since the first.
 
 Neither has a lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread here,
 and settle, wait or send on the same thread.

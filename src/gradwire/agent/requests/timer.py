@@ -190,9 +190,9 @@ class Timer:
 
 @final
 class Resender(Generic[T]):
-    """Keeps messages that could not be sent, or were not answered, until it is time to send again.
+    """Keeps messages until it is time to send them again.
 
-    `send_again` gets those that are due. It is called on the timer's thread, so it must not block.
+    `send_again` gets those that are due, on the timer's thread, so it must not block.
     """
 
     def __init__(self, timer: Timer, send_again: Callable[[list[T]], None]) -> None:

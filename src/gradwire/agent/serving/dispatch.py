@@ -152,10 +152,7 @@ class Dispatch:
     def serve(
         self, source: Source, frame: Frame, may_run: bool, interceptor: Interceptor | None = None
     ) -> Job | None:
-        """Run the frame's handler in its lane.
-
-        If `may_run` and it is short, it is returned for the calling thread to run.
-        """
+        """Run the frame's handler in its lane; if `may_run`, one that is short is returned."""
         registered, run = self._registered.get(frame.kind), self._run
         if registered is None:
             raise BadMessage(f"no handler for messages of kind {frame.kind:#06x}")
@@ -201,9 +198,7 @@ class Dispatch:
         """Run a handler, or `refuse` the message if nobody waits for the answer any more.
 
         `size` is what it counts for as unserved. If `guest_of` is set, the current (reader) thread
-        counts as a thread of that pool while the handler runs.
-
-        hot: every message
+        counts as a thread of that pool while the handler runs. hot: every message
         """
         if guest_of is not None:
             guest_of.guests.append(None)
