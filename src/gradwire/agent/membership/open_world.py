@@ -19,7 +19,7 @@ from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_ro
 from gradwire.agent.membership.shutdown import ShutdownResult
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore
 from gradwire.agent.peers.state import Member, Roster, not_unique
 from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.dispatch import Lane, Payload, Source

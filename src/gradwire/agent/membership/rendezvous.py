@@ -1,6 +1,6 @@
 """How the workers of a closed world exchange names and addresses: through one of torch's stores.
 
-Each worker writes its own entry and reads the others', all signed (peers/signed_store.py). The
+Each worker writes its own entry and reads the others', all signed (peers/secret.py). The
 store is needed only to join; the hosting process keeps it open until it has opened or joined
 another. An open world keeps a roster in the store instead: see open_world.py.
 
@@ -26,7 +26,7 @@ from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defin
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore
 from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
