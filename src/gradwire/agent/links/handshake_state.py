@@ -38,18 +38,14 @@ T = TypeVar("T")
 VERSION: Final = 3
 NONCE_BYTES: Final = 32
 MOST_BYTES: Final = 512  # of any message here
-
 _HEAD: Final = struct.Struct(">8sHBH")
+HEAD_BYTES: Final = _HEAD.size
 _MAGIC: Final = b"gradwire"
 _SHORT: Final = struct.Struct(">H")
-_PROOF_BYTES: Final = 32
 _NAME: Final = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 _JOB: Final = re.compile(r"[A-Za-z0-9\-_]{1,64}")
 _OPENING, _CHALLENGE, _PROOF, _REFUSED = 1, 2, 3, 4
 _DIALLER, _LISTENER = b"gradwire: the dialler's proof", b"gradwire: the listener's proof"
-
-HEAD_BYTES: Final = _HEAD.size
-
 _SAME_SECRET: Final = (
     "give every worker of the job the same secret: Options(secret=…) or GRADWIRE_SECRET_FILE"
 )
