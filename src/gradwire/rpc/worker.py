@@ -25,8 +25,7 @@ from gradwire.agent.membership.open_world import Membership, RosterStore
 from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import Secret
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import Secret, SignedStore
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.autograd.engine import Engine

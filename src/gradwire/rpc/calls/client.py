@@ -97,8 +97,8 @@ class Calls:
         self._environment = Environment(agent, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
-        agent.on_answer(Result, attrgetter("body.released"), self._result_came)
-        agent.on_late(Result, self._release_late)
+        released = attrgetter("body.released")
+        agent.on_answer(Result, released, self._result_came, self._release_late)
 
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """Run a function on a peer; return what it returned, or raise what it raised."""
