@@ -49,7 +49,6 @@ from gradwire.torch_private import (
     run_engine,
     set_sequence_number,
     set_threaded,
-    when_run_ends,
     will_execute,
     wrap_runs,
 )
@@ -106,7 +105,11 @@ def may_be_counted(reached: Reached) -> bool:
     """
     if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
         return False
-    return not reached.accumulators or not (dist.is_available() and dist.is_initialized())
+    return not reached.accumulators or not _may_have_ddp()
+
+
+def _may_have_ddp() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def leads_on(recv: Node) -> bool:
@@ -170,11 +173,17 @@ def lets_checkpoints_run() -> bool:
 def _begin(reached: Reached | None, undo_log: UndoLog, on_start: OnStart) -> None:
     undo_log.enter()
     on_start()
-    if reached is not None and (reached.accumulators or reached.checkpoints or reached.sinks):
+    if reached and (reached.sinks or (reached.accumulators and _may_have_ddp())):
         executed = [sink for sink in reached.sinks if will_execute(sink)]
         unused = [leaf for sink in executed for leaf in replica_parameters(sink)]
-        # Queued now, so that it is called before the callbacks that DDP queues during the run.
-        when_run_ends(partial(undo_log.reopen, unused))
+        undo_log.reopen_at_end(unused)
+
+
+def _callback_queued() -> None:
+    """By Python code. See Note [Callbacks at the end of a run], undo/undo_log.py."""
+    undo_log = undo_log_of_run()
+    if undo_log is not None:
+        undo_log.reopen_at_end()
 
 
 def enter_if_begun() -> bool:
@@ -243,7 +252,7 @@ _TensorOrEdge = torch.Tensor | GradientEdge
 @cache
 def watch_backwards() -> None:
     """See from now on the backwards that Python code starts; once for the process."""
-    wrap_runs(_run_of_python)
+    wrap_runs(_run_of_python, _callback_queued)
 
 
 def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401

@@ -9,25 +9,28 @@ of one run gradwire puts two more hooks around each of those nodes:
                  after: move the sum to the map, and put `.grad` back
 
 So hooks see the gradient of the context where they look for it. A leaf is *open* while its `.grad`
-holds the sum of the context. All leaves of the run are opened again while the engine's final
-callbacks run, because DDP's reducer writes its averages there. A leaf is locked while it is open,
-as runs of several contexts may meet on it; a plain local backward does not take that lock.
+holds the sum of the context. It is locked while it is open, as runs of several contexts may meet on
+it; a plain local backward does not take that lock.
 
-A backward that a Function runs inside a run has an undo log of its own, whose entries become part
-of the outer one (backward/engine_run.py).
+Note [Callbacks at the end of a run]: what hooks leave to the end of a run may look at leaves, as
+DDP's reducer, which writes its averages there. So all leaves of the run are opened again before the
+first such callback. Those of Python code are seen when they are queued; those of DDP, which is C++,
+are expected wherever torch.distributed is initialized.
 
 Note [A pass ends once]: three threads may learn that a pass has ended here: the one that ran it,
 the one that reads the coordinator's message, and the one that notices that the coordinator is lost.
-The first to settle `_token` ends the log: it keeps all changes, or reverts all of them in reverse
+The first to take `_token` ends the log: it keeps all changes, or reverts all of them in reverse
 order. Another that wants to revert waits until that is over, because it then says that the revert
-is done. It is no lock, so that `keep`, which runs on a thread that reads a channel, never waits.
+is done. Nobody waits for the token: `keep` runs on a thread that reads a channel.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import final
 
 import torch
@@ -37,7 +40,7 @@ from gradwire.autograd.graph.context import Context
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.leaf_entry import LeafEntry
 from gradwire.autograd.undo.nested_pass import Nested
-from gradwire.torch_private import NO_RUN, Node, current_run
+from gradwire.torch_private import NO_RUN, Node, current_run, when_run_ends
 
 _log = logging.getLogger("gradwire")
 _UNDO_SECONDS = 60.0
@@ -76,9 +79,11 @@ class UndoLog:
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         """the gradients that were added to new leaves, by identity"""
         self.run = NO_RUN
+        self._is_reopened = False
         self._stuck = 0
         """how many gradients could not be reverted"""
-        self._token: Promise[None] = Promise()
+        self._token = threading.Lock()
+        """taken once, and never given back"""
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
@@ -134,8 +139,13 @@ class UndoLog:
         """Whether a run has no undo log, so that nothing tells what it adds."""
         return run not in _by_run
 
-    def reopen(self, others: Iterable[torch.Tensor]) -> None:
-        """Open all leaves of the run, and `others`, for the callbacks at its end."""
+    def reopen_at_end(self, others: Iterable[torch.Tensor] = ()) -> None:
+        """Open all leaves of the run, and `others`, before callbacks that are queued after this."""
+        if not self._is_reopened and self.outer is None:
+            self._is_reopened = True
+            when_run_ends(partial(self._reopen, others))
+
+    def _reopen(self, others: Iterable[torch.Tensor]) -> None:
         # By ascending id, the same order in all runs: here a run holds more than one lock.
         own = [entry for entry in self.entries if entry.undo_log is self]
         entries = {id(entry.leaf): entry for entry in own}
@@ -152,7 +162,7 @@ class UndoLog:
 
     def keep(self, submit: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
         """The pass has ended well. `submit` runs what sends, if this thread must not send."""
-        if not self._token.settle(None):
+        if not self._token.acquire(blocking=False):
             return
         try:
             for entry in self.entries:
@@ -169,7 +179,7 @@ class UndoLog:
 
         If another thread does that already, wait for it; False if it takes longer than `seconds`.
         """
-        if not self._token.settle(None):
+        if not self._token.acquire(blocking=False):
             try:
                 self._over.wait(seconds)
             except TimeoutError:
