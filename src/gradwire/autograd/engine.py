@@ -94,7 +94,7 @@ class Engine:
         differentiable = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
         if not differentiable:
             return []
-        context = None if id is None else self._maybe_open(id)
+        context = None if id is None else self.contexts.maybe(id) or self._maybe_open(id)
         if context is None and self.only_in_contexts:
             return []
         tag = None if context is None else context.id
@@ -117,7 +117,7 @@ class Engine:
 
         False, and nothing is replaced, if this worker records nothing here.
         """
-        context = None if id is None else self._maybe_open(id, peer)
+        context = None if id is None else self.contexts.maybe(id) or self._maybe_open(id, peer)
         if context is None and self.only_in_contexts:
             self.drop_crossings(crossings, peer)
             return False
@@ -127,9 +127,10 @@ class Engine:
             recv = arrive(self.edges, self._ref, tag, peer, crossed, tensors)
             if context is not None:
                 context.received[crossed.edge] = None
-                context.prune(self.edges)
                 if self.only_in_contexts:
                     context.kept.append(recv)
+        if context is not None:
+            context.prune(self.edges)
         self.releases.expect()
         return True
 
@@ -153,17 +154,18 @@ class Engine:
 
     def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
-        active, edge, peer = self._active_pass(end), end.edge, end.peer
+        active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
         if isinstance(active, CoordinatedPass):
             self.coordinator.send_starts(active)
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
-            self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
+            has_come = partial(active.has_come, edge)
+            self._agent.wait(end.peer, has_come, partial(active.await_edge, edge))
         gradients, crossings = active.take_gradients(edge)
         if not crossings:
             return gradients
         present = [gradient for gradient in gradients if gradient is not None]
-        self.attach_recv(end.context, peer, crossings, present)
+        self.attach_recv(end.context, end.peer, crossings, present)
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
@@ -177,7 +179,8 @@ class Engine:
         of a run are held until the engine has returned if they go to the coordinator, and stand for
         RunDone too. Under create_graph a gradient may cross by an edge, as values do.
         """
-        active, edge, peer = self._active_pass(end), end.edge, end.peer
+        active = self.passes.of_run(current_run()) or self._begin_native(end)
+        edge, peer = end.edge, end.peer
         active.edges_sent.add(edge)
         if isinstance(active, CoordinatedPass) and active.is_partial and not leads_on(recv):
             return
@@ -199,17 +202,14 @@ class Engine:
         else:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
-    def _active_pass(self, end: EdgeEnd) -> AnyPass:
+    def _begin_native(self, end: EdgeEnd) -> AnyPass:
         """See Note [Which pass a node runs for], backward/pass_table.py."""
-        active = self.passes.of_run(current_run())
-        if active is None:
-            if not this_thread.is_ordered:
-                # Nor is its failure seen: the next run looks for tasks that it has left.
-                this_thread.has_leftovers = True
-            if end.count and end.edge not in self.edges.received:
-                raise self._gone(end)
-            active = self.coordinator.begin_native(end)
-        return active
+        if not this_thread.is_ordered:
+            # Nor is its failure seen: the next run looks for tasks that it has left.
+            this_thread.has_leftovers = True
+        if end.count and end.edge not in self.edges.received:
+            raise self._gone(end)
+        return self.coordinator.begin_native(end)
 
     def _gone(self, end: EdgeEnd) -> Exception:
         """Why a Recv leads nowhere: its context is closed, or its sender was lost."""

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from gradwire.autograd.graph import crossing
-from gradwire.autograd.graph.edges import _JOINS_KEPT, Edges, Made
+from gradwire.autograd.graph.crossing import _JOINS_KEPT
+from gradwire.autograd.graph.edges import Edges, Made
 from gradwire.autograd.graph.lineage import from_wire, plus, to_wire, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.autograd.messages import Crossing

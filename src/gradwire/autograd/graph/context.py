@@ -102,6 +102,8 @@ class Contexts:
         self._first = self.opened = first
         """the number of the next one that is opened here"""
         self._open: dict[ContextId, Context] = {}
+        self.maybe = self._open.get
+        """the context, if it is open here"""
         self._closed: dict[ContextId, str | None] = {}
         """of others, with the worker whose loss has closed it, if it was that"""
 
@@ -114,10 +116,6 @@ class Contexts:
             n = self.opened
             self.opened = n + 1  # at once: a finalizer may open one while ours is made
             return self._made(context_id(self._me, n))
-
-    def maybe(self, id: ContextId) -> Context | None:
-        """The context, if it is open here."""
-        return self._open.get(id)
 
     def heard_of(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
