@@ -155,8 +155,8 @@ class Engine:
     def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
         active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
-        if isinstance(active, CoordinatedPass):
-            self.coordinator.send_starts(active)
+        if isinstance(active, CoordinatedPass) and active.not_started:  # it is about to wait
+            self.coordinator.send_starts(active, active.take_not_started())
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
             has_come = partial(active.has_come, edge)

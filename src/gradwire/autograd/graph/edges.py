@@ -128,7 +128,8 @@ class Edges:
         self.queued: dict[WorkerId, dict[int, None]] = {}
         """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first
-        self._latest_depth = 0
+        self.latest_depth = 0
+        """of the edges sent since the last pass"""
         self._quota = PeerLimit("edges", most)
         self._counting = threading.RLock()
         _open[self] = None
@@ -165,12 +166,8 @@ class Edges:
 
         Deeper than those sent since the last pass, too: see Note [The order of waiting], walk.py.
         """
-        depth = self._latest_depth = max(min(self._latest_depth, ROOM // 2), below) + 1
+        depth = self.latest_depth = max(min(self.latest_depth, ROOM // 2), below) + 1
         return depth
-
-    def pass_over(self) -> None:
-        """A pass has ended here: what is sent from now on is for the next, and begins anew."""
-        self._latest_depth = 0
 
     def arrived(self, end: EdgeEnd, node: Node) -> None:
         """A Recv was made. Its end, in any thread, only appends to a queue.
@@ -290,6 +287,6 @@ class Edges:
             dropped += [join for join in self.joins if meets(join.edges, edges)]
             self.joins = [join for join in self.joins if not meets(join.edges, edges)]
         if not self.sent:
-            self._latest_depth = 0
+            self.latest_depth = 0
             self.joins = []  # two threads at once may have put back one that was dropped
         return dropped
