@@ -1,12 +1,10 @@
 """One backward pass while it is active on one worker.
 
 `ActivePass` is what every worker of the pass knows: the gradients that have arrived, and the
-threads that wait for them. `CoordinatedPass` adds what the coordinator knows, the worker on which
-the pass began; `ParticipantPass` what every other worker knows.
-
-All three drive one `PassState`: they decide under the worker's lock and act outside it. They wait
-without a timeout of their own. The pass table's timer fails a pass at its deadline, and a failure
-wakes every wait.
+threads that wait for them. `CoordinatedPass` adds what the worker knows on which the pass began;
+`ParticipantPass` what every other worker knows. They decide by a `PassState` under the worker's
+lock and act outside it. They wait without a timeout of their own: the pass table's timer fails a
+pass at its deadline, and a failure wakes every wait.
 """
 
 from __future__ import annotations

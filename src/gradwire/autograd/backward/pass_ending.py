@@ -4,10 +4,9 @@ The coordinator says which (PassEnded). A participant that loses the coordinator
 until then it keeps the undo log of its run.
 
 A participant confirms that it has reverted a failed pass. The coordinator waits for that no longer
-than the deadline of the pass. Then the rollback goes on without it, and it begins no other pass
-with such a participant until that has confirmed, as another pass could add to gradients that are
-about to be reverted. A participant that is lost need not confirm: it reverts the pass by itself
-before it runs for that coordinator again.
+than the deadline of the pass. It then begins no other pass with such a participant until that has
+confirmed: it could add to gradients that are about to be reverted. A participant that is lost need
+not confirm: it reverts the pass by itself before it runs for that coordinator again.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ _ASK_AGAIN_SECONDS = 0.05
 class Rollback:
     """The rollback of one pass, on its coordinator, which begins when this is made.
 
-    It is among `unfinished` until all participants have confirmed. `broken` gets those whose
-    gradients are unknown since.
+    It is `unfinished` until all have confirmed. `broken` gets those whose gradients are unknown.
     """
 
     def __init__(
@@ -201,9 +199,9 @@ class PassEnding:
     def coordinator_lost(self, worker: WorkerId) -> Job:
         """A job that commits or rolls back the passes of a lost coordinator here.
 
-        A pass whose run is over here may have ended well, and the message was lost with the
-        connection. So the coordinator is asked; if nobody answers, nobody can rely on the pass, and
-        it is rolled back. Until the job is done no pass of the same coordinator begins here.
+        One whose run is over here may have ended well, and the message was lost. So the coordinator
+        is asked; if nobody answers, nobody can rely on the pass, and it is rolled back. Until the
+        job is done no pass of the same coordinator begins here.
         """
         begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
         if not begun:  # or an earlier loss is being handled

@@ -4,14 +4,11 @@ Rules of this file:
   1. Pure: no torch, no threads, no clock, and of gradients only the ids of their edges.
   2. Every edge is settled exactly once per pass and collected exactly once by the Send that waits
      for it. What is settled may be early (before the pass is known here), never twice.
-  3. A pass is done when every worker asked is done.
-  4. A worker that has changed no leaf has nothing to keep or to roll back: for it a pass is over
-     with its run.
+  3. A pass is done when every worker asked is done. One that has changed no leaf has nothing to
+     keep or to roll back: for it a pass is over with its run.
 
-A *run* is one execution of torch's engine over this worker's Sends of the pass; it waits at each
-Send until that edge is settled.
-
-The sets without an underscore are read directly by `ActivePass`: a method call costs more.
+A *run* is one execution of torch's engine over this worker's Sends of the pass. The sets without an
+underscore are read directly by `ActivePass`: a method call costs more.
 """
 
 from __future__ import annotations

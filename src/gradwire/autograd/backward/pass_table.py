@@ -4,10 +4,10 @@ Note [Which pass a node runs for]: passes may follow each other, run at once fro
 or nest. The number of the current engine run tells them apart. A native backward is entered here by
 the first crossing it meets, a run that gradwire starts by its first node (engine_run.py).
 
-Note [Passes that are over]: a message of a pass may arrive after the pass has ended here, and must
-not begin it anew. A coordinator numbers its passes, and says with each Start which is the oldest
-that is not over: of those before it nothing is heard any more. So what is remembered of each
-coordinator is that number, and the few that have ended above it.
+Note [Passes that are over]: a message may arrive after its pass has ended here, and must not begin
+it anew. A coordinator numbers its passes, and says with each Start which is the oldest that is not
+over: of those before it nothing is heard any more. So what is remembered of each coordinator is
+that number, and the few that have ended above it.
 """
 
 from __future__ import annotations

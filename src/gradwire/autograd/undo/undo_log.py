@@ -1,8 +1,8 @@
 """The undo log of one engine run: what it adds to leaves, and how to revert that.
 
 Torch's own AccumulateGrad nodes run, with every hook on them: leaf hooks, post-accumulate hooks and
-those of DDP. A run adds to `.grad`, or to the map of a context from leaf to gradient. For the time
-of one run gradwire puts two more hooks around each of those nodes:
+those of DDP. A run adds to `.grad`, or to the map of a context from leaf to gradient. For one run
+gradwire puts two more hooks around each of those nodes:
 
     to .grad     before: remember what was there, to put it back if the pass fails
     to the map   before: put what the context has so far in the place of `.grad`
@@ -56,38 +56,34 @@ def undo_log_of_run() -> UndoLog | None:
 
 @final
 class UndoLog:
-    """The changes of one run: to the map of `context`, or without one to `.grad` itself.
+    """The changes of one run: to the map of `context`, or without one to `.grad` itself."""
 
-    `outer` is the undo log of the run around it, for a backward that a Function runs.
-    """
+    run = NO_RUN
+    inner = _stuck = 0
+    """how many entries belong to backwards inside the run; how many could not be reverted"""
+    _is_reopened = False
 
     def __init__(
         self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
     ) -> None:
-        self._locks = locks
-        self.context, self.outer = context, outer
+        self._locks, self.context = locks, context
         self.into = None if context is None else context.gradients
-        self.outermost: UndoLog = self if outer is None else outer.outermost
+        self.outer, self.outermost = outer, self if outer is None else outer.outermost
+        """the undo log of the run around it, for a backward that a Function runs"""
         self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
-        self.inner = 0
-        """how many of them belong to backwards inside the run"""
         self.nested: list[Nested] = []
         """the passes that have ended well in backwards inside the run"""
         self.parked: list[LeafEntry] = []
         """See Note [Leaves of a backward inside a run], leaf_entry.py"""
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         """the gradients that were added to new leaves, by identity"""
-        self.run = NO_RUN
-        self._is_reopened = False
-        self._stuck = 0
-        """how many gradients could not be reverted"""
         self._token = threading.Lock()
         """taken once, and never given back"""
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
-        """The undo log of a backward inside this run."""
+        """The undo log of a backward that a Function runs inside this run."""
         return UndoLog(self._locks, self.context, self)
 
     def enter(self) -> None:
@@ -123,7 +119,7 @@ class UndoLog:
             self.outer.nested += self.nested
         elif self.inner:  # the entries of the backwards inside are from now on like its own
             for entry in self.parked:
-                entry.settle()
+                entry.move()
             self.parked.clear()
             self.entries = [e for e in self.entries if e.undo_log is self or e.watch_again()]
 
@@ -179,16 +175,15 @@ class UndoLog:
 
         If another thread does that already, wait for it; False if it takes longer than `seconds`.
         """
-        if not self._token.acquire(blocking=False):
+        if self._token.acquire(blocking=False):
             try:
-                self._over.wait(seconds)
-            except TimeoutError:
-                return False
-            return True
+                self._revert()
+            finally:
+                self._over.settle(None)
         try:
-            self._revert()
-        finally:
-            self._over.settle(None)
+            self._over.wait(seconds)
+        except TimeoutError:
+            return False
         return True
 
     def _revert(self) -> None:
