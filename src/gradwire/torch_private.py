@@ -147,18 +147,25 @@ def run_engine(
     )
 
 
-def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
+def wrap_runs(
+    run: Callable[[Callable[..., Any], Any, Any, Any], Any], callback_queued: Callable[[], None]
+) -> None:
     """From now on call `run` for each engine run that Python code starts.
 
-    Its arguments are a function that starts the run, the roots, and the other arguments. This works
-    because all of torch's Python code looks up the engine object anew for each run. `run_engine`
-    does not go through it.
+    Its arguments are a function that starts the run, the roots, and the other arguments.
+    `callback_queued` is called before Python code queues a callback. This works because all of
+    torch's Python code looks up the engine object anew each time. `run_engine` and `when_run_ends`
+    do not go through it.
     """
     start = cast(Any, Variable)._execution_engine.run_backward
 
     class Engine(type(_execution_engine)):  # type: ignore[misc]
         def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             return run(start, tensors, args, kwargs)
+
+        def queue_callback(self, callback: Callable[[], None]) -> None:
+            callback_queued()
+            when_run_ends(callback)
 
     cast(Any, Variable)._execution_engine = Engine()
 

@@ -26,7 +26,7 @@ class OptimizerHost:
         self.versions = WeightVersions()
         self.locks = ParameterLocks(worker.agent.clock)
         self._steps = itertools.count(first_of(worker.directory.myself.incarnation))
-        worker.engine.save_tensors_by(self.versions.hooks)
+        worker.engine.saving = self.versions.hooks
         worker.agent.kinds.add(Agreed)
         self.lost: dict[WorkerId, PeerLost] = {}
         worker.agent.on_peer_lost(self._peer_lost)

@@ -388,7 +388,8 @@ class CallServer:
         deadline = self._engine.deadline_for_peer(message.seconds)
         handle = RefHandle(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
-        root = check_scalar_root(checked_tensor(self._refs.value_here(handle, deadline)))
+        root = checked_tensor(self._refs.value_here(handle, deadline))
+        check_scalar_root(root)
         modes = NOTHING if message.modes is None else in_modes(message.modes)
         with self._scope_for(message.context, deadline, source), modes:
             context = self._engine.contexts.find(message.context)
