@@ -103,8 +103,6 @@ class Slab:
     They need no weak reference. Only one thread at a time may call `take`.
     """
 
-    __slots__ = ("_memory", "_used")
-
     def __init__(self) -> None:
         self._memory = memoryview(b"")
         self._used = _SMALLEST
