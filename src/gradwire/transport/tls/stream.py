@@ -161,8 +161,6 @@ class TlsStream:
                 raise TimeoutError(errno.ETIMEDOUT, reason) from None
         return count
 
-    # --- either ---
-
     def _check(self) -> None:
         if self._broken is not None:
             raise OSError(errno.EPROTO, self._broken)
