@@ -28,14 +28,7 @@ from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests.promise import Pending, Promise, RequestTable, gone, unsent
 from gradwire.agent.requests.timer import Clock, Timer
-from gradwire.agent.serving.dispatch import (
-    Dispatch,
-    Interceptor,
-    Lane,
-    Payload,
-    Source,
-    payload_of,
-)
+from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import DeadlinePassed, GradwireError, NotSerializable, PeerLost, UsageError
 from gradwire.events import Events

@@ -45,8 +45,8 @@ _IS_HEAP_TYPE = 1 << 9
 _MOST_TRACEBACK = 1 << 14
 """characters of the tracebacks of all workers that an exception has passed"""
 
-TypeOf = Callable[[str], type[BaseException] | None]
 NameOf = Callable[[type[BaseException]], str]
+TypeOf = Callable[[str], type[BaseException] | None]
 
 
 def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
@@ -198,13 +198,9 @@ def _maybe_blank(
     original: type[BaseException], args: list[object] | None, members: list[RemoteError]
 ) -> RemoteError | None:
     """An instance made without the original's constructor; None if that is impossible."""
-    if not issubclass(original, Exception):
-        return None
     remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
-    if remote is None:
-        return None
-    if not issubclass(remote, BaseExceptionGroup):
-        return _instance(remote)
+    if remote is None or not issubclass(remote, BaseExceptionGroup):
+        return None if remote is None else _instance(remote)
     if not members or not args or type(args[0]) is not str:
         return None
     return _instance(remote, args[0], members)
@@ -226,8 +222,10 @@ def _instance(kind: type[T], message: str = "", members: Sequence[BaseException]
 
 
 @cache
-def _maybe_remote_type(original: type[Exception]) -> type[RemoteError] | None:
+def _maybe_remote_type(original: type[BaseException]) -> type[RemoteError] | None:
     """A subclass of RemoteError and `original`; None if the two cannot be combined."""
+    if not issubclass(original, Exception):
+        return None
     if issubclass(original, RemoteError):
         return original
     name = f"Remote{original.__name__}"

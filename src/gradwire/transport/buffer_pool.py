@@ -27,7 +27,7 @@ from gradwire.wire.message import ALIGNMENT
 
 # numpy.empty rather than bytearray, which fills a new block with zeros: that doubles the work, and
 # the mere prefix of a large payload would make this process touch that much memory.
-_Memory: TypeAlias = NDArray[numpy.uint8]
+Memory: TypeAlias = NDArray[numpy.uint8]
 
 _SMALLEST = 4096
 SMALL_BLOCK = _SMALLEST // 4  # payloads up to this size share a block (`Slab`)
@@ -38,7 +38,7 @@ class _Shelf:
     """The unused blocks of one size."""
 
     size: int
-    blocks: deque[_Memory] = field(default_factory=deque)
+    blocks: deque[Memory] = field(default_factory=deque)
     last_use: int = 0
 
 
@@ -51,7 +51,7 @@ class BlockPool:
         # Replaced, never changed in place, so that iteration is safe. If two threads replace it at
         # once, one shelf and its blocks may be lost (rule 2).
         self._shelves: dict[int, _Shelf] = {}
-        self._lent: dict[int, tuple[weakref.ref[_Memory], _Shelf, _Memory]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Memory], _Shelf, Memory]] = {}
         self._clock = count(1)
 
     @property
@@ -82,7 +82,7 @@ class BlockPool:
         self._lent[id(lease)] = (lease, shelf, memory)
         return array.data
 
-    def _came_back(self, lease: weakref.ref[_Memory]) -> None:
+    def _came_back(self, lease: weakref.ref[Memory]) -> None:
         _, shelf, memory = self._lent.pop(id(lease))
         if shelf.size > self._limit:
             return
@@ -102,8 +102,6 @@ class Slab:
 
     They need no weak reference. Only one thread at a time may call `take`.
     """
-
-    __slots__ = ("_memory", "_used")
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
@@ -135,7 +133,7 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _aligned(size: int) -> _Memory:
+def _aligned(size: int) -> Memory:
     memory = numpy.empty(size + ALIGNMENT, dtype=numpy.uint8)
     offset = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory[offset : offset + size]

@@ -25,7 +25,7 @@ The borrower returns a block by writing one byte. A finalizer does so, and it ca
 it must not do more. All reads of the block happen before that write, because the reference count
 of the last view falls to zero first.
 
-A descriptor comes from a peer, and `adopt` trusts nothing about it. Both ends can write to a block
+A descriptor comes from a peer, and `_adopt` trusts nothing about it. Both ends can write to a block
 at any time; workers of one user trust each other not to do so while it is lent. A forked child
 shares the blocks of its parent: it must copy what it wants to keep.
 """
@@ -50,17 +50,15 @@ from typing import Any, Final, TypeAlias, cast, final
 
 import numpy
 import torch
-from numpy.typing import NDArray
 
 from gradwire.errors import BadMessage
 from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
-from gradwire.transport.buffer_pool import size_class
+from gradwire.transport.buffer_pool import Memory, size_class
 from gradwire.wire.message import Buffer
 
 _log = logging.getLogger("gradwire")
 
-_Memory: TypeAlias = NDArray[numpy.uint8]
 FREE, SENT, READ, GONE = range(4)
 FIRST_PAGE: Final = 4096
 
@@ -102,7 +100,7 @@ class Block:
         self.number, self.room = number, room
         self._memory = _mapped(descriptor, FIRST_PAGE + room)
         self.state = self._memory.data[:1]  # one byte, which the peer may change at any time
-        self.lease: Callable[[], _Memory | None] = lambda: None
+        self.lease: Callable[[], Memory | None] = lambda: None
         """returns None unless the view returned by `lend`, or a slice of it, is alive"""
         # Its maker keeps it until the peer has it. A list, because a send that ends and a close of
         # the channel may both close it: `pop` succeeds for one of them only.
@@ -198,23 +196,7 @@ def make_block(number: int, room: int) -> Block:
         raise
 
 
-def adopt(number: int, descriptor: int, most: int) -> Block:
-    """Map the peer's block and close the descriptor; BadMessage if mapping it is not safe.
-
-    `most` is the largest accepted size.
-    """
-    try:
-        fault = _fault_of(descriptor, most)
-        if fault is not None:
-            raise BadMessage(f"shared block {number} is refused: {fault}")
-        return Block(number, descriptor, os.fstat(descriptor).st_size - FIRST_PAGE)
-    except OSError as error:
-        raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
-    finally:
-        os.close(descriptor)
-
-
-def _mapped(descriptor: int, size: int) -> _Memory:
+def _mapped(descriptor: int, size: int) -> Memory:
     """A mapped file, without an open descriptor as `mmap.mmap` would keep.
 
     Torch does the mapping, but no torch operator is called: the sending thread may be inside a
@@ -291,10 +273,7 @@ class SharedMemory:
     def open(
         self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
     ) -> memoryview:
-        """The payload in the block that `note` refers to; BadMessage if there is none.
-
-        For a new block, `descriptor` is mapped and closed.
-        """
+        """The payload in the block that `note` refers to; BadMessage if there is none."""
         number, is_new = NOTE.unpack(note)
         if is_new:
             self._adopt(number, descriptor, limits)
@@ -333,6 +312,7 @@ class SharedMemory:
             os.close(self.unclaimed.popleft())
 
     def _adopt(self, number: int, descriptor: int | None, limits: Limits) -> None:
+        """Map the peer's block and close the descriptor; BadMessage if mapping it is not safe."""
         if descriptor is None:
             raise BadMessage(
                 f"shared block {number} arrived without its descriptor",
@@ -341,7 +321,15 @@ class SharedMemory:
         for known, block in self._borrowed.copy().items():  # an inner read may change it meanwhile
             if block.state[0] == GONE:
                 self._borrowed.pop(known, None)
-        block = adopt(number, descriptor, size_class(limits.payload))
+        try:
+            fault = _fault_of(descriptor, size_class(limits.payload))
+            if fault is not None:
+                raise BadMessage(f"shared block {number} is refused: {fault}")
+            block = Block(number, descriptor, os.fstat(descriptor).st_size - FIRST_PAGE)
+        except OSError as error:
+            raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
         if number in self._borrowed or len(self._borrowed) >= MOST_BLOCKS:
             raise BadMessage(f"shared block {number} is known already, or one too many")
         self._borrowed[number] = block

@@ -288,37 +288,32 @@ class Connections:
         # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
         # could overtake the join that came before it, or a frame of the new channel the report of
         # the last loss. So listeners must not block, nor wait for anything that takes this lock.
-        with threads.needed_by_others(), self._peer_lock(worker):
-            with self._lock:
-                known = self.channels.get(worker, [])
-                refusal = self._maybe_refused(worker, len(known), losses)
-                if refusal is None:
+        try:
+            with threads.needed_by_others(), self._peer_lock(worker):
+                with self._lock:
+                    known = self.channels.get(worker, [])
+                    self._check_usable(worker, len(known), losses)
                     self.channels[worker] = [*known, channel]
-            if refusal is None:
                 if not known:
                     self._on_joined(worker)
                 self.readers.open(worker, channel, self._directory.name(worker))
-        if refusal is not None:
+        except GradwireError as refusal:
             channel.close(refusal.message)
-            raise refusal
+            raise
         self._on_opened()
         return channel
 
-    def _maybe_refused(
-        self, worker: WorkerId, known: int, losses: tuple[int, int] | None
-    ) -> GradwireError | None:
-        """Why a new channel must not be used, if there is a reason."""
+    def _check_usable(self, worker: WorkerId, known: int, losses: tuple[int, int] | None) -> None:
         name = self._directory.name(worker)
         if self._closed:
-            return PeerLost(f"{self._directory.me.name} has left")
+            raise PeerLost(f"{self._directory.me.name} has left")
         if known >= self._most_per_peer:
-            return OverLimit(
+            raise OverLimit(
                 f"{name} has {known} connections with this worker",
                 hint="close some, or raise Limits(connections=…)",
             )
         if losses not in (None, (self._losses[worker], self._their_losses[worker])):
-            return _LostMeanwhile(f"{name} was lost while a connection to it was made")
-        return None
+            raise _LostMeanwhile(f"{name} was lost while a connection to it was made")
 
     def give_up(self, reader: ChannelReader, error: GradwireError) -> None:
         """A channel has ended, or its peer is considered dead: end all channels to the worker.

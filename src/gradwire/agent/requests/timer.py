@@ -127,8 +127,7 @@ class Timer:
     """The thread that watches deadlines; the watchers own the decisions."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self._name = name
-        self.clock = clock
+        self._name, self.clock = name, clock
         self.lock = threading.RLock()
         self._wake = threading.Condition(self.lock)
         self._watchers: list[Watcher] = []
@@ -151,8 +150,7 @@ class Timer:
             self.armed = min(self.armed, deadline)
             if self._thread is None:
                 # Every wait of the worker depends on this thread to end in time.
-                duty = threads.IRREPLACEABLE
-                self._thread = threads.thread(self._name, self._loop, duty)
+                self._thread = threads.thread(self._name, self._loop, threads.IRREPLACEABLE)
                 self._thread.start()
             self._wake.notify()
 

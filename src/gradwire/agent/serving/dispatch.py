@@ -87,23 +87,21 @@ class Registered(NamedTuple):
     refuse: Callable[[Message, Source], None]
 
 
+Run = Callable[..., None]
+TakeAnswer = Callable[[WorkerId, Frame], None]
+
+
 class Interceptor(Protocol):
     """Stands in the way of each message of a worker; see testing/failpoints.py."""
 
     def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
         """Send a frame, in place of `channel.send`."""
 
-    def around(
-        self, frame: Frame, registered: Registered, run: Callable[..., None]
-    ) -> tuple[Registered, Callable[..., None]]:
+    def around(self, frame: Frame, registered: Registered, run: Run) -> tuple[Registered, Run]:
         """The replacements for the handler of a frame, and for `Dispatch._run` around it."""
 
     def take_answer(
-        self,
-        take: Callable[[WorkerId, Frame], None],
-        worker: WorkerId,
-        channel: Channel,
-        frame: Frame,
+        self, take: TakeAnswer, worker: WorkerId, channel: Channel, frame: Frame
     ) -> None:
         """Take an answer, in place of `take(worker, frame)`."""
 

@@ -138,8 +138,7 @@ class ElasticPool:
         if self._idle >= room:
             self._changed.notify()
             return
-        name = f"{self._name} {len(self._threads)}"
-        thread = threads.thread(name, self._loop, self)
+        thread = threads.thread(f"{self._name} {len(self._threads)}", self._loop, self)
         thread.start()  # with the lock held, see Note [Starting a thread]
         self._threads.add(thread)
         self._idle += 1  # it begins by looking for a job

@@ -218,8 +218,6 @@ class Spin:
     between two polls: it then stops at once, and does not spin again for a while.
     """
 
-    __slots__ = ("_began", "_last", "_now", "_rest", "_rests_until")
-
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._began = self._last = 0.0

@@ -32,8 +32,6 @@ _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 class TlsSession:
     """The OpenSSL state of a connection, with memory buffers in place of a socket."""
 
-    __slots__ = ("incoming", "outgoing", "tls")
-
     def __init__(self, context: ssl.SSLContext, *, accepts: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side=accepts)
@@ -162,8 +160,6 @@ class TlsStream:
                 reason = self._break(stalled(self._stall))
                 raise TimeoutError(errno.ETIMEDOUT, reason) from None
         return count
-
-    # --- either ---
 
     def _check(self) -> None:
         if self._broken is not None:

@@ -39,14 +39,11 @@ from gradwire.transport.tls.stream import TlsSession, TlsStream, words_of
 
 _log = logging.getLogger("gradwire")
 
-_HANDSHAKE_SECONDS: Final = 5.0
-_MAX_PENDING_HANDSHAKES: Final = 256
 _MAX_HANDSHAKE_BYTES: Final = 1 << 16
 _MOST_READY: Final = 1024
 _READ: Final = 1 << 14
 _JOIN_SECONDS: Final = 5.0
 _LONGEST_WAIT: Final = 3600.0
-_PAUSE_SECONDS: Final = 0.1
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _HANDSHAKE: Final = 0x16
 _ACCEPTED: Final = b"w"
@@ -68,18 +65,14 @@ class TlsTransport:
         *,
         limits: Limits = LIMITS,
         stall: float = STALL,
-        patience: float = _HANDSHAKE_SECONDS,
-        pending_handshakes: int = _MAX_PENDING_HANDSHAKES,
+        patience: float = 5.0,
+        pending_handshakes: int = 256,
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
         self.identity, self.refused, self._stall = Identity(tls), refused, stall
+        self.names = self.identity.names  # of this worker, in its certificate
         self.patience, self.pending_handshakes = patience, pending_handshakes
         self._socket_channel = partial(SocketChannel, limits=limits, stall=stall, pool=BlockPool())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The worker names in the certificate of this worker."""
-        return self.identity.names
 
     def listen(self, address: str) -> TlsListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
@@ -112,7 +105,7 @@ class TlsTransport:
             TlsStream(sock, session, self._stall),
             remote or tuned(sock, "tls", self._stall),
             peer_names=worker_names_of(session),
-            binding=self.identity.binding(session, accepts=remote is None),
+            binding=self.identity.binding(session),
         )
 
 
@@ -126,7 +119,7 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
                     sock.sendall(session.outgoing.read())
                 received = sock.recv(_READ)
                 if not received:
-                    raise _ended()
+                    raise ConnectionResetError(errno.ECONNRESET, "it ended the TLS handshake")
                 session.incoming.write(received)
         except ssl.SSLError as error:
             with suppress(OSError):  # an alert for the peer, if it can be sent without blocking
@@ -137,15 +130,9 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
 
 def _is_accepted(session: TlsSession) -> bool:
     try:
-        if session.tls.read(1):
-            return True
+        return bool(session.tls.read(1))
     except ssl.SSLWantReadError:
         return False
-    raise _ended()
-
-
-def _ended() -> ConnectionResetError:
-    return ConnectionResetError(errno.ECONNRESET, "it ended the TLS handshake")
 
 
 def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
@@ -169,10 +156,8 @@ class _Refused(Exception):
 class _PendingHandshake:
     """A connection whose handshake is not complete."""
 
-    __slots__ = ("deadline", "host", "received", "session", "sock")
-
-    def __init__(self, sock: socket.socket, session: TlsSession, limit: float) -> None:
-        self.sock, self.session, self.deadline = sock, session, limit
+    def __init__(self, sock: socket.socket, session: TlsSession, deadline: float) -> None:
+        self.sock, self.session, self.deadline = sock, session, deadline
         self.received = 0
         self.host = str(sock.getpeername()[0])
         sock.setblocking(False)
@@ -206,7 +191,7 @@ class _PendingHandshake:
 
 @final
 class TlsListener:
-    """A listener for authenticated workers, with its thread; see `Listener`."""
+    """A listener for authenticated workers, with its thread."""
 
     def __init__(self, sock: socket.socket, address: str, transport: TlsTransport) -> None:
         self.address = address
@@ -225,16 +210,14 @@ class TlsListener:
         return f"<TlsListener on {self.address}: {self._close_reason or 'open'}>"
 
     def forked(self) -> None:
-        """Close the copies of a forked process.
-
-        The sockets stay registered in the selector, which is shared with the parent.
-        """
+        """Close the copies of a forked process."""
         self._stopped.set()
+        # They stay registered in the selector, which is shared with the parent.
         for sock in (self._sock, *(pending.sock for pending in tuple(self._pending))):
             sock.close()
 
     def accept(self) -> SocketChannel:
-        """Block for the next authenticated connection; see `Listener.accept`."""
+        """See `Listener.accept`."""
         channel = self._ready.get()
         if channel is not None and self._close_reason is None:
             return channel
@@ -287,7 +270,7 @@ class TlsListener:
         except OSError as error:
             # Without free descriptors the connection stays in the backlog until others are closed.
             if error.errno != errno.ECONNABORTED:
-                self._stopped.wait(_PAUSE_SECONDS)
+                self._stopped.wait(0.1)
             return
         try:
             session = self._transport.identity.session(accepts=True)
