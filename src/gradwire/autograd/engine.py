@@ -101,7 +101,8 @@ class Engine:
         made = Made(self._agent.clock.now(), user_line() if is_call else NO_LINE)
         left = [leave(self.edges, self._ref, tag, peer, each, tensors, made) for each in groups]
         if context is not None:
-            context.sent.update({crossed.edge.n: None for crossed in left})
+            for crossed in left:
+                context.sent[crossed.edge.n] = None
             context.prune(self.edges)
         return left
 
@@ -269,11 +270,13 @@ class Engine:
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
         """The context of a call to this peer; a closed one is left out, or it would be reopened."""
-        context = None if id is None else self.contexts.heard_of(id)
+        if id is None:
+            return None
+        context = self.contexts.maybe(id) or self.contexts.heard_of(id)
         if context is None:
             return None
         context.called.add(peer)
-        return context.id
+        return id
 
     def works_in(self, id: ContextId, source: Source) -> None:
         """A peer's call is about to run in this context, unless that peer is lost by now."""
@@ -289,7 +292,7 @@ class Engine:
 
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
-        if id is not None and opener_of(id) == self._me and self.contexts.maybe(id) is None:
+        if id is not None and self.contexts.maybe(id) is None and opener_of(id) == self._me:
             self._forgetting.tell(peer, id)
 
     def close(self, id: ContextId, lost: str | None = None) -> None:
@@ -301,7 +304,7 @@ class Engine:
         here = self._agent.directory.me.name
         dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
         self.releases.expect()
-        for active in self.passes.all() if len(self.passes) else ():
+        for active in self.passes.all():
             released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)])
             if active.context is not context and not meets(active.mine, released):
                 continue

@@ -86,7 +86,8 @@ class ActivePass:
             with self._lock:
                 self._state.edge_settled(message.edge)
                 self.inbox[message.edge] = gradients, message.crossings
-                self._notify()
+                if self._changed is not None:
+                    self._changed.notify_all()
         except BadMessage as error:
             self.fail(error)
         if self._news is not None:
@@ -126,7 +127,8 @@ class ActivePass:
         with self._lock:
             if self.error is None:
                 self.error = error
-            self._notify()
+            if self._changed is not None:
+                self._changed.notify_all()
         if self._news is not None:
             self._news.settle(None)
 
@@ -157,7 +159,8 @@ class ActivePass:
         """A participant's run is over; BadMessage if it was not told to run from here."""
         with self._lock:
             self._state.worker_done(worker, has_changed=has_changed)
-            self._notify()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     def expire(self, directory: Directory) -> None:
         """Fail the pass because its deadline is over."""
@@ -184,11 +187,6 @@ class ActivePass:
                 self._table.unseen([crossing.edge for crossing in crossed], sent.peer)
                 has_edges = True
         return has_edges
-
-    def _notify(self) -> None:
-        """With the lock held: wake the threads that wait."""
-        if self._changed is not None:
-            self._changed.notify_all()
 
     def sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until `done` returns true after a change; False if it has not by then."""
@@ -268,7 +266,8 @@ class ParticipantPass(ActivePass):
         """The engine has returned or raised. Whether the pass has failed meanwhile."""
         with self._lock:
             self._run_over = True
-            self._notify()
+            if self._changed is not None:
+                self._changed.notify_all()
             return self.error is not None
 
     def is_running(self) -> bool:

@@ -170,7 +170,8 @@ class Coordinator:
         not_started = active.take_not_started() if active.not_started else ()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
-        self.send_starts(active, [worker for worker in not_started if worker != peer])
+        if not_started:
+            self.send_starts(active, [worker for worker in not_started if worker != peer])
 
     def send_starts(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         """Send a Start to these participants."""
@@ -185,7 +186,8 @@ class Coordinator:
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""
         try:
-            self.send_starts(active, active.take_not_started())
+            if active.not_started:
+                self.send_starts(active, active.take_not_started())
             for worker in active.unfinished():  # on its channel, so that this thread can read it
                 is_through = partial(active.is_through, worker)
                 self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))

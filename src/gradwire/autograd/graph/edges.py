@@ -246,7 +246,7 @@ class Edges:
                 found.append(sent)
             elif n >= self._next:
                 raise BadMessage(f"w{by} releases edge {n}, which never left here")
-        return self._dropped(found)
+        return self._dropped(found) if found else []
 
     def withdraw(self, edges: Iterable[EdgeId]) -> None:
         """The message of these edges never left."""

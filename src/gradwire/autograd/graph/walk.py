@@ -155,7 +155,7 @@ def lift_this_thread(depth: int) -> None:
         return
     with recording():
         seed = torch.zeros((), requires_grad=True)
-        while (number := sequence_number(node_of(seed.view(())))) < depth:
+        while (number := sequence_number(seed.view(()).grad_fn)) < depth:  # type: ignore[arg-type]
             pass
     _thread.above = number  # a thread's count never goes back
 

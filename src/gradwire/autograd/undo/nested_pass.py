@@ -105,8 +105,8 @@ def inside_now() -> list[Nested] | None:
 @contextmanager
 def inside() -> Iterator[None]:
     """Around a backward inside another one: the outer one decides the passes that end in it."""
-    outer, ended = _thread.ended, []
-    _thread.ended = ended
+    ended: list[Nested] = []
+    outer, _thread.ended = _thread.ended, ended
     try:
         yield
     finally:

@@ -68,8 +68,9 @@ class UndoLog:
     ) -> None:
         self._locks, self.context = locks, context
         self.into = None if context is None else context.gradients
-        self.outer, self.outermost = outer, self if outer is None else outer.outermost
+        self.outer = outer
         """the undo log of the run around it, for a backward that a Function runs"""
+        self.outermost: UndoLog = self if outer is None else outer.outermost
         self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
         self.nested: list[Nested] = []
