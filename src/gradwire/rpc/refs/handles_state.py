@@ -86,7 +86,8 @@ class ForgetValue:
     ref: RefId
 
 
-Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Unreachable | ForgetValue
+Sending = SendFork | AskMaker | SendAccept | SendDrop
+Action = Sending | Confirmed | Unreachable | ForgetValue
 
 
 class Verdict(Enum):

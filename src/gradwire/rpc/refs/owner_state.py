@@ -24,33 +24,6 @@ _CountedFork = tuple[RefId, ForkId]
 
 
 @final
-class RequestNumbers:
-    """The unanswered requests of a holder, by owner; see Note [A Fork is counted once]."""
-
-    def __init__(self, first: int) -> None:
-        self._next = first
-        self._open: dict[WorkerId, dict[int, None]] = {}
-
-    def new(self, owner: WorkerId) -> int:
-        """The number of a new request."""
-        n = self._next
-        self._next += 1
-        self._open.setdefault(owner, {})[n] = None
-        return n
-
-    def settled(self, owner: WorkerId, n: int) -> None:
-        """A request is answered, or will not be repeated."""
-        waiting = self._open[owner]
-        del waiting[n]
-        if not waiting:
-            del self._open[owner]
-
-    def acked_below(self, owner: WorkerId) -> int:
-        """No request to this owner below this number will be repeated."""
-        return next(iter(self._open.get(owner, ())), self._next)
-
-
-@final
 class DuplicateFilter:
     """The granted requests that each holder may still repeat; see Note [A Fork is counted once]."""
 

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, assert_never, final
+from typing import Any, NamedTuple, final
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.messages import Failure
@@ -27,19 +27,17 @@ from gradwire.rpc.refs.borrow import Lending
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
-    AskMaker,
     Confirmed,
     ForgetValue,
     RefHandle,
     RefStatistics,
     SendAccept,
-    SendDrop,
-    SendFork,
+    Sending,
     Unreachable,
     Verdict,
 )
-from gradwire.rpc.refs.sender import RefSender, Sending
-from gradwire.rpc.refs.server import PiggybackedAccepts, RefServer, without_accepts
+from gradwire.rpc.refs.sender import RefSender
+from gradwire.rpc.refs.server import RefServer
 from gradwire.rpc.refs.state import RefTable
 
 _POLL_SECONDS = 0.01
@@ -116,15 +114,14 @@ class Refs:
         self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
         self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
         self._closed = False
-        self.piggybacked = PiggybackedAccepts(me.id, self._table, self._lock, self._perform)
         self.lending = Lending(agent.directory, self._table, self.content)
         self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
-        RefServer(agent, self._table, self.check_limit, self._perform)
+        self.piggybacked = RefServer(agent, self._table, self.check_limit, self._perform)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed, self._acked_below, self._peer_lost)
+        self._sender = RefSender(agent, self._table, self._heard, self._peer_lost)
 
     # -- values of this worker
 
@@ -292,12 +289,10 @@ class Refs:
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """The message with these references was not sent."""
-        me = self._agent.directory.me.id
         actions: list[Action] = []
         with self._lock:
             for made in references:
-                handle = RefHandle(made.ref, made.owner, None if made.owner == me else made.fork)
-                actions += self._table.pack_undone(handle, made.fork)
+                actions += self._table.pack_undone(made.ref, made.fork)
         self._perform(actions)
 
     def unpacking(
@@ -339,7 +334,7 @@ class Refs:
                 if handle.fork is None:
                     self._values.setdefault(handle.ref, Promise())
                     if is_answered:
-                        more = without_accepts(more)
+                        more = [action for action in more if not isinstance(action, SendAccept)]
                 actions += more
         self._perform(actions)
         return handles
@@ -417,8 +412,6 @@ class Refs:
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendFork() | AskMaker() | SendAccept() | SendDrop():
-                    self._sender.send_soon(action)
                 case ForgetValue(ref):
                     with self._lock:
                         forgotten = self._values.pop(ref, None)
@@ -429,7 +422,7 @@ class Refs:
                 case Unreachable(ref, fork, lost):
                     self._report_unreachable(ref, fork, lost)
                 case _:
-                    assert_never(action)
+                    self._sender.send_soon(action)
 
     def _report_unreachable(self, ref: RefId, fork: ForkId | None, lost: WorkerId) -> None:
         """Wake the threads that wait for a value that will not come."""
@@ -442,27 +435,7 @@ class Refs:
             awaited.settle(Raised(self._agent.describe(error)))
 
     def _heard(self, sending: Sending, verdict: Verdict | None) -> None:
-        actions: list[Action] = []
         with self._lock:
-            match sending:
-                case SendFork() if verdict is not None:
-                    actions = self._table.fork_answered(sending.fork, verdict)
-                    actions += self._table.fork_unwanted(sending, verdict)
-                case AskMaker() if verdict is not None:
-                    actions = self._table.maker_answered(sending.fork, verdict)
-                case SendAccept():
-                    self._table.accept_acknowledged(sending.fork)
-                case SendDrop():
-                    self._table.drop_acknowledged(sending.fork)
-                case _:
-                    pass  # a Fork or AskMaker without a verdict: it stays unanswered
+            actions = self._table.answered(sending, verdict)
             self._counted.notify_all()  # the fork may also have been given up meanwhile
         self._perform(actions)
-
-    def _owed(self) -> list[Action]:
-        with self._lock:
-            return self._table.unacknowledged()
-
-    def _acked_below(self, owner: WorkerId) -> int:
-        with self._lock:
-            return self._table.acked_below(owner)

@@ -18,13 +18,14 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork
 from gradwire.rpc.refs.handles_state import (
-    Action,
     AskMaker,
     SendAccept,
     SendDrop,
     SendFork,
+    Sending,
     Verdict,
 )
+from gradwire.rpc.refs.state import RefTable
 from gradwire.wire.message import Message
 
 CONTROL_SECONDS = 30.0
@@ -32,7 +33,6 @@ _ASK_AGAIN_SECONDS = 0.05
 _SEND_AGAIN_SECONDS = 1.0
 _AWAITED_SECONDS = 60.0
 
-Sending = SendFork | SendAccept | SendDrop | AskMaker
 Heard = Callable[[Sending, Verdict | None], None]
 """Called when a message was answered, with the verdict if the answer has one."""
 
@@ -41,19 +41,11 @@ Heard = Callable[[Sending, Verdict | None], None]
 class RefSender:
     """Sends one worker's messages about references, and repeats them until they are answered.
 
-    `owed` lists what is not acknowledged yet; `lost` is called for a peer that cannot be reached.
+    `lost` is called for a peer that cannot be reached.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        heard: Heard,
-        owed: Callable[[], list[Action]],
-        acked_below: Callable[[WorkerId], int],
-        lost: OnLost,
-    ) -> None:
-        self._agent, self._heard, self._owed, self._lost = agent, heard, owed, lost
-        self._acked_below = acked_below
+    def __init__(self, agent: Agent, table: RefTable, heard: Heard, lost: OnLost) -> None:
+        self._agent, self._table, self._heard, self._lost = agent, table, heard, lost
         self._lock = agent.directory.lock
         self._soon: dict[WorkerId, deque[Sending]] = {}
         self._unreached: dict[WorkerId, float] = {}
@@ -87,7 +79,9 @@ class RefSender:
             self._send(sending)
 
     def _send(self, sending: Sending) -> None:
-        message = _message(sending, self._acked_below(sending.to))
+        with self._lock:
+            acked_below = self._table.acked_below(sending.to)
+        message = _message(sending, acked_below)
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
             _, answer = self._agent.request(
@@ -142,7 +136,8 @@ class RefSender:
             self._resender.keep(sending, seconds)
 
     def _send_again(self, due: list[Sending]) -> None:
-        owed = set(self._owed())  # a lost peer is owed nothing any more
+        with self._lock:
+            owed = set(self._table.unacknowledged())  # a lost peer is owed nothing any more
         for sending in due:
             if sending in owed:
                 self.send_soon(sending)

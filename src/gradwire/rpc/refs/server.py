@@ -11,7 +11,6 @@ only together with the peer. If a call fails or is given up, separate Accept mes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import RLock
 from typing import final
 
 from gradwire.agent.agent import Agent
@@ -31,7 +30,7 @@ Perform = Callable[[Sequence[Action]], None]
 
 @final
 class RefServer:
-    """The handlers of the messages about references, for one worker."""
+    """Serves the messages about references for one worker, and the Accepts that answers carry."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class RefServer:
         perform: Perform,
     ) -> None:
         self._agent, self._table, self._lock = agent, table, agent.directory.lock
-        self._check_limit, self._perform = check_limit, perform
+        self._me, self._check_limit, self._perform = agent.directory.me.id, check_limit, perform
         agent.handle(Fork, self._serve_fork, Lane.SERVICE)
         agent.handle(Accept, self._serve_accept, Lane.SERVICE)
         agent.handle(Drop, self._serve_drop, Lane.SERVICE)
@@ -51,7 +50,7 @@ class RefServer:
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         self._check_limit(source.worker)
         with self._lock:
-            permissions.check_fork(self._table, message, source.worker, self._agent.directory.me.id)
+            permissions.check_fork(self._table, message, source.worker, self._me)
             self._agent.check_asker(source)
             self._table.owned.forget_acked(source.worker, message.acked_below)
             verdict = self._table.owned.fork_arrived(
@@ -66,14 +65,14 @@ class RefServer:
 
     def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
         with self._lock:
-            permissions.check_end(self._table, message, source.worker)
-            actions = self._table.accept_arrived(message.fork)
+            actions = self._accepted(message.fork, source.worker)
         self._answer(source, Done())
         self._perform(actions)
 
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
-            permissions.check_end(self._table, message, source.worker)
+            holder = self._table.owned.holder_of(message.ref, message.fork)
+            permissions.check_end(message.fork, holder, source.worker)
             self._table.owned.forget_acked(source.worker, message.acked_below)
             actions = self._table.owned.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
@@ -82,15 +81,7 @@ class RefServer:
     def _answer(self, source: Source, message: Message) -> None:
         self._agent.answer(source, message, deadline=self._agent.clock.now() + CONTROL_SECONDS)
 
-
-@final
-class PiggybackedAccepts:
-    """Accepts that are sent with the answers of calls; see Note [An answer accepts]."""
-
-    def __init__(self, me: WorkerId, table: RefTable, lock: RLock, perform: Perform) -> None:
-        self._me, self._table, self._lock, self._perform = me, table, lock, perform
-
-    # -- on the callee
+    # -- Accepts that answers carry, on the callee; see Note [An answer accepts]
 
     def accepted_by_answer(self, references: Sequence[Reference]) -> list[ForkId]:
         """The forks, among a call's references, that its answer accepts: those of our values."""
@@ -101,7 +92,7 @@ class PiggybackedAccepts:
         """The answer that accepts these forks has left."""
         with self._lock:
             for fork in forks:
-                self._table.accept_acknowledged(fork)
+                self._table.acknowledged(SendAccept(fork, fork.worker))
 
     def send_separately(self, references: Sequence[Reference]) -> None:
         """No answer will accept a call's references: send an Accept for each."""
@@ -109,18 +100,16 @@ class PiggybackedAccepts:
             actions = self._table.owed_accepts(self.accepted_by_answer(references))
         self._perform(actions)
 
-    # -- on the caller
+    # -- and on the caller
 
     def answer_arrived(self, forks: Sequence[ForkId], source: WorkerId) -> None:
         """The answer to a call of this worker accepts forks that were made for it."""
         actions: list[Action] = []
         with self._lock:
             for fork in forks:
-                permissions.check_end(self._table, Accept(fork), source)
-                actions += self._table.accept_arrived(fork)
+                actions += self._accepted(fork, source)
         self._perform(actions)
 
-
-def without_accepts(actions: Sequence[Action]) -> list[Action]:
-    """The actions to perform now if the answer to the call will carry the Accepts."""
-    return [action for action in actions if not isinstance(action, SendAccept)]
+    def _accepted(self, fork: ForkId, by: WorkerId) -> list[Action]:
+        permissions.check_end(fork, self._table.taker_of(fork), by)
+        return self._table.accept_arrived(fork)
