@@ -236,7 +236,7 @@ class CallServer:
         me = self._agent.directory.me.name
         served = CalleeRun(self._generators, call.draws, call.function, me)
         try:
-            with served:
+            with served.run:
                 value = self._returned(call, payload, source.worker, deadline)
         except Exception as error:  # the caller may catch it, so its draws are sent as well
             source.note = served.note(error)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple, Self, cast, final
 
 from gradwire.agent.agent import Agent, Outcome
@@ -37,15 +38,15 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.current import get_current, swap_checkpoint_run
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
-from gradwire.rpc.recompute.encrypted_recording import decoded, digest, encoded
 from gradwire.rpc.recompute.generators import Generators
-from gradwire.rpc.recompute.recording_state import (
+from gradwire.rpc.recompute.recording import (
     UNKNOWN_CALL,
     CallKey,
     RecordedCall,
     Recording,
-    State,
-    no_poll,
+    decoded,
+    digest,
+    encoded,
 )
 
 # -- the caller
@@ -70,7 +71,7 @@ class CheckpointedCall(NamedTuple):
                     _record_answer(recorded, promise.wait())
 
             recorded.poll = poll
-            promise.on_settled(lambda outcome: _record_answer(recorded, outcome))
+            promise.on_settled(partial(_record_answer, recorded))
         return self
 
 
@@ -81,7 +82,7 @@ def _record_answer(recorded: RecordedCall, outcome: Outcome) -> None:
         recorded.failed()
     elif isinstance(outcome.message, Result | ValueReady):
         recorded.answered(outcome.message.draws)
-    recorded.poll = no_poll  # the closure that was there keeps the answer alive
+    recorded.poll = None  # the closure that was there keeps the answer alive
 
 
 @final
@@ -115,11 +116,12 @@ class CheckpointRun:
         self._has_turn = self.outer is None and self.generators.take_turn()
         self._overlaps = self.generators.overlaps if self._has_turn else -1
         try:
-            self._before = self.generators.get_state()
+            self._before = self.begin = self.generators.get_state()
             if self.recorded is not None:
                 self.recorded.start = self._before
             elif replayed is not None and replayed.start:
                 self.generators.set_state(replayed.start)
+                self.begin = self.generators.get_state()
         except BaseException:
             self._end_turn()
             raise
@@ -132,17 +134,16 @@ class CheckpointRun:
             # Not a reset to the slot as it was: torch drops the generator of a checkpoint whose
             # function raised, and this runs when it is collected, maybe in another context.
             swap_checkpoint_run(self._around)
-            now = self.generators.get_state()
+            self.end = self.generators.get_state()
             self._find_overlaps()
             if self.recorded is not None:
-                self.recorded.end = now
+                self.recorded.end = self.end
                 self.recorded.is_interleaved = self.is_interleaved
-            elif now != self._before:
+            elif self.end != self._before:
                 self.generators.set_state(self._before)
         finally:
             self._end_turn()
-        begin = () if self.replayed is None else self.replayed.start or self._before
-        is_wrong = self.replayed is not None and self.is_interleaved and now != begin
+        is_wrong = self.replayed is not None and self.is_interleaved and self.end != self.begin
         # Other numbers than in the forward may have caused an error of the function, so it is
         # replaced; so is the exception by which torch stops a recomputation early. An error of
         # gradwire's explains itself.
@@ -206,16 +207,14 @@ class CheckpointRun:
             every[-1]._overlaps = generators.overlaps if every[-1]._has_turn else -1
             now = generators.get_state()
             if recomputations:
-                recomputations[-1]._before, now = now, self._recorded_after_wait(mine)
+                nearest, outermost = recomputations[0], recomputations[-1]
+                assert nearest.replayed is not None
+                outermost._before, now = now, nearest.replayed.after_waits.get(nearest._waits, mine)
                 generators.set_state(now)
             for run in self._recording_runs():
                 if run.recorded is not None and now != mine:
                     run.recorded.after_waits[run._waits] = now
                 run._waits += 1
-
-    def _recorded_after_wait(self, mine: State) -> State:
-        last = self._recording_runs()[-1]
-        return mine if last.replayed is None else last.replayed.after_waits.get(last._waits, mine)
 
     def _enclosing(self) -> Iterator[CheckpointRun]:
         """This run and those around it, innermost first."""
@@ -258,17 +257,7 @@ class CalleeRun:
     def __init__(self, generators: Generators, draws: Draws, function: str, me: str) -> None:
         self._draws, self._function, self._me = draws, function, me
         self._recording = decoded(draws.state, function) if draws.again else Recording()
-        self._run = CheckpointRun(generators, self._recording, is_recomputation=draws.again)
-        self._generators = generators
-        self._end: State = ()
-
-    def __enter__(self) -> None:
-        self._run.__enter__()
-        self._begin = self._generators.get_state()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._end = self._generators.get_state()
-        self._run.__exit__(kind, error, traceback)
+        self.run = CheckpointRun(generators, self._recording, is_recomputation=draws.again)
 
     def note(self, error: BaseException | None = None, *, wait: bool = True) -> bytes:
         """The function has returned or raised: the random state to send with the answer.
@@ -276,11 +265,11 @@ class CalleeRun:
         Waits for calls that the function made and did not wait for: in one process they would be
         over by now. Their deadlines end before that of the function.
         """
-        recording = self._recording
+        recording, run = self._recording, self.run
         if not self._draws.again:
             recording.raised = error is not None
             return encoded(recording, self._function, wait=wait)
-        if self._end == self._begin or digest(self._end) == recording.end:
+        if run.end == run.begin or digest(run.end) == recording.end:
             return b""
         if error is None or recording.raised or not recording.start:
             raise UsageError(self._mismatch(), hint=_HINT) from error
@@ -291,7 +280,7 @@ class CalleeRun:
 
         Does not wait: the thread that completes a future may be the one that reads the answers.
         """
-        if not self._draws.again and self._generators.get_state() != self._end:
+        if not self._draws.again and self.run.generators.get_state() != self.run.end:
             raise UsageError(
                 f"random numbers were drawn on {self._me} between {self._function} and the future "
                 "that it returned: a checkpoint that calls it could not draw them again",

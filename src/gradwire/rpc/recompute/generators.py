@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from gradwire.current import get_current
-from gradwire.rpc.recompute.recording_state import State
+from gradwire.rpc.recompute.recording import State
 
 _MAX_WAIT_SECONDS = 10.0
 """The longest wait for a turn; half of the time left to the caller, if that is shorter. The code
@@ -27,7 +27,7 @@ class Generators:
     """The random generators that functions of a worker draw from, and the lock around their use."""
 
     def __init__(self, own: torch.Generator | None = None) -> None:
-        self._own = own
+        self._cpu, self._has_devices = own or torch.default_generator, own is None
         self._turn = threading.Lock()
         self.max_wait_seconds = _MAX_WAIT_SECONDS
         self.overlaps = 0
@@ -49,31 +49,25 @@ class Generators:
 
     def get_state(self) -> State:
         """The states of all generators in use: the CPU's, then those of the devices."""
-        own = torch.default_generator if self._own is None else self._own
-        states = [own.get_state()]
-        if self._own is None:
-            states += [device.get_rng_state(i) for device, i in _devices()]
+        devices = [device.get_rng_state(i) for device, i in self._devices()]
+        states = [self._cpu.get_state(), *devices]
         return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
     def set_state(self, state: State) -> None:
         """Restore what `get_state` returned."""
         cpu, *others = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
-        (torch.default_generator if self._own is None else self._own).set_state(cpu)
-        if self._own is None:
-            for (device, i), part in zip(_devices(), others, strict=False):
-                device.set_rng_state(part, i)
+        self._cpu.set_state(cpu)
+        for (device, i), part in zip(self._devices(), others, strict=False):
+            device.set_rng_state(part, i)
+
+    def _devices(self) -> list[tuple[Any, int]]:
+        """Each accelerator device of this process with its torch module; none before first use."""
+        accelerator = torch.accelerator.current_accelerator() if self._has_devices else None
+        device = None if accelerator is None else torch.get_device_module(accelerator)
+        if not getattr(device, "_initialized", False):  # get_rng_state would initialize the device
+            return []
+        return [(device, i) for i in range(torch.accelerator.device_count())]
 
 
 PROCESS = Generators()
 """shared by all workers of this process that have no generator of their own"""
-
-
-def _devices() -> list[tuple[Any, int]]:
-    """Each accelerator device of this process with its torch module; none before first use."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return []
-    device = torch.get_device_module(accelerator)
-    if not getattr(device, "_initialized", False):  # get_rng_state would initialize the device
-        return []
-    return [(device, i) for i in range(torch.accelerator.device_count())]
