@@ -33,6 +33,8 @@ _ASK_AGAIN_SECONDS = 0.05
 _SEND_AGAIN_SECONDS = 1.0
 _AWAITED_SECONDS = 60.0
 
+_Entry = tuple[Sending, float | None]
+"""a message, and when its receiver first answered NOT_YET"""
 Heard = Callable[[Sending, Verdict | None], None]
 """Called when a message was answered, with the verdict if the answer has one."""
 
@@ -47,23 +49,21 @@ class RefSender:
     def __init__(self, agent: Agent, table: RefTable, heard: Heard, lost: OnLost) -> None:
         self._agent, self._table, self._heard, self._lost = agent, table, heard, lost
         self._lock = agent.directory.lock
-        self._soon: dict[WorkerId, deque[Sending]] = {}
+        self._soon: dict[WorkerId, deque[_Entry]] = {}
         self._unreached: dict[WorkerId, float] = {}
         """when sending to a worker first failed"""
-        self._awaited: dict[Sending, float] = {}
-        """when an owner first answered NOT_YET"""
-        self._resender: Resender[Sending] = Resender(agent.timer, self._send_again)
+        self._resender: Resender[_Entry] = Resender(agent.timer, self._send_again)
 
-    def send_soon(self, sending: Sending) -> None:
+    def send_soon(self, sending: Sending, since: float | None = None) -> None:
         """Send on a service thread: the caller may hold locks, or be in a garbage collection.
 
         At most one thread per peer: a message may bring a hundred references.
         """
-        peer, mine = sending.to, deque([sending])
+        peer, mine = sending.to, deque([(sending, since)])
         with self._lock:
             waiting = self._soon.setdefault(peer, mine)
             if waiting is not mine:
-                waiting.append(sending)
+                waiting.append((sending, since))
                 return
         if not self._agent.dispatch.service.submit(partial(self._send_all, peer)):
             del self._soon[peer]  # this worker has shut down
@@ -75,10 +75,10 @@ class RefSender:
                 if not waiting:
                     del self._soon[peer]
                     return
-                sending = waiting.popleft()
-            self._send(sending)
+                entry = waiting.popleft()
+            self._send(*entry)
 
-    def _send(self, sending: Sending) -> None:
+    def _send(self, sending: Sending, since: float | None) -> None:
         with self._lock:
             acked_below = self._table.acked_below(sending.to)
         message = _message(sending, acked_below)
@@ -90,63 +90,49 @@ class RefSender:
         except UsageError:  # this worker has shut down
             return
         except GradwireError as error:
-            self._not_sent(sending, error)
+            self._not_sent(sending, since, error)
             return
         with self._lock:
             self._unreached.pop(sending.to, None)
-        answer.on_settled(partial(self._answered, sending))
+        answer.on_settled(partial(self._answered, sending, since))
 
-    def _not_sent(self, sending: Sending, error: GradwireError) -> None:
+    def _not_sent(self, sending: Sending, since: float | None, error: GradwireError) -> None:
         """Report a peer that cannot be reached as lost, unless it has connected to us meanwhile."""
         now = self._agent.clock.now()
         with self._lock:
-            since = self._unreached.setdefault(sending.to, now)
-        given_up = isinstance(error, PeerLost) or now - since >= CONTROL_SECONDS
+            failing_since = self._unreached.setdefault(sending.to, now)
+        given_up = isinstance(error, PeerLost) or now - failing_since >= CONTROL_SECONDS
         lost = partial(self._lost, sending.to, PeerLost(str(error)))
-        if given_up and self._agent.unreached(sending.to, lost):
-            self._await_no_more(sending)
-        else:
-            self._send_later(sending, _SEND_AGAIN_SECONDS)
+        if not (given_up and self._agent.unreached(sending.to, lost)):
+            self._send_later(sending, since, _SEND_AGAIN_SECONDS)
 
-    def _answered(self, sending: Sending, outcome: Outcome) -> None:
+    def _answered(self, sending: Sending, since: float | None, outcome: Outcome) -> None:
         if not isinstance(outcome, Answer):
-            self._send_later(sending, _SEND_AGAIN_SECONDS)
+            self._send_later(sending, since, _SEND_AGAIN_SECONDS)
             return
         said = outcome.message
         verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
         if isinstance(sending, SendFork) and verdict is Verdict.NOT_YET:
-            waited = self._waited(sending)
+            now = self._agent.clock.now()
+            waited = 0.0 if since is None else now - since
             if waited < _AWAITED_SECONDS:
-                self._send_later(sending, _ASK_AGAIN_SECONDS + waited / 10)
+                self._send_later(sending, now - waited, _ASK_AGAIN_SECONDS + waited / 10)
                 if waited:  # most values are there at the second request: do not ask the maker yet
                     self._heard(sending, verdict)
                 return
             verdict = Verdict.NEVER
-        self._await_no_more(sending)
         self._heard(sending, verdict)
 
-    def _waited(self, sending: Sending) -> float:
-        """How long the owner has answered NOT_YET."""
-        now = self._agent.clock.now()
-        with self._lock:
-            return now - self._awaited.setdefault(sending, now)
-
-    def _send_later(self, sending: Sending, seconds: float) -> None:
+    def _send_later(self, sending: Sending, since: float | None, seconds: float) -> None:
         if not isinstance(sending, AskMaker):  # which is sent again with the next Fork
-            self._resender.keep(sending, seconds)
+            self._resender.keep((sending, since), seconds)
 
-    def _send_again(self, due: list[Sending]) -> None:
+    def _send_again(self, due: list[_Entry]) -> None:
         with self._lock:
             owed = set(self._table.unacknowledged())  # a lost peer is owed nothing any more
-        for sending in due:
+        for sending, since in due:
             if sending in owed:
-                self.send_soon(sending)
-            else:
-                self._await_no_more(sending)
-
-    def _await_no_more(self, sending: Sending) -> None:
-        with self._lock:
-            self._awaited.pop(sending, None)
+                self.send_soon(sending, since)
 
 
 def _message(sending: Sending, acked_below: int) -> Message:
