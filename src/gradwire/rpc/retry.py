@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, final
 
 from gradwire.agent.peers.directory import WorkerInfo
@@ -56,9 +55,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.is_done = error is None
         if error is None or not is_loss(error):
             return False
@@ -96,31 +93,23 @@ def retrying(
     names = [info.name for info in worker.directory.others()]
     if workers is not None:
         names = [one if isinstance(one, str) else one.name for one in workers]
-    return _tries(worker, times, restore, wait, names)
 
-
-def _tries(
-    worker: Worker,
-    times: int,
-    restore: Callable[[Attempt], object] | None,
-    wait: float,
-    names: list[str],
-) -> Iterator[Attempt]:
-    error: BaseException | None = None
-    for number in range(times):
-        attempt = Attempt(number, number == times - 1, error)
-        if error is not None:
-            _wait_until_back(worker, names, worker.agent.clock.now() + wait, error)
-            with attempt:
-                if restore is not None:
-                    restore(attempt)
-            error = attempt.failure
+    def attempts() -> Iterator[Attempt]:
+        error: BaseException | None = None
+        for number in range(times):
+            attempt = Attempt(number, number == times - 1, error)
             if error is not None:
-                continue
-        yield attempt
-        if attempt.failure is None:  # done; or the block was left by break, or not entered
-            return
-        error = attempt.failure
+                _wait_until_back(worker, names, worker.agent.clock.now() + wait, error)
+                with attempt:
+                    if restore is not None:
+                        restore(attempt)
+            if attempt.failure is None:
+                yield attempt
+                if attempt.failure is None:  # done; or left by break, or not entered
+                    return
+            error = attempt.failure
+
+    return attempts()
 
 
 def is_loss(error: BaseException) -> bool:
@@ -156,9 +145,9 @@ def _maybe_missing(worker: Worker, name: str, deadline: float) -> GradwireError 
     try:
         limit = min(deadline, worker.agent.clock.now() + _REACH_SECONDS)
         worker.agent.reach(worker.directory.find(name).id, limit)
+    except NotTrusted:
+        raise
     except (PeerLost, DeadlinePassed, UnknownWorker) as error:
-        if isinstance(error, NotTrusted):
-            raise
         return error
     return None
 

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast, final
@@ -44,7 +44,7 @@ from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
 from gradwire.rpc.recompute.checkpoint_hooks import wrap_checkpoints
 from gradwire.rpc.recompute.generators import PROCESS, Generators
-from gradwire.rpc.refs.borrow import LentRef
+from gradwire.rpc.refs.handles_state import LentRef
 from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.rref import RRef
 from gradwire.transport.address import Transports
@@ -149,7 +149,7 @@ class Worker:
         for codec in (data, pickles):
             if codec is not None:
                 codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
-                codec.extend(LentRef, _LENT_TAG, LentRef.pack, refs.lending.borrowed)
+                codec.extend(LentRef, _LENT_TAG, LentRef.pack, refs.borrowed)
         return pickles if behavior.pickle and pickles is not None else data
 
     def __repr__(self) -> str:
@@ -170,12 +170,8 @@ class Worker:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""
-        with current_worker.use(self):
-            if self.own is None:
-                yield
-                return
-            with self.own.drawing():
-                yield
+        with current_worker.use(self), nullcontext() if self.own is None else self.own.drawing():
+            yield
 
     @property
     def is_forked(self) -> bool:

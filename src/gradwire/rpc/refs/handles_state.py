@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from gradwire.ids import ForkId, RefId, WorkerId
 
@@ -22,6 +22,31 @@ class RefHandle(NamedTuple):
     owner: WorkerId
     fork: ForkId | None
     incarnation: int = 0
+
+
+@final
+class LentRef:
+    """A handle in a call to its owner; see Note [A call may borrow a reference], refs.py."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: RefHandle) -> None:
+        self.handle = handle
+
+    def pack(self) -> list[int]:
+        """Its name, as it is sent; called by the codec."""
+        handle = self.handle
+        return [handle.ref.worker, handle.ref.n, handle.incarnation]
+
+
+@final
+class BorrowedRef:
+    """A LentRef as it arrives on the owner. It cannot be passed on."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: RefHandle) -> None:
+        self.handle = handle
 
 
 @dataclass(frozen=True, slots=True)

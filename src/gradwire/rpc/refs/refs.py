@@ -3,6 +3,13 @@
 Values that live here are kept under their ids, each in a promise, because a reference may be used
 before its value is made. Messages to other workers are sent from the service threads: a reference
 may end anywhere, even in a garbage collection that interrupts code which holds the lock.
+
+Note [A call may borrow a reference]
+`rref.rpc_sync().method()` runs where the value lives, and the caller keeps its counted reference
+until the answer is there. So the call only names the reference: nothing is counted, accepted or
+dropped for it. This does not work if the caller does not wait (it may drop its reference before the
+call begins), or if its reference is not counted yet (the owner may not know it). Then a counted
+reference is sent, as in any other argument.
 """
 
 from __future__ import annotations
@@ -18,17 +25,19 @@ from gradwire.agent.messages import Failure
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Source
 from gradwire.agent.serving.peer_limits import over
+from gradwire.current import current_inbound
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
 from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.borrow import Lending
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
+    BorrowedRef,
     Confirmed,
     ForgetValue,
+    LentRef,
     RefHandle,
     RefStatistics,
     SendAccept,
@@ -114,7 +123,6 @@ class Refs:
         self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
         self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
         self._closed = False
-        self.lending = Lending(agent.directory, self._table, self.content)
         self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
@@ -238,6 +246,30 @@ class Refs:
         self._perform(actions)
 
     # -- references in messages
+
+    def maybe_lent(self, handle: RefHandle) -> LentRef | None:
+        """What names a handle in a call that the caller waits for; None if a fork has to be sent.
+
+        Takes no lock: is_lendable reads one dict entry.
+        """
+        fork = handle.fork
+        if fork is None or not self._table.is_lendable(fork):
+            return None
+        is_stale = handle.incarnation < self._agent.directory.incarnation(handle.owner)
+        return None if is_stale else LentRef(handle)
+
+    def borrowed(self, name: object) -> BorrowedRef:
+        """The reference that a call names; called by the codec."""
+        if type(name) is not list or [type(part) for part in name] != [int, int, int]:
+            raise BadMessage(f"a call names {name!r:.100} where a reference was expected")
+        worker, n, incarnation = name
+        ref, inbound, me = RefId(worker, n), current_inbound(), self._me
+        if inbound is None:
+            raise BadMessage(f"{ref} was lent without a call")
+        if incarnation < me.incarnation:
+            raise permissions.stale_incarnation(ref, me.name, incarnation, me.incarnation)
+        self.content(ref, inbound.worker)  # raises unless the caller holds it
+        return BorrowedRef(RefHandle(ref, me.id, None, incarnation))
 
     def packing(self, to: WorkerId, deadline: float) -> MessageRefs:
         """A block in which `pack` adds to a list of references; an error takes them back."""
