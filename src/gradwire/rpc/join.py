@@ -43,8 +43,8 @@ from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
-MakeWorker = Callable[[Directory, str], Worker]
-"""Makes the worker of a directory and a job."""
+MakeWorker = Callable[[Directory, str, RosterStore | None], Worker]
+"""Makes the worker of a directory and a job; in an open world with its roster."""
 
 _UNDO_SECONDS = 2.0
 _HINTS = {
@@ -81,20 +81,18 @@ def join(
     try:
         store = store if store is not None else rendezvous_store(options, rank, world_size)
         signed = SignedStore(store, secret, refusals)
+        place = (secret, transports, listener, options, expose)
 
-        def make_worker(directory: Directory, job: str) -> Worker:
+        def make_worker(directory: Directory, job: str, roster: RosterStore | None) -> Worker:
             return Worker(
                 directory,
                 job,
-                secret,
-                transports,
-                listener,
-                options,
-                expose,
+                *place,
                 store=store,
                 behavior=behavior,
                 refusals=refusals,
                 interceptor=_maybe_interceptor(directory),
+                roster=roster,
             )
 
         me = Member(rank, name, listener.address, options.incarnation, note)
@@ -126,11 +124,6 @@ def rendezvous_store(options: Options, rank: int | None, world_size: int | None)
     return open_store(options, rank, world_size, is_again=is_again)
 
 
-def forget_rendezvous_store() -> None:
-    """Close the store that is still open here: no worker will use it again."""
-    _last_store.value = None
-
-
 def _join_closed(
     me: Member, store: SignedStore, world_size: int, options: Options, make_worker: MakeWorker
 ) -> Worker:
@@ -141,7 +134,7 @@ def _join_closed(
     """
     clock = MonotonicClock()
     met = meet(store, me, world_size, options, clock)
-    worker = make_worker(met.directory, met.job)
+    worker = make_worker(met.directory, met.job, None)
     for other in reversed(met.directory.others() if me.incarnation else []):
         with suppress(PeerLost, DeadlinePassed):
             worker.agent.reach(other.id, clock.now() + options.timeouts.connect)
@@ -163,7 +156,7 @@ def _join_open(
     worker = None
     try:
         job, others = roster.before(me, limit - patience / 2)
-        worker = make_worker(Directory(me.id, [*others, me], is_open=True), job)
+        worker = make_worker(Directory(me.id, [*others, me], is_open=True), job, roster)
         worker.announce(limit)
     except BaseException:
         with suppress(RuntimeError):  # the store is gone, with all that is in it
@@ -222,9 +215,8 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
         )
     }
     if tls is None:
-        near = not options.insecure
         known["tcp"] = TcpTransport(
-            stall=stall, limits=limits, checksum=checksum, this_host_only=near
+            stall=stall, limits=limits, checksum=checksum, this_host_only=not options.insecure
         )
     else:
         known["tls"] = over_tls = TlsTransport(
