@@ -7,6 +7,7 @@ author knows whether it may run again.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -15,7 +16,6 @@ from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import (
     DeadlinePassed,
-    GradwireError,
     NotTrusted,
     PeerLost,
     RemoteError,
@@ -130,26 +130,22 @@ def _wait_until_back(
     worker: Worker, names: list[str], deadline: float, error: BaseException
 ) -> None:
     """Wait until each of these workers is connected again, restarted or not."""
-    for name in names:
-        while (missing := _maybe_missing(worker, name, deadline)) is not None:
-            if worker.agent.clock.now() >= deadline:
+    clock, waiting_for = worker.agent.clock, deque(names)
+    while waiting_for:
+        name = waiting_for[0]
+        try:
+            limit = min(deadline, clock.now() + _REACH_SECONDS)
+            worker.agent.reach(worker.directory.find(name).id, limit)
+            waiting_for.popleft()
+        except NotTrusted:
+            raise
+        except (PeerLost, DeadlinePassed, UnknownWorker) as missing:
+            if clock.now() >= deadline:
                 raise DeadlinePassed(
                     f"{name} was lost and did not come back in time: {missing}",
                     hint="run(restarts=…) starts lost workers again; retrying(wait=…) waits longer",
                 ) from error
             time.sleep(_LOOK_AGAIN_SECONDS)
-
-
-def _maybe_missing(worker: Worker, name: str, deadline: float) -> GradwireError | None:
-    """The error of connecting to a worker, or None if it is connected."""
-    try:
-        limit = min(deadline, worker.agent.clock.now() + _REACH_SECONDS)
-        worker.agent.reach(worker.directory.find(name).id, limit)
-    except NotTrusted:
-        raise
-    except (PeerLost, DeadlinePassed, UnknownWorker) as error:
-        return error
-    return None
 
 
 def idempotent(function: Callable[P, T]) -> Callable[P, T]:

@@ -109,10 +109,16 @@ class Owned:
         """A reference to a value of this worker arrived: one more handle."""
         value = self.values.get(ref)
         actions: list[Action] = []
-        if value is None:
-            value = self.values[ref] = self._value_before_creation(ref, fork)
-            if value.lost is not None:
-                actions.append(Unreachable(ref, None, value.lost))
+        if value is None:  # see Note [A fork may come before its value]
+            if fork.worker in self._lost:
+                value = _OwnedValue(lost=fork.worker, is_gone=True)
+                actions.append(Unreachable(ref, None, fork.worker))
+            elif fork.worker == ref.worker:
+                value = _OwnedValue(awaited=True)
+            else:
+                text = f"w{fork.worker} passed {ref} to w{self._me}, which does not own it"
+                raise BadMessage(text)
+            self.values[ref] = value
         value.handles += 1
         value.forks.pop(fork, None)  # present if this worker passed it to itself
         return actions
@@ -149,7 +155,9 @@ class Owned:
             return Verdict.NEVER
         value = self.values.get(ref)
         if value is None or value.is_gone:
-            return self._verdict_on_unknown(ref, fork)
+            # See Note [A fork may come before its value].
+            may_come = fork.worker == ref.worker and fork.worker not in self._lost
+            return Verdict.NOT_YET if may_come else Verdict.NEVER
         if fork not in value.requested:
             value.requested.add(fork)
             value.forks[fork] = holder
@@ -203,19 +211,6 @@ class Owned:
         return dropped + sum(
             holder == worker for value in self.values.values() for holder in value.forks.values()
         )
-
-    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _OwnedValue:
-        # See Note [A fork may come before its value].
-        if fork.worker in self._lost:
-            return _OwnedValue(lost=fork.worker, is_gone=True)
-        if fork.worker == ref.worker:
-            return _OwnedValue(awaited=True)
-        raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
-
-    def _verdict_on_unknown(self, ref: RefId, fork: ForkId) -> Verdict:
-        # See Note [A fork may come before its value].
-        may_come = fork.worker == ref.worker and fork.worker not in self._lost
-        return Verdict.NOT_YET if may_come else Verdict.NEVER
 
     def _drop_forks_of(self, ref: RefId, worker: WorkerId) -> list[Action]:
         value = self.values[ref]

@@ -250,10 +250,10 @@ class Refs:
     def maybe_lent(self, handle: RefHandle) -> LentRef | None:
         """What names a handle in a call that the caller waits for; None if a fork has to be sent.
 
-        Takes no lock: is_lendable reads one dict entry.
+        Takes no lock: is_confirmed reads one dict entry.
         """
         fork = handle.fork
-        if fork is None or not self._table.is_lendable(fork):
+        if fork is None or not self._table.is_confirmed(fork):
             return None
         is_stale = handle.incarnation < self._agent.directory.incarnation(handle.owner)
         return None if is_stale else LentRef(handle)
@@ -451,19 +451,19 @@ class Refs:
                 case Confirmed():
                     with self._counted:
                         self._counted.notify_all()
-                case Unreachable(ref, fork, lost):
-                    self._report_unreachable(ref, fork, lost)
+                case Unreachable():
+                    self._report_unreachable(action)
                 case _:
                     self._sender.send_soon(action)
 
-    def _report_unreachable(self, ref: RefId, fork: ForkId | None, lost: WorkerId) -> None:
+    def _report_unreachable(self, value: Unreachable) -> None:
         """Wake the threads that wait for a value that will not come."""
         with self._counted:
             self._counted.notify_all()
-            awaited = self._values.get(ref) if fork is None else None
+            awaited = self._values.get(value.ref) if value.fork is None else None
         if awaited is not None:
-            name = self._agent.directory.name(lost)
-            error = PeerLost(f"{ref} will not be made: {name} was lost before its call arrived")
+            lost = f"{self._agent.directory.name(value.lost)} was lost before its call arrived"
+            error = PeerLost(f"{value.ref} will not be made: {lost}")
             awaited.settle(Raised(self._agent.describe(error)))
 
     def _heard(self, sending: Sending, verdict: Verdict | None) -> None:

@@ -53,7 +53,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, final
+from typing import final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
@@ -97,17 +97,10 @@ class _HeldFork:
     """the request to count it, while that is not answered"""
     alive: bool = True
     """whether its handle has not ended"""
-    children: set[ForkId] = field(default_factory=set)
-    """forks that were made from it and are not accepted yet"""
+    children: dict[ForkId, WorkerId] = field(default_factory=dict)
+    """forks that were made from it and are not accepted yet, and for which worker"""
     lost: WorkerId | None = None
     """the worker whose loss made it unreachable"""
-
-
-class _Child(NamedTuple):
-    """A fork that this worker made for another one."""
-
-    parent: ForkId
-    to: WorkerId
 
 
 @final
@@ -122,7 +115,8 @@ class RefTable:
         self._me = me
         self._next = first
         self._held: dict[ForkId, _HeldFork] = {}
-        self._children: dict[ForkId, _Child] = {}
+        self._children: dict[ForkId, _HeldFork] = {}
+        """the parent of each fork that was made from one held here and is not accepted yet"""
         self._asked: defaultdict[WorkerId, dict[int, SendFork]] = defaultdict(dict)
         """Forks that are not answered yet, by owner and number; see `acked_below`"""
         self._next_request = first
@@ -153,8 +147,8 @@ class RefTable:
         if handle.fork is None:
             self.owned.passed_on(handle.ref, child, to)
         else:
-            self._passable_fork(handle.ref, handle.fork).children.add(child)
-            self._children[child] = _Child(handle.fork, to)
+            parent = self._children[child] = self._passable_fork(handle.ref, handle.fork)
+            parent.children[child] = to
         return child
 
     def pack_undone(self, ref: RefId, child: ForkId) -> list[Action]:
@@ -246,11 +240,9 @@ class RefTable:
             return []
         if verdict is Verdict.NOT_YET:
             return [] if fork.worker == self._me else [AskMaker(fork, fork.worker)]
-        return (
-            self._counted(held)
-            if verdict is Verdict.COUNTED
-            else self._mark_unreachable(held, fork.worker)
-        )
+        if verdict is Verdict.COUNTED:
+            return self._counted(held)
+        return self._mark_unreachable(held, fork.worker)
 
     def maker_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The maker of our fork answered whether the value may still be created."""
@@ -269,11 +261,10 @@ class RefTable:
 
     def accept_arrived(self, fork: ForkId) -> list[Action]:
         """The holder of a fork that we made no longer needs its parent."""
-        made = self._children.pop(fork, None)
-        if made is None:
+        parent = self._children.pop(fork, None)
+        if parent is None:
             return []
-        parent = self._held[made.parent]
-        parent.children.remove(fork)
+        del parent.children[fork]
         return self._maybe_drop(parent)
 
     def acknowledged(self, sent: SendAccept | SendDrop) -> None:
@@ -293,7 +284,7 @@ class RefTable:
             # A creating call may be sent after the loss; it is settled when that call ends.
             if held.owner == worker and held.stage is not _Stage.CREATING:
                 actions += self._mark_unreachable(held, worker)
-        for child in [child for child, made in self._children.items() if made.to == worker]:
+        for child in [child for child in self._children if self.taker_of(child) == worker]:
             actions += self.accept_arrived(child)
         return actions
 
@@ -304,11 +295,6 @@ class RefTable:
     # Queries.
 
     def is_confirmed(self, fork: ForkId) -> bool:
-        """Whether the owner has counted a fork that we hold."""
-        held = self._held.get(fork)
-        return held is not None and held.stage is _Stage.COUNTED
-
-    def is_lendable(self, fork: ForkId) -> bool:
         """Whether a fork is counted and its handle has not ended: it keeps the value alive."""
         held = self._held.get(fork)
         return held is not None and held.alive and held.stage is _Stage.COUNTED
@@ -337,8 +323,8 @@ class RefTable:
 
     def taker_of(self, fork: ForkId) -> WorkerId | None:
         """The worker for which we made a fork, if it has not accepted it yet."""
-        made = self._children.get(fork)
-        return None if made is None else made.to
+        parent = self._children.get(fork)
+        return None if parent is None else parent.children[fork]
 
     def acked_below(self, owner: WorkerId) -> int:
         """No request to this owner below this number will be repeated."""
