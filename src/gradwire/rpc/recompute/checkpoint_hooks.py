@@ -1,9 +1,8 @@
 """Wraps torch's checkpoints, to learn when one runs its function and when it recomputes it.
 
 torch has no hook for this, so both kinds of checkpoint (reentrant and not) are wrapped where each
-has the function at hand. If this process has a worker, gradwire does what preserve_rng_state asks
-for; see Note [Random numbers under a checkpoint], checkpoint_run.py. Without a worker, or with
-preserve_rng_state=False, torch's own code runs unchanged.
+has the function at hand. In a process with a worker, gradwire does what preserve_rng_state asks for
+(see Note [Random numbers under a checkpoint], checkpoint_run.py); else torch's own code runs.
 """
 
 from __future__ import annotations

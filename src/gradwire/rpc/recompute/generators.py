@@ -15,11 +15,10 @@ import torch
 from gradwire.current import get_current
 from gradwire.rpc.recompute.recording import State
 
+# The longest wait for a turn; half of the time left to the caller, if that is shorter. The code with
+# the turn may wait for this code where gradwire cannot see it (`torch.futures.wait_all`, an event,
+# a thread pool). Then both run, and a recomputation of what they drew meanwhile is refused.
 _MAX_WAIT_SECONDS = 10.0
-"""The longest wait for a turn; half of the time left to the caller, if that is shorter. The code
-that has the turn may wait for this code where gradwire cannot see it (`torch.futures.wait_all`, an
-event, a thread pool). Then both run, and a recomputation of what they drew meanwhile is refused.
-"""
 
 
 @final

@@ -13,15 +13,13 @@ from gradwire.ids import ForkId, RefId, WorkerId
 
 
 class RefHandle(NamedTuple):
-    """What one RRef object of this worker stands for. On the owner it has no fork.
-
-    `incarnation` is that of the owner when the value was made.
-    """
+    """What one RRef object of this worker stands for. On the owner it has no fork."""
 
     ref: RefId
     owner: WorkerId
     fork: ForkId | None
     incarnation: int = 0
+    """that of the owner when the value was made"""
 
 
 @final
@@ -51,7 +49,7 @@ class BorrowedRef:
 
 @dataclass(frozen=True, slots=True)
 class SendFork:
-    """Ask the owner to count our fork. A repeated request has the same number."""
+    """Ask the owner to count our fork; it answers a verdict. A repetition has the same number."""
 
     ref: RefId
     fork: ForkId

@@ -3,11 +3,10 @@
 state.py has the holder's half, the rules, and the other notes that this file refers to.
 
 Note [A Fork is counted once]
-A holder asks the owner to count a fork (Fork) and repeats the request until it has the answer. A
-late duplicate must not count a fork that was dropped meanwhile. So holders number their requests,
-and each message carries `acked_below`: the holder repeats no request with a lower number, as it has
-the answer. A request below it is a duplicate, so the owner remembers, for each holder, only granted
-requests from there on.
+A holder repeats its request to count a fork until it has the answer. A late duplicate must not
+count a fork that was dropped meanwhile. So holders number their requests, and each message carries
+`acked_below`: lower numbers are answered and not repeated. A request below it is a duplicate, so
+the owner remembers, for each holder, only granted requests from there on.
 """
 
 from __future__ import annotations
@@ -191,9 +190,8 @@ class Owned:
     def may_use(self, ref: RefId, worker: WorkerId) -> bool:
         """Whether a worker may use a value: as its creator, as a holder, or as a lost worker.
 
-        When a worker is lost, its forks are dropped here, but its last messages may still arrive,
-        and so may requests to count forks that it made. True for an unknown value: there is nothing
-        to protect.
+        The forks of a lost worker are dropped, but its last messages may still arrive, and requests
+        to count forks that it made. True for an unknown value: there is nothing to protect.
         """
         value = self.values.get(ref)
         if value is None or value.is_gone or worker in (self._me, ref.worker):

@@ -148,10 +148,7 @@ class Refs:
             return self._table.create(owner, self._agent.directory.incarnation(owner))
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
-        """The value of this worker that `ref` points to, maybe not made yet.
-
-        With `peer`: raises unless that peer may use it.
-        """
+        """The value of this worker that `ref` names, maybe not made yet, if `peer` may use it."""
         with self._lock:
             if peer is not None:
                 permissions.check_use(self._table, ref, peer)
@@ -202,9 +199,8 @@ class Refs:
     def check_limit(self, peer: WorkerId) -> None:
         """OverLimit if a peer holds as many references to values of this worker as it may.
 
-        Not a PeerLimit: the table has the counts already, and a lost peer clears them there. To
-        count takes a scan of the table, so only every n-th request is checked; n grows with the
-        limit.
+        Not a PeerLimit: the table has the counts already, and a lost peer clears them there. It has
+        to be scanned, so only every n-th request is checked; n grows with the limit.
         """
         most = self._agent.limits.references
         with self._lock:
@@ -248,12 +244,9 @@ class Refs:
     # -- references in messages
 
     def maybe_lent(self, handle: RefHandle) -> LentRef | None:
-        """What names a handle in a call that the caller waits for; None if a fork has to be sent.
-
-        Takes no lock: is_confirmed reads one dict entry.
-        """
+        """What names a handle in a call that its caller waits for; None if a fork must be sent."""
         fork = handle.fork
-        if fork is None or not self._table.is_confirmed(fork):
+        if fork is None or not self._table.is_confirmed(fork):  # no lock: it reads one dict entry
             return None
         is_stale = handle.incarnation < self._agent.directory.incarnation(handle.owner)
         return None if is_stale else LentRef(handle)

@@ -9,14 +9,9 @@ A value lives on its *owner*. A *handle* is one RRef object; its end is reported
 the owner are a plain count. Every handle elsewhere is one *fork* with its own id, even if a worker
 already holds the same value: forks are never shared, so each is made, counted and dropped once.
 A fork is made from another one (its parent) by the worker that passes the reference (its maker).
-The owner's half is in owner_state.py, the holder's in this file.
+The owner's half is in owner_state.py, the holder's in this file, the messages in handles_state.py.
 
-    SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
-    SendAccept   holder -> maker    "the fork you made for me no longer needs its parent"
-    SendDrop     holder -> owner    "I no longer hold this fork"
-    AskMaker     holder -> maker    "the owner has no such value: is its creating call pending?"
-
-All four may be dropped, duplicated, delayed or reordered. The calls and answers that carry
+Messages may be dropped, duplicated, delayed or reordered. The calls and answers that carry
 references arrive at most once, may be late, and are lost only together with a peer. Why no value is
 dropped too early or kept for ever:
 
@@ -28,14 +23,13 @@ dropped too early or kept for ever:
 
 Note [A fork may come before its value]
 The creator may pass on a reference while the creating call is still on its way. So a Fork, or the
-reference itself, can reach the owner first. Such a Fork is answered NOT_YET and asked again. It
-cannot be counted in advance: it cannot be told apart from a delayed duplicate for a value already
-deleted. The creating call, or the value, may also be lost with a connection. Then the creator keeps
-nothing of the fork, and answers so when it is asked (AskMaker). If the reference itself reaches the
-owner before the value, the owner waits for the value: messages that carry references are never
-duplicated, so it cannot be stale. Workers other than the creator may pass on only counted forks: if
-such a fork names a value that the owner does not know, the value has been deleted, and the answer
-is NEVER.
+reference itself, can reach the owner first. Such a Fork is answered NOT_YET and asked again: if it
+were counted, a delayed duplicate for a deleted value would be, too. If the creating call or the
+value is lost with a connection, the creator keeps nothing of the fork, and answers so when asked
+(AskMaker). If the reference itself reaches the owner first, the owner waits for the value: messages
+that carry references are never duplicated, so it cannot be stale. Workers other than the creator
+may pass on only counted forks: if one names a value that the owner does not know, the value has
+been deleted, and the answer is NEVER.
 
 Note [A creation that timed out is asked about]
 Its call may still be on the way. An owner that does not know the value would ignore a Drop, and the
@@ -107,8 +101,7 @@ class _HeldFork:
 class RefTable:
     """The references of one worker: its own values, and the forks that it holds and makes.
 
-    Ids start at `first`. A worker that restarts under the same number must start above all ids of
-    its earlier incarnations.
+    Ids start at `first`, which must be above all ids of the worker's earlier incarnations.
     """
 
     def __init__(self, me: WorkerId, *, first: int = 0) -> None:
@@ -165,10 +158,7 @@ class RefTable:
         *,
         is_stale: bool = False,
     ) -> tuple[RefHandle, list[Action]]:
-        """A reference arrived with a call or an answer of the worker that made the fork.
-
-        A stale reference is one to a value of an earlier incarnation of its owner.
-        """
+        """A reference arrived from the maker of its fork; stale if its owner was restarted."""
         if owner == self._me:
             returned = self.owned.returned(ref, fork) + self._accept(fork)
             return RefHandle(ref, owner, None, incarnation), returned
