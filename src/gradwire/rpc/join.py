@@ -28,12 +28,7 @@ from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import (
-    Options,
-    faults_from_environment,
-    rendezvous_host,
-    tls_from_environment,
-)
+from gradwire.options import Options, faults_from_environment, rendezvous_host, tls_from_environment
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports

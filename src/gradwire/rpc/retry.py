@@ -159,11 +159,7 @@ def idempotent(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def can_repeat(
-    worker: Worker,
-    to: WorkerId,
-    function: Callable[..., Any],
-    deadline: float,
-    error: PeerLost,
+    worker: Worker, to: WorkerId, function: Callable[..., Any], deadline: float, error: PeerLost
 ) -> bool:
     """Whether a call that failed may be repeated: then its worker is back, and was waited for."""
     if getattr(function, _MARK, False) is not True or current_context() is not None:

@@ -34,8 +34,7 @@ from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_o
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
-from gradwire.rpc.recompute.checkpoint_run import CalleeRun
-from gradwire.rpc.recompute.generators import Generators
+from gradwire.rpc.recompute.checkpoint_run import CalleeRun, Generators
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Content, Raised, Refs, Value

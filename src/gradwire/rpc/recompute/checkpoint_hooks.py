@@ -15,8 +15,7 @@ import torch
 from torch.utils import checkpoint as _checkpoint
 
 from gradwire.current import current_worker
-from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
-from gradwire.rpc.recompute.generators import Generators
+from gradwire.rpc.recompute.checkpoint_run import CheckpointRun, Generators
 from gradwire.rpc.recompute.recording import Recording
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

@@ -17,7 +17,7 @@ Note [Random numbers under a checkpoint]:
     its own calls before it answers: their states are part of what it returns.
 
     Generators belong to the process, and functions run in many threads. So code that runs for a
-    checkpoint takes turns (generators.py). It ends its turn while it waits for a call, a future or
+    checkpoint takes turns (Generators). It ends its turn while it waits for a call, a future or
     a value, because the function it waits for may have to draw here. Waits are numbered, and if
     other code drew during one, the state after it is recorded. Functions that no checkpoint calls
     take no turns. If one of them draws in between, the recomputation on a callee ends in another
@@ -26,11 +26,15 @@ Note [Random numbers under a checkpoint]:
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Self, cast, final
+from typing import Any, NamedTuple, Self, cast, final
+
+import torch
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
@@ -38,18 +42,70 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.current import get_current, swap_checkpoint_run
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
-from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.recompute.recording import (
     UNKNOWN_CALL,
     CallKey,
     RecordedCall,
     Recording,
+    State,
     decoded,
     digest,
     encoded,
 )
 
-# -- the caller
+
+@final
+class Generators:
+    """The random generators that functions of a worker draw from, and the lock around their use."""
+
+    def __init__(self, own: torch.Generator | None = None) -> None:
+        self._cpu, self._has_devices = own or torch.default_generator, own is None
+        self._turn = threading.Lock()
+        # For a turn; half of the time left to the caller, if that is shorter. Code with a turn may
+        # wait for this code where gradwire cannot see that (`torch.futures.wait_all`, an event, a
+        # thread pool). Then both run, and a recomputation of what they drew meanwhile is refused.
+        self.max_wait_seconds = 10.0
+        self.overlaps = 0
+        """changes when code that did not get a turn begins or ends"""
+
+    def take_turn(self) -> bool:
+        """Acquire the lock; False if that took too long."""
+        if self._turn.acquire(blocking=False):
+            return True
+        _, deadline, *_ = get_current()
+        left = (deadline - time.monotonic()) / 2
+        taken = self._turn.acquire(timeout=max(0.0, min(self.max_wait_seconds, left)))
+        self.overlaps += not taken
+        return taken
+
+    def end_turn(self) -> None:
+        """Release the lock."""
+        self._turn.release()
+
+    def get_state(self) -> State:
+        """The states of all generators in use: the CPU's, then those of the devices."""
+        devices = [device.get_rng_state(i) for device, i in self._devices()]
+        states = [self._cpu.get_state(), *devices]
+        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
+
+    def set_state(self, state: State) -> None:
+        """Restore what `get_state` returned."""
+        cpu, *others = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
+        self._cpu.set_state(cpu)
+        for (device, i), part in zip(self._devices(), others, strict=False):
+            device.set_rng_state(part, i)
+
+    def _devices(self) -> list[tuple[Any, int]]:
+        """Each accelerator device of this process with its torch module; none before first use."""
+        accelerator = torch.accelerator.current_accelerator() if self._has_devices else None
+        device = None if accelerator is None else torch.get_device_module(accelerator)
+        if not getattr(device, "_initialized", False):  # get_rng_state would initialize the device
+            return []
+        return [(device, i) for i in range(torch.accelerator.device_count())]
+
+
+PROCESS = Generators()
+"""shared by all workers of this process that have no generator of their own"""
 
 
 class CheckpointedCall(NamedTuple):
@@ -238,16 +294,13 @@ def current_checkpoint_run() -> CheckpointRun | None:
     return cast(CheckpointRun | None, get_current()[3])
 
 
+_NO_CHECKPOINT: AbstractContextManager[None] = nullcontext()
+
+
 def waiting() -> AbstractContextManager[None]:
     """A block that waits for another worker; under a checkpoint, it ends the turn meanwhile."""
     run = current_checkpoint_run()
     return _NO_CHECKPOINT if run is None else run.waiting()
-
-
-_NO_CHECKPOINT: AbstractContextManager[None] = nullcontext()
-
-
-# -- the callee
 
 
 @final
