@@ -58,8 +58,6 @@ class RRef(Generic[T]):
         """What to send in a call to its owner if the caller waits: see refs/refs.py."""
         return self._home.refs.maybe_lent(self.handle) or self
 
-    # -- where it is
-
     def owner(self) -> WorkerInfo:
         """The worker the value lives on."""
         return self._home.directory.find(self.handle.owner)
@@ -75,8 +73,6 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner has counted this reference."""
         return self._home.refs.is_confirmed(self.handle)
-
-    # -- the value
 
     def to_here(self, timeout: Timeout = DEFAULT) -> T:
         """The value: itself on its owner, a copy elsewhere. Waits until it is made."""
@@ -113,8 +109,6 @@ class RRef(Generic[T]):
             self.handle, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
         )
 
-    # -- its methods
-
     def rpc_sync(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
         return MethodProxy(self, self._home.calls.call, timeout, _waits=True)
@@ -131,8 +125,6 @@ class RRef(Generic[T]):
             return cast(RRef[Any], self._home.refs.make(created.handle))
 
         return MethodProxy(self, call, timeout)
-
-    # -- as an object
 
     def __repr__(self) -> str:
         what = "owned here" if self.is_owner() else f"on {self.owner_name()} as {self.handle.fork}"

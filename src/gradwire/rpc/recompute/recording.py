@@ -30,14 +30,11 @@ class RecordedCall:
     """One call of a forward, and what its callee returned to repeat it."""
 
     key: CallKey
-    known: bool = False
-    """whether its answer has come"""
-    lost: bool = False
-    """whether it failed without an answer: then no result of it was used"""
-    drawn: bytes = b""
-    """random state, encrypted by the callee; empty if no random number was drawn"""
+    known: bool = False  # whether its answer has come
+    lost: bool = False  # whether it failed without an answer: then no result of it was used
+    drawn: bytes = b""  # random state, encrypted by the callee; empty if no random number was drawn
+    # Checks whether the answer has come; with True, waits for it. None once it has come.
     poll: Callable[[bool], None] | None = None
-    """check whether the answer has come; with True, wait for it. None once it has"""
 
     def answered(self, drawn: bytes) -> None:
         """The call returned or raised; only the first report counts."""

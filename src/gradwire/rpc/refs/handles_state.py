@@ -125,19 +125,11 @@ class Verdict(Enum):
 class RefStatistics:
     """The sizes of a table; all are 0 when no reference is left anywhere."""
 
-    owned: int
-    """values that live here"""
-    shared: int
-    """of those, the ones that other workers hold"""
-    forks: int
-    """forks of them that other workers hold"""
-    tombstones: int
-    """forks of them that were dropped, while a late request must not count them again"""
-    held: int
-    """forks that this worker holds"""
-    pending_users: int
-    """of those, the ones not counted yet"""
-    pending_children: int
-    """forks made here for other workers and not accepted yet"""
-    unacknowledged: int
-    """Accepts and Drops that are not answered yet"""
+    owned: int  # values that live here
+    shared: int  # of those, the ones that other workers hold
+    forks: int  # forks of them that other workers hold
+    tombstones: int  # dropped forks of them, while a late request must not count them again
+    held: int  # forks that this worker holds
+    pending_users: int  # of those, the ones not counted yet
+    pending_children: int  # forks made here for other workers and not accepted yet
+    unacknowledged: int  # Accepts and Drops that are not answered yet

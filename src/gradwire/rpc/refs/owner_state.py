@@ -67,18 +67,13 @@ class DuplicateFilter:
 class _OwnedValue:
     """A value that lives on this worker, or is about to."""
 
-    handles: int = 0
-    """RRef objects on this worker"""
-    forks: dict[ForkId, WorkerId] = field(default_factory=dict)
-    """forks that other workers hold"""
+    handles: int = 0  # RRef objects on this worker
+    forks: dict[ForkId, WorkerId] = field(default_factory=dict)  # forks that other workers hold
+    # Forks counted on request, while the request may be repeated or the value is awaited.
     requested: set[ForkId] = field(default_factory=set)
-    """forks counted on request, while the request may be repeated or the value is awaited"""
-    awaited: bool = False
-    """whether its creating call has not arrived yet"""
-    lost: WorkerId | None = None
-    """the creator, if it was lost before its call arrived"""
-    is_gone: bool = False
-    """whether it stands for a value that no longer exists; its `requested` is incomplete"""
+    awaited: bool = False  # whether its creating call has not arrived yet
+    lost: WorkerId | None = None  # the creator, if it was lost before its call arrived
+    is_gone: bool = False  # whether the value no longer exists; its `requested` is incomplete
 
 
 @final

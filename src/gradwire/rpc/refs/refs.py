@@ -420,8 +420,6 @@ class Refs:
         self._closed = True
         self._finalizers.close()
 
-    # -- peers lost and joined
-
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
             actions = self._table.peer_lost(worker)
@@ -431,8 +429,6 @@ class Refs:
     def _peer_joined(self, worker: WorkerId) -> None:
         with self._lock:
             self._table.peer_joined(worker)
-
-    # -- performing actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:

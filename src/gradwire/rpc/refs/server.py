@@ -24,20 +24,20 @@ from gradwire.rpc.refs.sender import CONTROL_SECONDS
 from gradwire.rpc.refs.state import RefTable
 from gradwire.wire.message import Message
 
-Perform = Callable[[Sequence[Action]], None]
-"""Performs what the table decided. Called without the lock: it may send, and run finalizers."""
-
 
 @final
 class RefServer:
-    """Serves the messages about references for one worker, and the Accepts that answers carry."""
+    """Serves the messages about references for one worker, and the Accepts that answers carry.
+
+    `perform` is called without the lock: it may send, and run finalizers.
+    """
 
     def __init__(
         self,
         agent: Agent,
         table: RefTable,
         check_limit: Callable[[WorkerId], None],
-        perform: Perform,
+        perform: Callable[[Sequence[Action]], None],
     ) -> None:
         self._agent, self._table, self._lock = agent, table, agent.directory.lock
         self._me, self._check_limit, self._perform = agent.directory.me.id, check_limit, perform

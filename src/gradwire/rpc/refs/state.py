@@ -87,14 +87,11 @@ class _HeldFork:
     fork: ForkId
     owner: WorkerId
     stage: _Stage
-    asked: SendFork | None = None
-    """the request to count it, while that is not answered"""
-    alive: bool = True
-    """whether its handle has not ended"""
+    asked: SendFork | None = None  # the request to count it, while that is not answered
+    alive: bool = True  # whether its handle has not ended
+    # Forks that were made from it and are not accepted yet, and the worker each was made for.
     children: dict[ForkId, WorkerId] = field(default_factory=dict)
-    """forks that were made from it and are not accepted yet, and for which worker"""
-    lost: WorkerId | None = None
-    """the worker whose loss made it unreachable"""
+    lost: WorkerId | None = None  # the worker whose loss made it unreachable
 
 
 @final
