@@ -200,15 +200,10 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
         if counted.count(kind, remote):
             _log.warning("refused %s: %s", remote, kind)
 
-    known: dict[str, Transport] = {
-        "unix": UnixTransport(
-            stall=stall,
-            limits=limits,
-            shared_bytes=shared_bytes,
-            checksum=checksum,
-            refused=refused,
-        )
-    }
+    unix = UnixTransport(
+        stall=stall, limits=limits, shared_bytes=shared_bytes, checksum=checksum, refused=refused
+    )
+    known: dict[str, Transport] = {"unix": unix}
     if tls is None:
         known["tcp"] = TcpTransport(
             stall=stall, limits=limits, checksum=checksum, this_host_only=not options.insecure
@@ -222,7 +217,11 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
             pending_handshakes=limits.pending_handshakes,
             refused=refused,
         )
-        _check_own_name(over_tls, name)
+        if name not in over_tls.names:
+            raise UsageError(
+                f"{name} has a certificate for {', '.join(over_tls.names)}",
+                hint=f"`gradwire certs --workers {name}` makes one for it",
+            )
     return Transports(known, _HINTS)
 
 
@@ -252,14 +251,6 @@ def _secured(transports: Transports, address: str) -> str:
     scheme, _, place = address.partition("://")
     is_secured = scheme == "tcp" and "tls" in transports.schemes
     return f"tls://{place}" if is_secured else address
-
-
-def _check_own_name(transport: TlsTransport, name: str) -> None:
-    if name not in transport.names:
-        raise UsageError(
-            f"{name} has a certificate for {', '.join(transport.names)}",
-            hint=f"`gradwire certs --workers {name}` makes one for it",
-        )
 
 
 def _address_towards(host: str) -> str:

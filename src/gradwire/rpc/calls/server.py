@@ -331,7 +331,7 @@ class CallServer:
     ) -> None:
         """Answer with a value or an error. `references` are those of the call.
 
-        See Note [An answer accepts], refs/server.py.
+        See Note [An answer accepts], refs/exchange.py.
         """
         left = False
         try:

@@ -157,6 +157,9 @@ class CheckpointRun:
         self.recorded = None if is_recomputation else recording
         self.thread = threading.get_ident()
         self._calls = self._waits = 0
+        self.begin: State = ()
+        self.end: State = ()
+        """the states of the generators when the function begins and ends"""
         self._is_over = False
         """callbacks of futures that the function left behind still find this run"""
         self.is_interleaved = False

@@ -31,6 +31,7 @@ from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
 from gradwire.rpc.refs import permissions
+from gradwire.rpc.refs.exchange import RefSender, RefServer
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
@@ -45,8 +46,6 @@ from gradwire.rpc.refs.handles_state import (
     Unreachable,
     Verdict,
 )
-from gradwire.rpc.refs.sender import RefSender
-from gradwire.rpc.refs.server import RefServer
 from gradwire.rpc.refs.state import RefTable
 
 _POLL_SECONDS = 0.01
@@ -343,7 +342,7 @@ class Refs:
     ) -> list[RefHandle]:
         """References arrived with a message. Must be called even if the message is then refused.
 
-        `is_answered`: the answer will accept them; see Note [An answer accepts], server.py.
+        `is_answered`: the answer will accept them; see Note [An answer accepts], exchange.py.
         """
         handles: list[RefHandle] = []
         actions: list[Action] = []
