@@ -159,7 +159,7 @@ def test_nobody_accepts_for_another(workers):
     child = table.pack(held.handle, 2)
     with pytest.raises(BadMessage, match=f"w1 may not end {child}, which w2 holds"):
         ask(workers[1].worker, 0, Accept(child))
-    table.pack_undone(held.handle, child)
+    table.pack_undone(held.handle.ref, child)
 
 
 def test_a_reference_may_be_passed_on_and_back(workers):

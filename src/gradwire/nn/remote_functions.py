@@ -18,7 +18,7 @@ from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
-from gradwire.rpc.refs.borrow import BorrowedRef
+from gradwire.rpc.refs.handles_state import BorrowedRef
 from gradwire.rpc.rref import RRef, reference_to
 
 Module = RRef[nn.Module] | BorrowedRef

@@ -19,7 +19,7 @@ from gradwire.errors import CallTimeout, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc import rref as native
 from gradwire.rpc.calls.client import Created
-from gradwire.rpc.rref import RRefHome
+from gradwire.rpc.worker import Worker
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class PyRRef(native.RRef[T]):
     _profiling: torch.futures.Future[Any] | None = None
 
     @classmethod
-    def made_by(cls, home: RRefHome, created: Created) -> PyRRef[T]:
+    def made_by(cls, home: Worker, created: Created) -> PyRRef[T]:
         """The reference that `remote` returns; the call that makes its value may still fail."""
         made = cls._of(home, created.handle)
         assert isinstance(made, PyRRef)
@@ -63,7 +63,7 @@ class PyRRef(native.RRef[T]):
         return made
 
     @classmethod
-    def never_made(cls, home: RRefHome, owner: WorkerId, error: Exception) -> PyRRef[T]:
+    def never_made(cls, home: Worker, owner: WorkerId, error: Exception) -> PyRRef[T]:
         """What `remote` returns if its call was not sent; each use of it raises the error."""
         made = cls.__new__(cls)
         made._home, made.handle = home, home.refs.keep_elsewhere(owner)

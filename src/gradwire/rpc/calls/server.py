@@ -34,8 +34,7 @@ from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_o
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
-from gradwire.rpc.recompute.checkpoint_run import CalleeRun
-from gradwire.rpc.recompute.generators import Generators
+from gradwire.rpc.recompute.checkpoint_run import CalleeRun, Generators
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
@@ -236,7 +235,7 @@ class CallServer:
         me = self._agent.directory.me.name
         served = CalleeRun(self._generators, call.draws, call.function, me)
         try:
-            with served:
+            with served.run:
                 value = self._returned(call, payload, source.worker, deadline)
         except Exception as error:  # the caller may catch it, so its draws are sent as well
             source.note = served.note(error)
@@ -332,7 +331,7 @@ class CallServer:
     ) -> None:
         """Answer with a value or an error. `references` are those of the call.
 
-        See Note [An answer accepts], refs/server.py.
+        See Note [An answer accepts], refs/exchange.py.
         """
         left = False
         try:

@@ -189,7 +189,7 @@ class BodyCodec:
     ) -> DecodedBody:
         """The value, with its references held and, if `is_recorded`, its graph attached.
 
-        For `is_answered` see Note [An answer accepts], refs/server.py.
+        For `is_answered` see Note [An answer accepts], refs/exchange.py.
         """
         if not body.references:
             return self._decode(body, payload, source, context, is_recorded)

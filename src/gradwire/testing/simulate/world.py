@@ -225,15 +225,20 @@ class World:
         me = roster.register(it.name, id, listener.address, limit)
         job, others = roster.before(me, limit - self.options.timeouts.join / 2)
         directory = Directory(id, [*others, me], is_open=True)
-        worker = self._worker(directory, job, transports, listener)
+        worker = self._worker(directory, job, transports, listener, roster)
         worker.announce(limit)
         self._joined(it, worker)
 
     def _worker(
-        self, directory: Directory, job: str, transports: Transports, listener: Listener
+        self,
+        directory: Directory,
+        job: str,
+        transports: Transports,
+        listener: Listener,
+        roster: RosterStore | None = None,
     ) -> Worker:
         place = (directory, job, _SECRET, transports, listener)
-        worker = Worker(*place, self.options, self.expose, store=self._store)
+        worker = Worker(*place, self.options, self.expose, roster=roster)
         self._workers.append(worker)
         return worker
 
