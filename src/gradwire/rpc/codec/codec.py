@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
@@ -101,7 +101,6 @@ class Codec:
         self._decoders: dict[int, TypeDecoder] = {
             **builtin_types.DECODERS,
             **named_types.DECODERS,
-            **user_codecs.DECODERS,
             Tag.PICKLED: self._decode_fallback,
         }
         self._extended: list[type] = []
@@ -202,7 +201,7 @@ class Codec:
         return value
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
-        encoder = user_codecs.maybe_encoder(kind) or named_types.maybe_encoder(kind)
+        encoder = named_types.maybe_encoder(kind)
         if encoder is None and maybe_refusal(kind) is not None:
             encoder = _refuse
         if encoder is None and self._fallback is not None:
