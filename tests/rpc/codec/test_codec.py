@@ -35,7 +35,7 @@ class Table:
     def name_of(self, obj):
         name = getattr(obj, "__qualname__", "?")
         if self._by_name.get(name) is not obj:
-            raise NotExposed(f"{name} is not exposed")
+            raise NotExposed(f"{name} is not exposed", hint="expose it with @gradwire.expose")
         return name
 
     def lookup(self, name):

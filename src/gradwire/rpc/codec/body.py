@@ -30,7 +30,7 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.codec import Codec, malformed
 from gradwire.rpc.codec.pickle_codec import PickleCodec
-from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Tag
+from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
 from gradwire.rpc.refs.refs import Refs
 from gradwire.torch_private import (
@@ -114,7 +114,7 @@ class BodyCodec:
         *,
         to: WorkerId,
         context: ContextId | None,
-        place: str | tuple[str, ...],
+        place: Place,
         deadline: float,
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
@@ -140,7 +140,7 @@ class BodyCodec:
         references: list[Reference],
         to: WorkerId,
         context: ContextId | None,
-        place: str | tuple[str, ...],
+        place: Place,
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
@@ -159,17 +159,13 @@ class BodyCodec:
         body = Body(data, headers, crossings, references, self._riding_to(to))
         return EncodedBody(body, payload)
 
-    def _placed(
-        self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]
-    ) -> NotSerializable:
-        """The refusal of a tensor, with its place in the value instead of its index."""
-        number = _NUMBER.fullmatch(refusal.place)
-        if number is None:
+    def _placed(self, refusal: NotSerializable, value: object, place: Place) -> NotSerializable:
+        """The refusal of a tensor, with its place in the value instead of its index, if known."""
+        number, codec = _NUMBER.fullmatch(refusal.place), self._codec
+        if number is None or not isinstance(codec, Codec):  # a pickle has no order of tensors
             return refusal
-        at = self._codec.place_of_tensor(value, place, int(number[1]))
-        return (
-            refusal if at is None else NotSerializable(refusal.message, place=at, hint=refusal.hint)
-        )
+        at = codec.place_of_tensor(value, place, int(number[1])) or refusal.place
+        return NotSerializable(refusal.message, place=at, hint=refusal.hint)
 
     def undo(self, encoded: EncodedBody) -> None:
         """Release what a body holds that was not sent."""

@@ -21,7 +21,7 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, final
+from typing import NoReturn, final
 
 import msgspec
 import numpy as np
@@ -32,22 +32,24 @@ from torch.nn import Parameter
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
 from gradwire.rpc.codec import builtin_types, named_types
+from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
+    Conversion,
     Decoder,
+    Encoded,
     Encoder,
-    Names,
     Node,
+    Place,
     Tag,
     TypeDecoder,
     TypeEncoder,
     exactly,
     type_name,
 )
+from gradwire.rpc.expose.registry import Registry
 from gradwire.wire.message import check_arrived, check_leaving
-
-T = TypeVar("T")
 
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
 _FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
@@ -63,28 +65,6 @@ _TWO_WAYS = (
 _PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may run any code here"
 
 
-class Encoded(NamedTuple):
-    """A value as bytes, and the tensors it refers to by index; their bytes are sent separately.
-
-    `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
-    comes back to them. Only a pickle has such.
-    """
-
-    data: bytes
-    tensors: list[Tensor]
-    copies: int = 0
-
-
-class Fallback(Protocol):
-    """A codec for the values that `Codec` itself does not encode."""
-
-    def encode(self, value: object, place: str) -> Encoded:
-        """The value as bytes, and the tensors in it."""
-
-    def decode(self, data: bytes, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded."""
-
-
 @final
 class Codec:
     """Encodes and decodes arguments and results.
@@ -92,7 +72,9 @@ class Codec:
     Any number of threads may use it at once. Values that are not data go to `fallback`, if given.
     """
 
-    def __init__(self, names: Names, limits: Limits, fallback: Fallback | None = None) -> None:
+    def __init__(
+        self, names: Registry, limits: Limits, fallback: PickleCodec | None = None
+    ) -> None:
         self._names, self._limits, self._fallback = names, limits, fallback
         self._encoders: dict[type, TypeEncoder] = {
             **builtin_types.ENCODERS,
@@ -109,13 +91,7 @@ class Codec:
             msgspec.msgpack.Decoder().decode
         )
 
-    def extend(
-        self,
-        kind: type[T],
-        tag: int,
-        encode: Callable[[T], object],
-        decode: Callable[[Any], object],
-    ) -> None:
+    def extend(self, kind: type, tag: int, encode: Conversion, decode: Conversion) -> None:
         """Encode values of exactly this type as what `encode` returns.
 
         That must be plain: None, numbers, text, bytes, lists of these. A peer may send anything
@@ -132,11 +108,8 @@ class Codec:
         self._encoders[kind] = lambda _, value: [tag, encode(value)]
         self._decoders[tag] = decode_extension
 
-    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
-        """Encode a value; NotSerializable says where in `place` the refused part is.
-
-        `place` is what errors call the value or, if a tuple, each of its elements.
-        """
+    def encode(self, value: object, place: Place = "args") -> Encoded:
+        """Encode a value; NotSerializable says where in `place` the refused part is."""
         walk = Encoder(self._encoders, self._find_encoder, self._names, self._limits.depth)
         try:
             data = self._to_msgpack(walk.node(value))
@@ -152,9 +125,7 @@ class Codec:
             )
         return Encoded(data, walk.tensors, walk.copies)
 
-    def place_of_tensor(
-        self, value: object, place: str | tuple[str, ...], index: int
-    ) -> str | None:
+    def place_of_tensor(self, value: object, place: Place, index: int) -> str | None:
         """Where in `place` the tensor with this index is. Walks again, so only for an error.
 
         None if that is not known, as inside a pickle.
@@ -232,7 +203,7 @@ def malformed(error: Exception) -> BadMessage:
     return BadMessage(f"an encoded value is malformed: {type(error).__name__}: {error}")
 
 
-def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerializable:
+def _placed(refusal: NotSerializable, place: Place) -> NotSerializable:
     if isinstance(place, str):
         return refusal.inside(place)
     for index, name in enumerate(place):

@@ -28,7 +28,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType, NoneType
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,12 @@ from torch._C import ScriptFunction
 from torch.jit import ScriptModule
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
-from gradwire.rpc.codec.codec import Encoded
+from gradwire.rpc.codec.walk import Conversion, Encoded, Place
 from gradwire.rpc.expose.async_execution import LATER, async_execution
 from gradwire.rpc.expose.names import one_main
 
-T = TypeVar("T")
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
-Reducers = Mapping[type, Callable[[Any], Any]]
+Reducers = Mapping[type, Conversion]
 _ROOT = "__torch__."
 _TENSOR = -1
 _PARAMETER = -2
@@ -62,31 +61,18 @@ class PickleCodec:
     ) -> None:
         self._reducers: Reducers = {} if reducers is None else reducers
         self._restores = restores_parameters
-        self._encoders: dict[type, tuple[int, Callable[[Any], object]]] = {}
-        self._decoders: dict[int, Callable[[Any], object]] = {}
+        self._encoders: dict[type, tuple[int, Conversion]] = {}
+        self._decoders: dict[int, Conversion] = {}
 
-    def extend(
-        self,
-        kind: type[T],
-        tag: int,
-        encode: Callable[[T], object],
-        decode: Callable[[Any], object],
-    ) -> None:
+    def extend(self, kind: type, tag: int, encode: Conversion, decode: Conversion) -> None:
         """Encode values of exactly this type as what `encode` returns."""
         self._encoders[kind] = tag, encode
         self._decoders[tag] = decode
 
-    def place_of_tensor(
-        self, _value: object, _place: str | tuple[str, ...], _index: int
-    ) -> str | None:
-        """None: the order of tensors in a pickle is not known."""
-        return None
-
-    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
+    def encode(self, value: object, place: Place = "args") -> Encoded:
         """The value as a pickle and its tensors; raises NotSerializable."""
         data = io.BytesIO()
-        parameters = {id(parameter) for parameter in _parameters(value)}
-        pickler = _Pickler(data, self._encoders, self._reducers, parameters)
+        pickler = _Pickler(data, self._encoders, self._reducers, value)
         try:
             pickler.dump(value)
         except GradwireError:
@@ -148,12 +134,13 @@ class _Pickler(pickle.Pickler):
     def __init__(
         self,
         file: io.BytesIO,
-        encoders: dict[type, tuple[int, Callable[[Any], object]]],
+        encoders: dict[type, tuple[int, Conversion]],
         reducers: Reducers,
-        parameters: set[int],
+        value: object,
     ) -> None:
         super().__init__(file)
-        self._encoders, self._reducers, self._parameters = encoders, reducers, parameters
+        self._encoders, self._reducers = encoders, reducers
+        self._parameters = {id(parameter) for parameter in _parameters(value)}
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.copies = 0
@@ -202,7 +189,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
         file: io.BytesIO,
-        decoders: dict[int, Callable[[Any], object]],
+        decoders: dict[int, Conversion],
         tensors: Sequence[Tensor],
         restores_parameters: bool,
     ) -> None:
