@@ -32,12 +32,8 @@ from gradwire.rpc.codec.codec import Codec, malformed
 from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
-from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import (
-    has_tangent,
-    is_inside_transform,
-    wrapped_by_transform,
-)
+from gradwire.rpc.refs.refs import MessageRefs, Refs
+from gradwire.torch_private import has_tangent, is_inside_transform, wrapped_by_transform
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     REQUIRES_GRAD,
@@ -144,8 +140,13 @@ class BodyCodec:
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
-        if is_inside_transform():
-            refuse_transformed(tensors)
+        if is_inside_transform() and (wrapped := wrapped_by_transform(tensors)) is not None:
+            # The memory of a wrapper does not hold its values: a functionalized one's is garbage.
+            raise NotSerializable(
+                "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
+                place=f"tensors[{wrapped}]",
+                hint="use the transform inside the function that is called, not around the call",
+            )
         if has_tangent(tensors):
             raise NotSerializable(
                 "a tensor with a forward-mode tangent, which does not cross workers",
@@ -187,21 +188,11 @@ class BodyCodec:
 
         For `is_answered` see Note [An answer accepts], refs/server.py.
         """
-        if not body.references:
-            return self._decode(body, payload, source, context, is_recorded)
-        with self._refs.unpacking(body.references, source, is_answered=is_answered):
-            return self._decode(body, payload, source, context, is_recorded)
-
-    def _decode(
-        self,
-        body: Body,
-        payload: memoryview | None,
-        source: WorkerId,
-        context: ContextId | None,
-        is_recorded: bool,
-    ) -> DecodedBody:
+        came = None  # held here: what the value does not use of it ends with this function
+        if body.references:
+            came = self._refs.unpacking(body.references, source, is_answered=is_answered)
         if not body.tensors:
-            return DecodedBody(self._decode_value(body, (), source))
+            return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
         try:
             tensors = decode_tensors(body.tensors, payload, self._engine.limits)
@@ -221,10 +212,12 @@ class BodyCodec:
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        return DecodedBody(self._decode_value(body, tensors, source), depth, len(cut))
+        return DecodedBody(self._decode_value(body.data, tensors, came), depth, len(cut))
 
-    def _decode_value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
-        data, decode_node = body.data, self._decode_node
+    def _decode_value(
+        self, data: bytes, tensors: Sequence[Tensor], came: MessageRefs | None
+    ) -> object:
+        decode_node = self._decode_node
         if not tensors and decode_node is not None:
             if data == _NONE:
                 return None
@@ -241,24 +234,8 @@ class BodyCodec:
             if value is not WALK:
                 return value
             decode = partial(decode_node, node, tensors)
-        if body.references:
+        with came or self._refs.unpacking((), -1):  # without any: hides those of an outer message
             return decode()
-        with self._refs.unpacking((), source):  # hides those of an outer message
-            return decode()
-
-
-def refuse_transformed(tensors: Sequence[Tensor]) -> None:
-    """Refuse the wrappers that torch.func puts around tensors inside a transform.
-
-    Their memory does not hold their values: that of a functionalized tensor is garbage.
-    """
-    wrapped = wrapped_by_transform(tensors)
-    if wrapped is not None:
-        raise NotSerializable(
-            "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
-            place=f"tensors[{wrapped}]",
-            hint="use the transform inside the function that is called, not around the call",
-        )
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
@@ -311,38 +288,32 @@ def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
 
     hot: every argument list and result
     """
-    if type(node) is not list or not node or type(node[0]) is not int:
-        return node if type(node) in LEAVES and not tensors else WALK
-    if node[0] == TENSOR:
-        values = _maybe_values([TUPLE, node], tensors)
-        return WALK if values is None else values[0]
-    if node[0] != TUPLE:
-        return WALK
-    if len(node) == 3 and type(node[2]) is list and len(node[2]) == 1:
-        row, (tag,) = node[1:]
-        is_call = type(row) is list and row and type(row[0]) is int and row[0] == TUPLE
-        if not is_call or type(tag) is not int or tag != DICT:
+    is_tuple = type(node) is list and node and type(node[0]) is int and node[0] == TUPLE
+    row: Any = node if is_tuple else (TUPLE, node)
+    is_call = is_tuple and len(row) == 3 and type(row[2]) is list and len(row[2]) == 1
+    if is_call:
+        _, row, (tag,) = row
+        if type(row) is not list or not row or type(row[0]) is not int or row[0] != TUPLE:
             return WALK
-        values = _maybe_values(row, tensors)
-        return WALK if values is None else (tuple(values), {})
-    values = _maybe_values(node, tensors)
-    return WALK if values is None else tuple(values)
-
-
-def _maybe_values(row: Node, tensors: Sequence[Tensor]) -> list[object] | None:
+        if type(tag) is not int or tag != DICT:
+            return WALK
     values: list[object] = []
     used = 0
-    for node in row[1:]:
-        if type(node) in LEAVES:
-            values.append(node)
-        elif type(node) is list and len(node) == 2 and type(node[0]) is int and node[0] == TENSOR:
-            if node[1] != used or used == len(tensors):
-                return None
+    for one in row[1:]:
+        if type(one) in LEAVES:
+            values.append(one)
+        elif type(one) is list and len(one) == 2 and type(one[0]) is int and one[0] == TENSOR:
+            if one[1] != used or used == len(tensors):
+                return WALK
             values.append(tensors[used])
             used += 1
         else:
-            return None
-    return values if used == len(tensors) else None
+            return WALK
+    if used != len(tensors):
+        return WALK
+    if is_call:
+        return tuple(values), {}
+    return tuple(values) if is_tuple else values[0]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

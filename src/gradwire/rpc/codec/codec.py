@@ -52,8 +52,27 @@ from gradwire.rpc.expose.registry import Registry
 from gradwire.wire.message import check_arrived, check_leaving
 
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
-_FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
-_LISTED = (Iterator, KeysView, ItemsView, ValuesView)
+# What cannot even be pickled: types, what errors call their values, and a hint.
+_NEVER_SENT: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
+    (
+        Coroutine,
+        "the coroutine of an `async def` function",
+        "declare the function with def; one that answers later is decorated with "
+        "@gradwire.async_execution and returns a future",
+    ),
+    ((Generator, AsyncGenerator), "a generator", "return or send a list of what it yields"),
+    (
+        (torch._C.Future, concurrent.futures.Future, asyncio.Future),
+        "a future",
+        "send what it brings, as future.wait() returns it; a function that returns a "
+        "torch or gradwire future is decorated with @gradwire.async_execution",
+    ),
+    (
+        (Iterator, KeysView, ItemsView, ValuesView),
+        "a {}",
+        "send a list of what it yields, list(...)",
+    ),
+)
 _MODULE_HINT = (
     "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
     "(gradwire.remote), or send its state_dict()"
@@ -173,7 +192,7 @@ class Codec:
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
         encoder = named_types.maybe_encoder(kind)
-        if encoder is None and maybe_refusal(kind) is not None:
+        if encoder is None and any(issubclass(kind, kinds) for kinds, *_ in _NEVER_SENT):
             encoder = _refuse
         if encoder is None and self._fallback is not None:
             encoder = self._encode_fallback
@@ -215,11 +234,11 @@ def _placed(refusal: NotSerializable, place: Place) -> NotSerializable:
 
 
 def _refuse(_walk: Encoder, value: object) -> NoReturn:
-    refusal = maybe_refusal(type(value))
-    assert refusal is not None, f"{type(value).__name__} was refused without a reason"
+    """The encoder of the types in _NEVER_SENT."""
     if isinstance(value, Coroutine):
         value.close()  # or Python warns that it was never awaited
-    raise refusal
+    what, hint = next(rest for kinds, *rest in _NEVER_SENT if isinstance(value, kinds))
+    raise NotSerializable(f"{what.format(type(value).__name__)} cannot be serialized", hint=hint)
 
 
 def _refused_type(kind: type) -> NotSerializable:
@@ -231,26 +250,3 @@ def _refused_type(kind: type) -> NotSerializable:
     else:
         hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
     return NotSerializable(f"a value of type {type_name(kind)} cannot be serialized", hint=hint)
-
-
-def maybe_refusal(kind: type) -> NotSerializable | None:
-    """The error for a type that cannot even be pickled; None for any other."""
-    if issubclass(kind, Coroutine):
-        subject, hint = (
-            "the coroutine of an `async def` function",
-            "declare the function with def; one that answers later is decorated with "
-            "@gradwire.async_execution and returns a future",
-        )
-    elif issubclass(kind, Generator | AsyncGenerator):
-        subject, hint = "a generator", "return or send a list of what it yields"
-    elif issubclass(kind, _FUTURES):
-        subject, hint = (
-            "a future",
-            "send what it brings, as future.wait() returns it; a function that returns a "
-            "torch or gradwire future is decorated with @gradwire.async_execution",
-        )
-    elif issubclass(kind, _LISTED):
-        subject, hint = f"a {kind.__name__}", "send a list of what it yields, list(...)"
-    else:
-        return None
-    return NotSerializable(f"{subject} cannot be serialized", hint=hint)
