@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import msgspec
 import torch
@@ -44,8 +43,10 @@ from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import NOTHING, has_modes, is_profiled
+from gradwire.torch_private import has_modes, is_profiled
 from gradwire.wire.message import Message
+
+T = TypeVar("T")
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -82,6 +83,25 @@ class Created(NamedTuple):
     answer: Promise[Outcome]
 
 
+Make = Callable[["Calls", WorkerId, Target, float], T]
+
+
+def _profiled(kind: str) -> Callable[[Make[T]], Make[T]]:
+    """Show the calls that a method makes as ranges in a profile, if one is taken."""
+
+    def wrap(make: Make[T]) -> Make[T]:
+        def profiled(self: Calls, to: WorkerId, target: Target, deadline: float) -> T:
+            if not is_profiled():
+                return make(self, to, target, deadline)
+            directory = self._agent.directory
+            with call_span(kind, target.name, directory.me.name, directory.name(to)):
+                return make(self, to, target, deadline)
+
+        return profiled
+
+    return wrap
+
+
 @final
 class Calls:
     """Makes the calls, fetches and remote backwards of one worker."""
@@ -100,17 +120,11 @@ class Calls:
         agent.on_answer(Result, attrgetter("body.released"), self._result_came)
         agent.on_late(Result, self._release_late)
 
+    @_profiled("sync")
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Run a function on a peer; return what it returned, or raise what it raised."""
-        if is_profiled():
-            with self._span("sync", target, to):
-                return self._call(to, target, deadline)
-        return self._call(to, target, deadline)
+        """Run a function on a peer; return what it returned, or raise what it raised.
 
-    def _call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Send, and wait on this thread without making a future.
-
-        hot: each rpc_sync
+        hot: each rpc_sync, so this thread waits without making a future
         """
         context = current_context()
         if context is not None:
@@ -150,14 +164,9 @@ class Calls:
             promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
             raise
 
+    @_profiled("async")
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run a function on a peer; a future of what it returns."""
-        if is_profiled():
-            with self._span("async", target, to):
-                return self._call_async(to, target, deadline)
-        return self._call_async(to, target, deadline)
-
-    def _call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
@@ -165,12 +174,6 @@ class Calls:
         what = partial(self._name_on, to, target.description or target.name)
         pending = self._pending(promise, to, context, what, self._behavior.of_call)
         return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
-
-    def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
-        if not is_profiled():
-            return NOTHING
-        directory = self._agent.directory
-        return call_span(kind, target.name, directory.me.name, directory.name(to))
 
     def _name_on(self, to: WorkerId, name: str) -> str:
         return f"{display_name(name)} on {self._agent.directory.name(to)}"
@@ -185,6 +188,7 @@ class Calls:
         """Raise this thread's sequence numbers above the depth of another thread's value."""
         lift_this_thread(depth_of(value))
 
+    @_profiled("remote")
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
         """Run a function on a peer that keeps the result; a reference to it."""
         here = to == self._agent.directory.me.id
@@ -192,8 +196,7 @@ class Calls:
         try:
             context = self._engine.calling(current_context(), to)
             keep = Kept(handle.ref, handle.fork)
-            with self._span("remote", target, to):
-                promise = self._send_unawaited(to, target, context, deadline, keep)
+            promise = self._send_unawaited(to, target, context, deadline, keep)
         except BaseException:
             self._refs.creation_undone(handle)
             raise
@@ -240,11 +243,7 @@ class Calls:
         message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_modes())
         what = f"backward from {handle.ref}"
         promise = self._request(handle.owner, message, deadline, what, "backward")
-        try:
-            outcome = self._agent.wait_for(handle.owner, promise)
-        except BaseException:
-            self._agent.cancel(promise, INTERRUPTED)
-            raise
+        outcome = self._outcome(promise, handle.owner, None)
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
 
@@ -277,8 +276,8 @@ class Calls:
         """
         _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
-        value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._bodies.encode(value, to=to, context=context, place=place, deadline=deadline)
+        value = (target.args, target.kwargs)
+        packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline)
         body, size, counted = packed.body, packed.size, False
         what = target.description or display_name(target.name)
         try:
@@ -290,10 +289,10 @@ class Calls:
             modes = current_modes(autocast=carries) if has_modes() else None
             extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             draws = checkpointed and checkpointed.draws  # see messages.Draws
-            more = (deadline - self._agent.clock.now(), keep, draws, modes, *extent)
+            rest = (deadline - self._agent.clock.now(), keep, draws, modes, *extent)
             id, promise = self._agent.request(
                 to,
-                Call(target.name, body, context, grad or not carries, inference, *more),
+                Call(target.name, body, context, grad or not carries, inference, *rest),
                 packed.payload,
                 deadline=deadline,
                 description=what,
@@ -317,11 +316,7 @@ class Calls:
     def _undo_send(
         self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None
     ) -> None:
-        """Undo the effects of encoding a call that could not be sent.
-
-        `size` is what it has reserved in the window.
-        """
-        if size:
+        if size:  # it was taken from the window
             self._window.give_back(to, size)
         self._bodies.undo(packed)
         if checkpointed is not None:

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.scope import saving_here
 from gradwire.current import get_current
@@ -48,37 +47,8 @@ ResultOrError = DecodedBody | BaseException
 """A decoded result, or the exception in its place."""
 
 
-def _unchanged(outcome: ResultOrError) -> ResultOrError:
-    """The `unpack` of a promise that brings a ResultOrError."""
-    return outcome
-
-
 def _being_unpacked(_: object) -> DecodedBody:
     raise AssertionError("a marker, never called")
-
-
-@final
-class Unseen:
-    """An exception of a callback that nobody has retrieved yet.
-
-    If it is still not retrieved when the future of the callback dies, it is logged, as in asyncio.
-    The traceback is summarized at once: its frames hold the future, which would never die.
-    """
-
-    __slots__ = ("_callback_of", "_traceback", "is_seen")
-
-    def __init__(self, callback_of: str, error: BaseException) -> None:
-        self._callback_of = callback_of
-        self._traceback = traceback.TracebackException.from_exception(error, lookup_lines=False)
-        self.is_seen = False
-
-    def report(self) -> None:
-        """Log it, if the future died without being asked."""
-        if not self.is_seen:
-            text = "".join(self._traceback.format()).rstrip()
-            _log.error(
-                "%s raised, and nobody has asked for its result\n%s", self._callback_of, text
-            )
 
 
 @final
@@ -94,13 +64,14 @@ class PendingResult(Generic[T]):
     def __init__(
         self,
         promise: Promise[Any],
-        unpack: Callable[[Any], ResultOrError | PendingResult[T]] = _unchanged,
+        unpack: Callable[[Any], ResultOrError | PendingResult[T]] = lambda outcome: outcome,
         what: Callable[[], str] = lambda: "a call",
     ) -> None:
         self.promise = promise
         self.what = what
         """its name in the log and in warnings; computed only when needed"""
-        self.unseen: Unseen | None = None
+        self.unseen: list[traceback.TracebackException] = []
+        """the exception of a callback, until it is retrieved; see `Future._note_unseen`"""
         self._unpack: Callable[[Any], ResultOrError | PendingResult[T]] | None = unpack
         self._lock = threading.RLock()
         self._result: ResultOrError | PendingResult[T]
@@ -147,8 +118,7 @@ class PendingResult(Generic[T]):
         if type(result) is not DecodedBody:
             if isinstance(result, PendingResult):
                 return result.value()
-            if self.unseen is not None:
-                self.unseen.is_seen = True
+            self.unseen.clear()
             raise fresh(result)  # type: ignore[arg-type]
         if result.depth:
             lift_this_thread(result.depth)
@@ -181,6 +151,7 @@ class Future(torch.futures.Future[T]):
         self._cancel = cancel
         self._pending, self._promise = pending, pending.promise
         self._environment = environment
+        self._submit = environment.agent.dispatch.service.submit_or_run
         self._source = environment.agent.directory.me.id if source is None else source
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
@@ -260,7 +231,7 @@ class Future(torch.futures.Future[T]):
             else:
                 following.settle(outcome)
 
-        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
+        self._promise.on_settled(lambda _: self._submit(run))
         return future
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
@@ -273,7 +244,7 @@ class Future(torch.futures.Future[T]):
             except BaseException:  # no future to raise it from
                 _log.exception("%s raised", self._callback_of)
 
-        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
+        self._promise.on_settled(lambda _: self._submit(run))
 
     def set_result(self, result: T) -> NoReturn:
         """Refuse: the answer to the call completes the future."""
@@ -334,14 +305,14 @@ class Future(torch.futures.Future[T]):
         return f"{me}: a callback of the future of {self._pending.what()}"
 
     def _note_unseen(self, pending: weakref.ref[PendingResult[S]], error: BaseException) -> None:
-        unseen, alive = Unseen(self._callback_of, error), pending()
-        if alive is not None:
-            alive.unseen = unseen
-            self._environment.on_death(alive, unseen.report)
-
-    @property
-    def _pools(self) -> Dispatch:
-        return self._environment.agent.dispatch
+        """Log the exception if nobody has retrieved it when its future dies, as asyncio does."""
+        alive = pending()
+        if alive is None:
+            return
+        # Summarized at once: the frames of a traceback hold the future, which would never die.
+        unseen = [traceback.TracebackException.from_exception(error, lookup_lines=False)]
+        alive.unseen = unseen
+        self._environment.on_death(alive, partial(_report, self._callback_of, unseen))
 
     def _on_settled(self, _: object) -> None:
         """Complete the C++ future, unless a waiting thread will.
@@ -350,12 +321,18 @@ class Future(torch.futures.Future[T]):
         registered, which may block.
         """
         if not self._is_waited_for:
-            self._pools.service.submit_or_run(self._complete)
+            self._submit(self._complete)
 
     def _complete(self) -> None:
         if self._completion.acquire(blocking=False):
             # Exceptions are set as results, too: the unwrap function raises them.
             _Native.set_result(self, self._pending.unpacked())
+
+
+def _report(callback_of: str, unseen: list[traceback.TracebackException]) -> None:
+    for summary in unseen:
+        text = "".join(summary.format()).rstrip()
+        _log.error("%s raised, and nobody has asked for its result\n%s", callback_of, text)
 
 
 def _check_callable(callback: object) -> None:

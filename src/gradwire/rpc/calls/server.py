@@ -358,9 +358,7 @@ class CallServer:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        packed = self._bodies.encode(
-            value, to=source.worker, context=context, place="result", deadline=deadline
-        )
+        packed = self._bodies.encode(value, source.worker, context, "result", deadline)
         if self._agent.events.are_heard:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))

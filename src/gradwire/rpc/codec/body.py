@@ -105,13 +105,7 @@ class BodyCodec:
             self._fast_bytes = min(limits.elements, limits.head)
 
     def encode(
-        self,
-        value: object,
-        *,
-        to: WorkerId,
-        context: ContextId | None,
-        place: Place,
-        deadline: float,
+        self, value: object, to: WorkerId, context: ContextId | None, place: Place, deadline: float
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
         try:
