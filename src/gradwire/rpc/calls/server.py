@@ -27,7 +27,7 @@ from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import enter, leave
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
-from gradwire.ids import CallId, ContextId, ForkId, WorkerId
+from gradwire.ids import CallId, ContextId, ForkId
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from gradwire.rpc.worker import Worker
 
 Use = Callable[[Content], None]
-
-
-_PENDING = object()
 
 
 @final
@@ -145,19 +142,19 @@ class CallServer:
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
-        references, value = call.body.references, _PENDING
+        references = call.body.references
         try:
             value = self._run(call, payload, source, deadline)
-            if type(value) is Later:
-                answer = partial(self._answer_content, source, call.context, deadline, references)
-                self._when_done(value, partial(self._answer_on_pool, source, answer))
-                value = _PENDING
-        finally:
-            if references and value is _PENDING:  # it raised, or its future may take long
+        except BaseException:
+            if references:
                 self._refs.piggybacked.send_separately(references)
-        if value is _PENDING:
-            return
-        if references:
+            raise
+        if type(value) is Later:
+            if references:  # the future may take long
+                self._refs.piggybacked.send_separately(references)
+            answer = partial(self._answer_content, source, call.context, deadline, references)
+            self._when_done(value, source, partial(self._answer_on_pool, source, answer))
+        elif references:
             self._answer_content(source, call.context, deadline, references, Value(value))
         elif not source.cancelled:
             self._answer_value(source, value, call.context, deadline, ())
@@ -193,7 +190,7 @@ class CallServer:
                 self._agent.answer(source, Done(), deadline=deadline)
             value = self._run(call, payload, source, deadline)
             if type(value) is Later:
-                self._when_done(value, settle)
+                self._when_done(value, source, settle)
                 return
             content: Content = Value(value)
         except BaseException as error:  # raised by each fetch of the value
@@ -212,6 +209,7 @@ class CallServer:
             except GradwireError:
                 self._refuse(call, source)
                 raise
+        result = self._result if call.draws is None else self._result_with_draws
         scope = self._scope_for(call.context, deadline, source)
         try:
             grad, inference = call.grad_enabled, call.inference
@@ -221,43 +219,36 @@ class CallServer:
                     torch.inference_mode(inference),
                     torch.set_grad_enabled(grad),
                 ):
-                    return self._result(call, payload, source, deadline)
+                    return result(call, payload, source, deadline)
             # The function runs in the caller's modes. Mostly this thread has them already.
             if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
-                return self._result(call, payload, source, deadline)
+                return result(call, payload, source, deadline)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                return self._result(call, payload, source, deadline)
+                return result(call, payload, source, deadline)
         finally:
             scope.leave()
 
-    def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        if call.draws is None:
-            return self._returned(call, payload, source.worker, deadline)
+    def _result_with_draws(
+        self, call: Call, payload: Payload, source: Source, deadline: float
+    ) -> object:
+        assert call.draws is not None
         me = self._agent.directory.me.name
         served = CalleeRun(self._generators, call.draws, call.function, me)
         try:
             with served:
-                value = self._returned(call, payload, source.worker, deadline)
+                value = self._result(call, payload, source, deadline)
         except Exception as error:  # the caller may catch it, so its draws are sent as well
             source.note = served.note(error)
             raise
         if type(value) is Later:
-
-            def finish(error: BaseException | None) -> None:
-                source.note = served.later_note(error)
-
-            return value._replace(finish=finish)
+            return value._replace(note=served.later_note)
         source.note = served.note()
         return value
 
-    def _returned(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
-        body, name = call.body, call.function
+    def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
+        body, name, is_answered = call.body, call.function, call.keep is None
         unpacked = self._bodies.decode(
-            body,
-            payload,
-            source=caller,
-            context=call.context,
-            is_answered=call.keep is None,
+            body, payload, source=source.worker, context=call.context, is_answered=is_answered
         )
         if self._behavior.counts_before_use:
             self._refs.wait_until_all_counted(body.references, deadline)
@@ -267,7 +258,8 @@ class CallServer:
             case _:
                 raise BadMessage("a call came without arguments")
         if name.startswith((".", "!")):
-            function, args = self._function_in_arguments(name, args, deadline)
+            first, args = args[0] if args else None, args[1:]
+            function = self._function_in(first, name, deadline)
         else:
             function = self._registry.lookup(name)
         if is_profiled():
@@ -276,51 +268,46 @@ class CallServer:
         value = function(*args, **kwargs)
         return later_of(function, value) if hasattr(function, LATER) else value
 
-    def _when_done(self, later: Later, use: Use) -> None:
-        later.future.add_done_callback(lambda done: use(self._content_of(done, later)))
+    def _when_done(self, later: Later, source: Source, use: Use) -> None:
+        note = later.note
 
-    def _content_of(self, future: torch.futures.Future[Any], later: Later) -> Content:
-        error: BaseException | None = None
-        try:
-            value = future.value()
-        except BaseException as raised:  # sent to the caller
-            error = raised
-        try:
-            if later.finish is not None:
-                later.finish(error)
-        except BaseException as refused:
-            error = refused
-        return Value(value) if error is None else Raised(self._agent.describe(error))
+        def done(future: torch.futures.Future[Any]) -> None:
+            error: BaseException | None = None
+            try:
+                value = future.value()
+            except BaseException as raised:  # sent to the caller
+                error = raised
+            try:
+                if note is not None:
+                    source.note = note(error)
+            except BaseException as refused:
+                error = refused
+            use(Value(value) if error is None else Raised(self._agent.describe(error)))
+
+        later.future.add_done_callback(done)
 
     def _answer_on_pool(self, source: Source, answer: Use, content: Content) -> None:
         """Answer on the pool: the thread that settles a future may be one that reads a channel."""
         job = partial(self._agent.guarded, source, partial(answer, content))
         self._agent.dispatch.service.submit_or_run(job)
 
-    def _function_in_arguments(
-        self, name: str, args: tuple[object, ...], deadline: float
-    ) -> tuple[Callable[..., object], tuple[object, ...]]:
-        """The function, which is the first argument or a method of it, and the other arguments."""
-        if name.startswith("!"):
-            return self._pickled_function(name, args)
-        handle = getattr(args[0], "handle", None) if args else None
-        if not isinstance(handle, RefHandle):
-            raise BadMessage(f"the method {name[1:]} was called without a reference")
-        value = self._refs.value_here(handle, deadline)
-        return self._registry.method(value, name[1:]), args[1:]
-
-    def _pickled_function(
-        self, name: str, args: tuple[object, ...]
-    ) -> tuple[Callable[..., object], tuple[object, ...]]:
+    def _function_in(self, first: object, name: str, deadline: float) -> Callable[..., object]:
+        """The function of a call whose first argument it is, or the method of that argument."""
+        kind, name = name[0], name[1:]
+        if kind == ".":
+            handle = getattr(first, "handle", None)
+            if not isinstance(handle, RefHandle):
+                raise BadMessage(f"the method {name} was called without a reference")
+            return self._registry.method(self._refs.value_here(handle, deadline), name)
         if not self._behavior.pickle:
             me = self._agent.directory.me.name
             raise NotExposed(
-                f"{name[1:]} was sent to {me} as a function, not by its name",
+                f"{name} was sent to {me} as a function, not by its name",
                 hint="both workers must use gradwire's API, or both torch's",
             )
-        if not args or not callable(args[0]):
-            raise BadMessage(f"the function {name[1:]} did not come with its call")
-        return args[0], args[1:]
+        if not callable(first):
+            raise BadMessage(f"the function {name} did not come with its call")
+        return first
 
     def _answer_content(
         self,
