@@ -15,7 +15,8 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from types import (
     ClassMethodDescriptorType,
     FunctionType,
@@ -23,7 +24,7 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 from torch.nn import Module
 
@@ -49,14 +50,6 @@ _T = TypeVar("_T", bound=Function)
 
 _MOST_METHODS = 4096
 _NOWHERE = ModuleType("nowhere")
-
-
-class _Known(NamedTuple):
-    """A function that was found exposed; valid as long as the module has it under that name."""
-
-    home: str
-    attribute: str
-    function: Function
 
 
 _MARK = "__gradwire_exposed__"
@@ -150,7 +143,8 @@ class Registry:
 
     def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
         self._given: dict[str, Function] = {}
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[str, str, Function]] = {}
+        """module, attribute and function of each name found before, valid while it is there"""
         self._methods: dict[tuple[type, str], Any] = {}
         """the methods that were allowed before; each is valid while the class still has it"""
         for item in listed(expose):
@@ -165,9 +159,9 @@ class Registry:
         """
         known = self._known.get(name)
         if known is not None:
-            current: object = getattr(sys.modules.get(known.home), known.attribute, None)
-            if current is known.function:
-                return known.function
+            home, attribute, function = known
+            if getattr(sys.modules.get(home), attribute, None) is function:
+                return function
         found = self._maybe_find(name)
         if found is None:
             raise NotExposed(
@@ -175,7 +169,7 @@ class Registry:
             )
         home, _, attribute = name.partition(":")
         if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
-            self._known[name] = _Known(home, attribute, found)
+            self._known[name] = home, attribute, found
         return found
 
     def method(self, value: object, name: str) -> Function:
@@ -208,16 +202,15 @@ class Registry:
         definer = _maybe_definer(cls, name)
         if definer is None:
             raise _missing(value, name, full_name)
-        if not self._allows(cls, definer, name) and not torch_allowlist.is_forward(
-            value, definer, name
-        ):
+        is_forward = torch_allowlist.is_forward(value, definer, name)
+        if not is_forward and not self._allows(cls, definer, name):
             hint = _WRAP_HINT if _is_builtin_or_torch(definer) else _CLASS_HINT
             raise NotExposed(f"{full_name} is not exposed on this worker", hint=hint)
-        if not _is_method(vars(definer)[name], definer):
-            if torch_allowlist.is_forward(value, definer, name):
-                return _AS_ATTRIBUTE  # TorchScript makes its forward on access
-            raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
-        return vars(definer)[name]
+        if _is_method(vars(definer)[name], definer):
+            return vars(definer)[name]
+        if is_forward:  # TorchScript makes its forward when it is read from the object
+            return property(attrgetter("forward"))
+        raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
 
     def exception_type(self, name: str) -> type[BaseException] | None:
         """The exception of that name, if it is Python's, gradwire's, exposed or on a list."""
@@ -225,18 +218,11 @@ class Registry:
         return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
     def _maybe_find(self, name: str) -> Function | None:
-        for maybe in (self._maybe_of_user, torch_allowlist.maybe_find, self._maybe_class_function):
-            found = maybe(name)
-            if found is not None:
-                return found
-        return None
+        sources = (self._maybe_of_user, torch_allowlist.maybe_find, self._maybe_class_function)
+        return _first(sources, name)
 
     def _maybe_of_user(self, name: str) -> Function | None:
-        for maybe in (self._given.get, _maybe_declared, _maybe_in_main):
-            found = maybe(name)
-            if found is not None:
-                return found
-        return None
+        return _first((self._given.get, _maybe_declared, _maybe_in_main), name)
 
     def _maybe_class_function(self, name: str) -> Function | None:
         """The static or class method that `module:Class.method` names, of an exposed class."""
@@ -265,6 +251,11 @@ class Registry:
 
     def _is_exposed(self, cls: type) -> bool:
         return _is_marked(cls) or self._maybe_of_user(label(cls)) is cls
+
+
+def _first(sources: Iterable[Callable[[str], Function | None]], name: str) -> Function | None:
+    found = (source(name) for source in sources)
+    return next((each for each in found if each is not None), None)
 
 
 def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
@@ -320,11 +311,8 @@ def _is_method(raw: object, definer: type) -> bool:
         return False
     if _is_builtin_or_torch(definer):
         return True
-    function = getattr(raw, "func", getattr(raw, "__func__", raw))
-    home = str(getattr(function, "__module__", None)).partition(".")[0]
-    return home == definer.__module__.partition(".")[0] or not (
-        home == "torch" or home in sys.stdlib_module_names
-    )
+    home = _home_of(getattr(raw, "func", getattr(raw, "__func__", raw)))
+    return home == _home_of(definer) or not _is_foreign(home)
 
 
 def _stored(value: object, name: str) -> Function:
@@ -333,26 +321,15 @@ def _stored(value: object, name: str) -> Function:
     Functions of Python or torch are refused, except on modules: torch itself sets compiled and
     scripted methods there.
     """
-    found: object = vars(value)[name]
+    stored: Function = vars(value)[name]
+    found: object = stored
     while isinstance(found, functools.partial):
         found = found.func
-    home = str(getattr(getattr(found, "__func__", found), "__module__", None)).partition(".")[0]
-    is_foreign = home == "torch" or home in sys.stdlib_module_names
-    if not callable(found) or (is_foreign and not isinstance(value, Module)):
+    home = _home_of(getattr(found, "__func__", found))
+    if not callable(found) or (_is_foreign(home) and not isinstance(value, Module)):
         full_name = f"{label(type(value))}.{_printable(name)}"
         raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
-    stored: Function = vars(value)[name]
     return stored
-
-
-class _AsAttribute:
-    """Stands for a `forward` that has to be read from the object itself."""
-
-    def __get__(self, value: object, _: type) -> Any:  # noqa: ANN401
-        return getattr(value, "forward")  # noqa: B009  (the only one)
-
-
-_AS_ATTRIBUTE = _AsAttribute()
 
 
 def _is_private(name: str) -> bool:
@@ -363,8 +340,16 @@ def _is_marked(target: object) -> bool:
     return getattr(target, "__dict__", {}).get(_MARK) is True
 
 
+def _home_of(target: object) -> str:
+    return str(getattr(target, "__module__", None)).partition(".")[0]
+
+
+def _is_foreign(home: str) -> bool:
+    return home == "torch" or home in sys.stdlib_module_names
+
+
 def _is_builtin_or_torch(definer: type) -> bool:
-    return definer.__module__.partition(".")[0] in ("builtins", "torch")
+    return _home_of(definer) in ("builtins", "torch")
 
 
 def _lists_method(cls: type, method: str) -> bool:
@@ -378,9 +363,7 @@ def _maybe_definer(cls: type, attribute: str) -> type | None:
 def _function_hint(name: str) -> str:
     """How to expose it: only what the user wrote can be decorated."""
     home = name.partition(":")[0].partition(".")[0]
-    if home == "torch" or home in sys.stdlib_module_names - {"__main__"}:
-        return _OTHERS_HINT
-    return _FUNCTION_HINT
+    return _OTHERS_HINT if _is_foreign(home) and home != "__main__" else _FUNCTION_HINT
 
 
 def _missing(value: object, name: str, full_name: str) -> Exception:

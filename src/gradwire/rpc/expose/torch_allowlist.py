@@ -74,10 +74,8 @@ def lines_of(file: str) -> list[str]:
 
 def maybe_find(name: str) -> Callable[..., object] | None:
     """The torch function or class of that name, if it is listed and this torch has it."""
-    # Checked before the caches below, or peers could make these grow without limit.
-    if name in operators() or name in classes():
-        return _maybe_function(name)
-    return None
+    # Checked before the cache, or peers could make it grow without limit.
+    return _maybe_function(name) if name in operators() or name in classes() else None
 
 
 @functools.cache
@@ -135,9 +133,7 @@ def maybe_compiled_from(value: object) -> object | None:
 @functools.cache
 def _maybe_function(line: str) -> Callable[..., object] | None:
     found = _maybe_fetch(line)
-    if not callable(found) or not _stands_alone(line):
-        return None
-    return found
+    return found if callable(found) and _stands_alone(line) else None
 
 
 def _maybe_fetch(line: str) -> object | None:
