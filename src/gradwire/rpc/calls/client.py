@@ -83,6 +83,7 @@ class Created(NamedTuple):
     answer: Promise[Outcome]
 
 
+# A method of Calls that makes a call.
 Make = Callable[["Calls", WorkerId, Target, float], T]
 
 
@@ -349,25 +350,17 @@ class Calls:
     ) -> PendingResult[Any]:
         """The answer, to be unpacked by the thread that first asks for it."""
         differentiable = torch.is_grad_enabled()
-        unpack = partial(self._unpack_outcome, source, context, differentiable, translated)
-        return PendingResult(promise, unpack, what)
+        recorded = self._carries_modes or differentiable
 
-    def _unpack_outcome(
-        self,
-        source: WorkerId,
-        context: ContextId | None,
-        differentiable: bool,
-        translated: Translated,
-        outcome: Outcome,
-    ) -> ResultOrError:
-        if isinstance(outcome, Exception):
-            return translated(outcome, self._agent.directory)
-        unpacked = self._unpack_result(
-            outcome, source, context, self._carries_modes or differentiable
-        )
-        if (unpacked.cut or unpacked.copies) and not differentiable:
-            return replace(unpacked, cut=0, copies=0)
-        return unpacked
+        def unpack(outcome: Outcome) -> ResultOrError:
+            if isinstance(outcome, Exception):
+                return translated(outcome, self._agent.directory)
+            unpacked = self._unpack_result(outcome, source, context, recorded)
+            if (unpacked.cut or unpacked.copies) and not differentiable:
+                return replace(unpacked, cut=0, copies=0)
+            return unpacked
+
+        return PendingResult(promise, unpack, what)
 
     def _unpack_result(
         self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool

@@ -160,7 +160,8 @@ class Registry:
         known = self._known.get(name)
         if known is not None:
             home, attribute, function = known
-            if getattr(sys.modules.get(home), attribute, None) is function:
+            current: object = getattr(sys.modules.get(home), attribute, None)
+            if current is function:
                 return function
         found = self._maybe_find(name)
         if found is None:
