@@ -171,7 +171,7 @@ def _values_of_fields(walk: Decoder, node: Node, kind: type) -> list[object]:
 def _encode_dataclass(walk: Encoder, value: object) -> object:
     kind = type(value)
     names = _fields_of(kind)
-    _refuse_more(kind, _attributes_of(value) - set(names) - _computed_by(kind))
+    _refuse_more(kind, _attributes_of(value) - set(names))
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotSerializable(
@@ -198,22 +198,15 @@ def _is_made_of_fields(kind: type) -> bool:
 
 
 def _attributes_of(value: object) -> set[str]:
-    """Every attribute of an instance, in its dict or in a slot of any of its classes."""
-    slots = set[str]()
+    """The attributes of an instance that are not computed, in its dict or in a slot of a class."""
+    slots, computed = set[str](), set[str]()
     for base in type(value).__mro__:
         declared = vars(base).get("__slots__", ())
         slots |= {declared} if isinstance(declared, str) else set(declared)
-    slots -= {"__dict__", "__weakref__"}
-    return {slot for slot in slots if hasattr(value, slot)} | getattr(value, "__dict__", {}).keys()
-
-
-def _computed_by(kind: type) -> set[str]:
-    return {
-        name
-        for base in kind.__mro__
-        for name, attribute in vars(base).items()
-        if isinstance(attribute, cached_property)
-    }
+        attributes = vars(base).items()
+        computed |= {name for name, one in attributes if isinstance(one, cached_property)}
+    slots = {slot for slot in slots - {"__dict__", "__weakref__"} if hasattr(value, slot)}
+    return (slots | getattr(value, "__dict__", {}).keys()) - computed
 
 
 def _refuse_more(kind: type, attributes: Collection[str]) -> None:
