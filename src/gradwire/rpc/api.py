@@ -59,7 +59,14 @@ def init_rpc(
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
     place = rank_from_environment()
-    rank = place.rank if checked_rank(rank) is None else rank
+    if rank is None or rank == -1:  # torch's default
+        rank = place.rank
+    elif not isinstance(rank, Integral):
+        raise UsageError(
+            f"init_rpc was given rank={rank!r:.80}, which is not a number",
+            hint="it is init_rpc(name, rank, world_size, options); torch's second argument, the "
+            "backend, may be given as backend=…",
+        )
     if world_size is None and not options.is_open:
         world_size = place.world_size
     if rank is None:
@@ -285,16 +292,3 @@ def options_for(backend: object, given: Any, options: Options | None) -> Options
         threads=max(1, getattr(given, "num_worker_threads", Options().threads)),
         timeouts=Timeouts(call=float(given.rpc_timeout) or _FOR_EVER),
     )
-
-
-def checked_rank(rank: object) -> int | None:
-    """The rank that was passed; None for torch's default, -1."""
-    if rank is None or rank == -1:
-        return None
-    if not isinstance(rank, Integral):
-        raise UsageError(
-            f"init_rpc was given rank={rank!r:.80}, which is not a number",
-            hint="it is init_rpc(name, rank, world_size, options); torch's second argument, the "
-            "backend, may be given as backend=…",
-        )
-    return int(rank)

@@ -19,7 +19,7 @@ from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
-from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.modes import current_modes
@@ -29,13 +29,7 @@ from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
-from gradwire.rpc.calls.futures import (
-    INTERRUPTED,
-    Environment,
-    Future,
-    PendingResult,
-    ResultOrError,
-)
+from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
@@ -47,6 +41,8 @@ from gradwire.torch_private import has_modes, is_profiled
 from gradwire.wire.message import Message
 
 T = TypeVar("T")
+InContext = ContextId | None
+"""the context that a call is made in, if any"""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -130,7 +126,7 @@ class Calls:
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
-        sent = self._send_call(to, target, context, deadline)
+        sent = self._send_call(to, target, context, deadline, None)
         try:
             if context is not None or self._agent.events.are_heard:
                 self._after_send(sent, to, context)
@@ -152,14 +148,12 @@ class Calls:
             warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
         return unpacked.value
 
-    def _outcome(
-        self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
-    ) -> Outcome:
+    def _outcome(self, promise: Promise[Outcome], peer: WorkerId, context: InContext) -> Outcome:
         """Wait for an answer."""
         try:
             return self._agent.wait_for(peer, promise)
         except BaseException:  # interrupted; an answer may still come, with references in it
-            self._agent.cancel(promise, INTERRUPTED)
+            self._agent.cancel(promise, "the thread that waited for it was interrupted")
             pending = self._pending(promise, peer, context, str, self._behavior.of_call)
             # Unpacked though nobody waits for it, so that these references are dropped.
             promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
@@ -171,7 +165,7 @@ class Calls:
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
-        promise = self._send_unawaited(to, target, context, deadline)
+        promise = self._send_unawaited(to, target, context, deadline, None)
         what = partial(self._name_on, to, target.description or target.name)
         pending = self._pending(promise, to, context, what, self._behavior.of_call)
         return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
@@ -249,12 +243,7 @@ class Calls:
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
 
     def _send_unawaited(
-        self,
-        to: WorkerId,
-        target: Target,
-        context: ContextId | None,
-        deadline: float,
-        keep: Kept | None = None,
+        self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
     ) -> Promise[Outcome]:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
         sent = self._send_call(to, target, context, deadline, keep)
@@ -264,12 +253,7 @@ class Calls:
         return sent.promise
 
     def _send_call(
-        self,
-        to: WorkerId,
-        target: Target,
-        context: ContextId | None,
-        deadline: float,
-        keep: Kept | None = None,
+        self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
     ) -> SentCall:
         """Encode a call, reserve its bytes in the window (the caller releases them), and send it.
 
@@ -279,7 +263,8 @@ class Calls:
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
         value = (target.args, target.kwargs)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline)
-        body, size, counted = packed.body, packed.size, False
+        body, counted = packed.body, False
+        size = EACH + len(body.data) + sum(map(len, packed.payload))
         what = target.description or display_name(target.name)
         try:
             grad, carries = torch.is_grad_enabled(), self._carries_modes
@@ -335,7 +320,7 @@ class Calls:
             self._window.take_when_free(to, size, deadline, self._agent.clock, what)
         return True
 
-    def _after_send(self, sent: SentCall, to: WorkerId, context: ContextId | None) -> None:
+    def _after_send(self, sent: SentCall, to: WorkerId, context: InContext) -> None:
         self._engine.called(context, to)
         if self._agent.events.are_heard:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
@@ -344,7 +329,7 @@ class Calls:
         self,
         promise: Promise[Outcome],
         source: WorkerId,
-        context: ContextId | None,
+        context: InContext,
         what: Callable[[], str],
         translated: Translated,
     ) -> PendingResult[Any]:
@@ -363,7 +348,7 @@ class Calls:
         return PendingResult(promise, unpack, what)
 
     def _unpack_result(
-        self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
+        self, answer: Answer, peer: WorkerId, context: InContext, recorded: bool
     ) -> DecodedBody:
         result = answer.message
         if not isinstance(result, Result):

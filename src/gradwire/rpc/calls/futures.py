@@ -34,7 +34,6 @@ from gradwire.rpc.codec.body import DecodedBody, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 
-INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
 S = TypeVar("S")
 

@@ -21,14 +21,13 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import origin_of
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import NotSerializable
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior
-from gradwire.rpc.codec.codec import Codec, malformed
+from gradwire.rpc.codec.codec import Codec, from_msgpack, malformed, to_msgpack
 from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
@@ -48,11 +47,9 @@ _FAST_DEPTH: Final = 2
 """how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
 WALK: Final = object()
 """returned by the fast path in place of a value that needs a walk"""
-_to_msgpack = msgspec.msgpack.Encoder().encode
-_from_msgpack = msgspec.msgpack.Decoder().decode
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
-_NO_ARGUMENTS: Final = _to_msgpack([TUPLE, [TUPLE], [DICT]])
-_NONE: Final = _to_msgpack(None)
+_NO_ARGUMENTS: Final = to_msgpack([TUPLE, [TUPLE], [DICT]])
+_NONE: Final = to_msgpack(None)
 
 
 class EncodedBody(msgspec.Struct, frozen=True):
@@ -65,12 +62,6 @@ class EncodedBody(msgspec.Struct, frozen=True):
     body: Body
     payload: Sequence[Buffer]
     copies: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that the receiver will hold."""
-        size = EACH + len(self.body.data)
-        return size + sum(map(len, self.payload)) if self.payload else size
 
 
 class DecodedBody(msgspec.Struct, frozen=True):
@@ -112,7 +103,7 @@ class BodyCodec:
             if self._decode_node is not None:
                 tensors: list[Tensor] = []
                 node = maybe_node(value, tensors)
-                if node is not WALK and len(data := _to_msgpack(node)) <= self._fast_bytes:
+                if node is not WALK and len(data := to_msgpack(node)) <= self._fast_bytes:
                     return self._with_tensors(data, tensors, [], to, context, place)
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.encode(value, place)
@@ -221,7 +212,7 @@ class BodyCodec:
             decode = partial(self._codec.decode, data, tensors)
         else:
             try:
-                node = _from_msgpack(data)
+                node = from_msgpack(data)
             except Exception as error:
                 raise malformed(error) from error
             value = maybe_value(node, tensors)

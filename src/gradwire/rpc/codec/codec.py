@@ -10,17 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Generator,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Sequence,
-    ValuesView,
-)
+from collections import abc
 from typing import NoReturn, final
 
 import msgspec
@@ -46,21 +36,24 @@ from gradwire.rpc.codec.walk import (
     TypeDecoder,
     TypeEncoder,
     exactly,
-    type_name,
 )
+from gradwire.rpc.expose.names import type_name
 from gradwire.rpc.expose.registry import Registry
 from gradwire.wire.message import check_arrived, check_leaving
+
+to_msgpack = msgspec.msgpack.Encoder().encode
+from_msgpack = msgspec.msgpack.Decoder().decode
 
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
 # What cannot even be pickled: types, what errors call their values, and a hint.
 _NEVER_SENT: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
     (
-        Coroutine,
+        abc.Coroutine,
         "the coroutine of an `async def` function",
         "declare the function with def; one that answers later is decorated with "
         "@gradwire.async_execution and returns a future",
     ),
-    ((Generator, AsyncGenerator), "a generator", "return or send a list of what it yields"),
+    ((abc.Generator, abc.AsyncGenerator), "a generator", "return or send a list of what it yields"),
     (
         (torch._C.Future, concurrent.futures.Future, asyncio.Future),
         "a future",
@@ -68,7 +61,7 @@ _NEVER_SENT: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
         "torch or gradwire future is decorated with @gradwire.async_execution",
     ),
     (
-        (Iterator, KeysView, ItemsView, ValuesView),
+        (abc.Iterator, abc.KeysView, abc.ItemsView, abc.ValuesView),
         "a {}",
         "send a list of what it yields, list(...)",
     ),
@@ -105,10 +98,6 @@ class Codec:
             Tag.PICKLED: self._decode_fallback,
         }
         self._extended: list[type] = []
-        self._to_msgpack = msgspec.msgpack.Encoder().encode
-        self._from_msgpack: Callable[[bytes | memoryview], object] = (
-            msgspec.msgpack.Decoder().decode
-        )
 
     def extend(self, kind: type, tag: int, encode: Conversion, decode: Conversion) -> None:
         """Encode values of exactly this type as what `encode` returns.
@@ -131,7 +120,7 @@ class Codec:
         """Encode a value; NotSerializable says where in `place` the refused part is."""
         walk = Encoder(self._encoders, self._find_encoder, self._names, self._limits.depth)
         try:
-            data = self._to_msgpack(walk.node(value))
+            data = to_msgpack(walk.node(value))
             check_leaving(data, self._limits.elements)
         except NotSerializable as refusal:
             raise _placed(refusal, place) from None
@@ -167,17 +156,17 @@ class Codec:
             return _placed(found, place).place
         return None
 
-    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+    def decode(self, data: bytes | memoryview, tensors: abc.Sequence[Tensor]) -> object:
         """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
         if len(data) > self._limits.elements:
             check_arrived(data, self._limits.elements)
         try:
-            node = self._from_msgpack(data)
+            node = from_msgpack(data)
         except Exception as error:
             raise malformed(error) from error
         return self.decode_node(node, tensors)
 
-    def decode_node(self, node: object, tensors: Sequence[Tensor]) -> object:
+    def decode_node(self, node: object, tensors: abc.Sequence[Tensor]) -> object:
         """The same from its skeleton."""
         walk = Decoder(self._decoders, self._names, self._limits.depth, tensors)
         try:
@@ -235,7 +224,7 @@ def _placed(refusal: NotSerializable, place: Place) -> NotSerializable:
 
 def _refuse(_walk: Encoder, value: object) -> NoReturn:
     """The encoder of the types in _NEVER_SENT."""
-    if isinstance(value, Coroutine):
+    if isinstance(value, abc.Coroutine):
         value.close()  # or Python warns that it was never awaited
     what, hint = next(rest for kinds, *rest in _NEVER_SENT if isinstance(value, kinds))
     raise NotSerializable(f"{what.format(type(value).__name__)} cannot be serialized", hint=hint)

@@ -28,17 +28,8 @@ import torch
 
 from gradwire.errors import ArgumentTypeError, BadMessage, NotExposed, NotSerializable
 from gradwire.rpc.codec.builtin_types import by_index
-from gradwire.rpc.codec.walk import (
-    Decoder,
-    Encoder,
-    Node,
-    Tag,
-    TypeDecoder,
-    TypeEncoder,
-    exactly,
-    type_name,
-)
-from gradwire.rpc.expose.names import plain_name
+from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, TypeEncoder, exactly
+from gradwire.rpc.expose.names import plain_name, type_name
 
 T = TypeVar("T")
 

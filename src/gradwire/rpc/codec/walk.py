@@ -210,10 +210,3 @@ def exactly(value: object, kind: type[T]) -> T:
         shown = reprlib.repr(value)
         raise BadMessage(f"an encoded value holds {shown} where a {kind.__name__} was expected")
     return value
-
-
-def type_name(kind: type) -> str:
-    """The full name of a type, for messages."""
-    # A spawned process calls its script __mp_main__, a name that users do not know.
-    home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
-    return f"{home}.{kind.__qualname__}"

@@ -92,6 +92,11 @@ def label(cls: type) -> str:
     return f"{one_main(cls.__module__)}:{cls.__qualname__}"
 
 
+def type_name(cls: type) -> str:
+    """The same as errors show it."""
+    return label(cls).replace(":", ".")
+
+
 def steps(name: str) -> tuple[str, ...]:
     """The module and the attributes in a name that this file made."""
     home, _, qualname = name.partition(":")

@@ -15,15 +15,9 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from types import (
-    ClassMethodDescriptorType,
-    FunctionType,
-    MethodDescriptorType,
-    ModuleType,
-    WrapperDescriptorType,
-)
 from typing import Any, TypeVar, final
 
 from torch.nn import Module
@@ -49,7 +43,7 @@ __all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_
 _T = TypeVar("_T", bound=Function)
 
 _MOST_METHODS = 4096
-_NOWHERE = ModuleType("nowhere")
+_NOWHERE = types.ModuleType("nowhere")
 
 
 _MARK = "__gradwire_exposed__"
@@ -66,14 +60,14 @@ DUNDERS = frozenset(
 )
 
 _METHOD_KINDS = (
-    FunctionType,
+    types.FunctionType,
     staticmethod,
     classmethod,
     functools.partialmethod,
     type(functools.cache(repr)),
-    MethodDescriptorType,
-    WrapperDescriptorType,
-    ClassMethodDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
 )
 
 _SEQUENCE = "__contains__ __getitem__ __len__ count index"
@@ -122,7 +116,7 @@ def expose(target: _T) -> _T:
     Returns `target`, marked. The mark is not inherited: a subclass needs its own. On a single
     method it exposes that method. A private name is exposed like any other.
     """
-    if not isinstance(target, FunctionType | type):
+    if not isinstance(target, types.FunctionType | type):
         raise UsageError(
             f"@expose was put on {described(target)}",
             hint="it goes on functions and classes, below @staticmethod and @classmethod",
@@ -141,14 +135,14 @@ class Registry:
     in a module given to the constructor, or in the `__main__` script; and those on torch's lists.
     """
 
-    def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
+    def __init__(self, expose: Iterable[types.ModuleType | Function] = ()) -> None:
         self._given: dict[str, Function] = {}
         self._known: dict[str, tuple[str, str, Function]] = {}
         """module, attribute and function of each name found before, valid while it is there"""
         self._methods: dict[tuple[type, str], Any] = {}
         """the methods that were allowed before; each is valid while the class still has it"""
         for item in listed(expose):
-            self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
+            self._given |= _of_module(item) if isinstance(item, types.ModuleType) else _single(item)
 
     name_of = staticmethod(name_of)
 
@@ -164,11 +158,11 @@ class Registry:
             if current is function:
                 return function
         found = self._maybe_find(name)
-        if found is None:
-            raise NotExposed(
-                f"{_printable(name)} is not exposed on this worker", hint=_function_hint(name)
-            )
         home, _, attribute = name.partition(":")
+        if found is None:
+            top = home.partition(".")[0]
+            hint = _OTHERS_HINT if _is_foreign(top) and top != "__main__" else _FUNCTION_HINT
+            raise NotExposed(f"{_printable(name)} is not exposed on this worker", hint=hint)
         if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
             self._known[name] = home, attribute, found
         return found
@@ -202,7 +196,9 @@ class Registry:
             raise NotExposed(f"{full_name} is private: a reference offers public methods only")
         definer = _maybe_definer(cls, name)
         if definer is None:
-            raise _missing(value, name, full_name)
+            if name in getattr(value, "__dict__", {}):
+                raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name[:200]!r}")
         is_forward = torch_allowlist.is_forward(value, definer, name)
         if not is_forward and not self._allows(cls, definer, name):
             hint = _WRAP_HINT if _is_builtin_or_torch(definer) else _CLASS_HINT
@@ -259,10 +255,12 @@ def _first(sources: Iterable[Callable[[str], Function | None]], name: str) -> Fu
     return next((each for each in found if each is not None), None)
 
 
-def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
+def listed(
+    expose: Iterable[types.ModuleType | Function],
+) -> tuple[types.ModuleType | Function, ...]:
     """What the user wants to expose; an error unless it is a list."""
-    if isinstance(expose, ModuleType | str) or callable(expose):
-        given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
+    if isinstance(expose, types.ModuleType | str) or callable(expose):
+        given = expose.__name__ if isinstance(expose, types.ModuleType) else described(expose)
         raise ArgumentTypeError(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
     return tuple(expose)
 
@@ -273,7 +271,7 @@ def _single(item: object) -> dict[str, Function]:
     return {name_of(item): item}
 
 
-def _of_module(module: ModuleType) -> dict[str, Function]:
+def _of_module(module: types.ModuleType) -> dict[str, Function]:
     home = one_main(module.__name__)
     return {
         f"{home}:{name}": value
@@ -359,18 +357,6 @@ def _lists_method(cls: type, method: str) -> bool:
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:
     return next((base for base in cls.__mro__ if attribute in vars(base)), None)
-
-
-def _function_hint(name: str) -> str:
-    """How to expose it: only what the user wrote can be decorated."""
-    home = name.partition(":")[0].partition(".")[0]
-    return _OTHERS_HINT if _is_foreign(home) and home != "__main__" else _FUNCTION_HINT
-
-
-def _missing(value: object, name: str, full_name: str) -> Exception:
-    if name in getattr(value, "__dict__", {}):
-        return NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
-    return AttributeError(f"{type(value).__name__!r} object has no attribute {name[:200]!r}")
 
 
 def _printable(name: str) -> str:

@@ -16,15 +16,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodType,
-    WrapperDescriptorType,
-)
 
 import torch
 import torch.autograd
@@ -48,9 +42,14 @@ _HOMES: Mapping[str, object] = {
 }
 _ATEN = "torch.ops.aten:"
 _PACKET, _OVERLOAD = type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)
-_COMPILED_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, _OVERLOAD)
+_COMPILED_KINDS = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    _OVERLOAD,
+)
 _COMPILED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")
-_NAMED_KINDS = (type, FunctionType, MethodType, *_COMPILED_KINDS)
+_NAMED_KINDS = (type, types.FunctionType, types.MethodType, *_COMPILED_KINDS)
 
 
 @functools.cache
