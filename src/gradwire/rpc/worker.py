@@ -130,13 +130,11 @@ class Worker:
             only_in_contexts=behavior.leaves_outside_contexts,
         )
         reference = behavior.reference or RRef
-        self.refs = Refs(agent, partial(reference._of, self))
+        self.refs: Refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
         bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior)
-        CallServer(
-            agent, self.engine, self.refs, bodies, registry, scope_for, behavior, self.generators
-        )
+        CallServer(self, bodies, registry)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The codec of values. Pickles are used only if the options or compat ask for them."""

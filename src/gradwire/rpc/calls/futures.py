@@ -218,11 +218,15 @@ class Future(torch.futures.Future[T]):
         following: Promise[ResultOrError | PendingResult[Any]] = Promise()
         pending: PendingResult[Any] = PendingResult(following, what=partial(str, self._callback_of))
         future: Future[Any] = Future(pending, self._environment)
-        note = partial(self._note_unseen, weakref.ref(pending))
+        followed = weakref.ref(pending)
         del pending  # the callback must not keep it alive: its death is what logs an unseen error
 
         def run() -> None:
-            outcome = self._outcome_of(callback, note)
+            try:
+                outcome: ResultOrError = self._in_scope(callback)
+            except BaseException as error:
+                self._note_unseen(followed(), error)
+                outcome = self._translated(error)
             inner = outcome.value if isinstance(outcome, DecodedBody) else None
             if follows and isinstance(inner, Future):
                 awaited = inner._pending
@@ -283,35 +287,27 @@ class Future(torch.futures.Future[T]):
         with torch.set_grad_enabled(self._grad_enabled):
             return self._scope.copy().run(run)
 
-    def _outcome_of(
-        self, callback: Callable[[Future[T]], S], note: Callable[[BaseException], None]
-    ) -> ResultOrError:
-        """What a callback returned or raised."""
-        try:
-            return self._in_scope(callback)
-        except BaseException as error:
-            note(error)
-            if not isinstance(error, Exception):
-                return error.with_traceback(None)
-            translated = self._environment.of_callback(error)
-            if translated is not error:
-                translated.__cause__, translated.__context__ = error.__cause__, error
-            return translated.with_traceback(None)
+    def _translated(self, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            return error.with_traceback(None)
+        translated = self._environment.of_callback(error)
+        if translated is not error:
+            translated.__cause__, translated.__context__ = error.__cause__, error
+        return translated.with_traceback(None)
 
     @property
     def _callback_of(self) -> str:
         me = self._environment.agent.directory.me.name
         return f"{me}: a callback of the future of {self._pending.what()}"
 
-    def _note_unseen(self, pending: weakref.ref[PendingResult[S]], error: BaseException) -> None:
+    def _note_unseen(self, pending: PendingResult[Any] | None, error: BaseException) -> None:
         """Log the exception if nobody has retrieved it when its future dies, as asyncio does."""
-        alive = pending()
-        if alive is None:
-            return
-        # Summarized at once: the frames of a traceback hold the future, which would never die.
-        unseen = [traceback.TracebackException.from_exception(error, lookup_lines=False)]
-        alive.unseen = unseen
-        self._environment.on_death(alive, partial(_report, self._callback_of, unseen))
+        if pending is not None:
+            # Summarized at once: the frames of a traceback hold the future, which would never die.
+            summary = traceback.TracebackException.from_exception(error, lookup_lines=False)
+            pending.unseen.append(summary)
+            report = partial(_report, self._callback_of, pending.unseen)
+            self._environment.on_death(pending, report)
 
     def _on_settled(self, _: object) -> None:
         """Complete the C++ future, unless a waiting thread will.

@@ -16,29 +16,25 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
 from gradwire.agent.requests.timer import ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.api import check_scalar_root
-from gradwire.autograd.engine import Engine
 from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import enter, leave
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId
-from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
-from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
-from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
+from gradwire.rpc.refs.refs import Content, Raised, Value
 from gradwire.torch_private import NOTHING, is_profiled
 
 if TYPE_CHECKING:
@@ -106,29 +102,15 @@ class CallScope:
         self.leave()
 
 
-ScopeFactory = Callable[[ContextId | None, float, Source], CallScope]
-"""Enters the scope of a served function: the worker, its context, its deadline, the request."""
-
-
 @final
 class CallServer:
     """Serves calls, fetches and remote backwards that peers ask of one worker."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        engine: Engine,
-        refs: Refs,
-        bodies: BodyCodec,
-        registry: Registry,
-        scope_for: ScopeFactory,
-        behavior: Behavior,
-        generators: Generators,
-    ) -> None:
-        self._agent, self._engine, self._refs = agent, engine, refs
-        self._bodies, self._registry, self._scope_for = bodies, registry, scope_for
-        self._generators = generators
-        self._behavior = behavior
+    def __init__(self, worker: Worker, bodies: BodyCodec, registry: Registry) -> None:
+        agent = self._agent = worker.agent
+        self._engine, self._refs, self._behavior = worker.engine, worker.refs, worker.behavior
+        self._bodies, self._registry, self._generators = bodies, registry, worker.generators
+        self._scope_for = partial(CallScope, worker)
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)

@@ -142,7 +142,13 @@ class Registry:
         self._methods: dict[tuple[type, str], Any] = {}
         """the methods that were allowed before; each is valid while the class still has it"""
         for item in listed(expose):
-            self._given |= _of_module(item) if isinstance(item, types.ModuleType) else _single(item)
+            if isinstance(item, types.ModuleType):
+                self._given |= _of_module(item)
+            elif callable(item):
+                self._given[name_of(item)] = item
+            else:
+                what = f"expose takes modules, functions and classes, not {described(item)}"
+                raise UsageError(what)
 
     name_of = staticmethod(name_of)
 
@@ -192,7 +198,7 @@ class Registry:
 
     def _method_of(self, value: object, cls: type, name: str) -> Any:  # noqa: ANN401
         full_name = f"{label(cls)}.{_printable(name)}"
-        if _is_private(name) and name not in DUNDERS:
+        if name.startswith("_") and name not in DUNDERS:
             raise NotExposed(f"{full_name} is private: a reference offers public methods only")
         definer = _maybe_definer(cls, name)
         if definer is None:
@@ -225,7 +231,7 @@ class Registry:
         """The static or class method that `module:Class.method` names, of an exposed class."""
         owner, _, method = name.rpartition(".")
         cls = self._maybe_of_user(owner)
-        if not isinstance(cls, type) or _is_private(method):
+        if not isinstance(cls, type) or method.startswith("_"):
             return None
         definer = _maybe_definer(cls, method)
         if definer is None or not self._allows(cls, definer, method):
@@ -265,18 +271,12 @@ def listed(
     return tuple(expose)
 
 
-def _single(item: object) -> dict[str, Function]:
-    if not callable(item):
-        raise UsageError(f"expose takes modules, functions and classes, not {described(item)}")
-    return {name_of(item): item}
-
-
 def _of_module(module: types.ModuleType) -> dict[str, Function]:
     home = one_main(module.__name__)
     return {
         f"{home}:{name}": value
         for name, value in vars(module).items()
-        if not _is_private(name) and _is_defined_as(value, home, name)
+        if not name.startswith("_") and _is_defined_as(value, home, name)
     }
 
 
@@ -291,7 +291,7 @@ def _maybe_declared(name: str) -> Function | None:
 def _maybe_in_main(name: str) -> Function | None:
     home, _, plain = name.partition(":")
     main = sys.modules.get("__main__")
-    if home != "__main__" or main is None or _is_private(plain):
+    if home != "__main__" or main is None or plain.startswith("_"):
         return None
     found = vars(main).get(plain)
     return found if _is_defined_as(found, home, plain) else None
@@ -329,10 +329,6 @@ def _stored(value: object, name: str) -> Function:
         full_name = f"{label(type(value))}.{_printable(name)}"
         raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
     return stored
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_")
 
 
 def _is_marked(target: object) -> bool:

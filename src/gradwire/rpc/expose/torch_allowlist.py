@@ -21,12 +21,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.autograd
-import torch.fft
-import torch.linalg
-import torch.nn.functional
-import torch.optim.lr_scheduler
-import torch.special
 
 _HOMES: Mapping[str, object] = {
     "torch": torch,
