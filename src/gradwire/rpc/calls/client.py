@@ -119,10 +119,7 @@ class Calls:
 
     @_profiled("sync")
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Run a function on a peer; return what it returned, or raise what it raised.
-
-        hot: each rpc_sync, so this thread waits without making a future
-        """
+        """What a function returns or raises on a peer. hot: each rpc_sync, so no future is made"""
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
@@ -255,10 +252,7 @@ class Calls:
     def _send_call(
         self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
     ) -> SentCall:
-        """Encode a call, reserve its bytes in the window (the caller releases them), and send it.
-
-        hot: each call
-        """
+        """Encode and send a call; the caller gives its bytes back to the window. hot: each call"""
         _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
         value = (target.args, target.kwargs)
@@ -379,9 +373,7 @@ Deadline = Callable[[Timeout], float]
 def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
     """The deadline of a wait that begins now; never later than that of the call being served.
 
-    Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
-
-    hot: each call
+    Raises CallTimeout if that one has passed, Cancelled if the call was cancelled. hot: each call
     """
     if timeout is DEFAULT:
         seconds = default

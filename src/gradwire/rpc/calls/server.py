@@ -181,10 +181,7 @@ class CallServer:
         settle(content)
 
     def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        """What the function returned; a Later, if that is a future.
-
-        hot: every call served
-        """
+        """What the function returned; a Later, if that is a future. hot: every call served"""
         if call.context is not None:
             try:
                 self._engine.works_in(call.context, source)

@@ -53,11 +53,7 @@ _NONE: Final = to_msgpack(None)
 
 
 class EncodedBody(msgspec.Struct, frozen=True):
-    """A body that is ready to be sent.
-
-    `payload` holds views of the tensors' memory, so it has to be sent at once. `copies` counts the
-    tensors cut off from the graph because they are copied with an object.
-    """
+    """A body to be sent at once: `payload` holds views of the tensors' memory."""
 
     body: Body
     payload: Sequence[Buffer]
@@ -148,7 +144,7 @@ class BodyCodec:
     def _placed(self, refusal: NotSerializable, value: object, place: Place) -> NotSerializable:
         """The refusal of a tensor, with its place in the value instead of its index, if known."""
         number, codec = _NUMBER.fullmatch(refusal.place), self._codec
-        if number is None or not isinstance(codec, Codec):  # a pickle has no order of tensors
+        if number is None or not isinstance(codec, Codec):
             return refusal
         at = codec.place_of_tensor(value, place, int(number[1])) or refusal.place
         return NotSerializable(refusal.message, place=at, hint=refusal.hint)
@@ -224,10 +220,7 @@ class BodyCodec:
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
-    """The indices of the tensors in a message that require grad and that no edge records.
-
-    hot: every message with tensors
-    """
+    """The indices of tensors that require grad and that no edge records. hot: each message"""
     cut = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
     if cut and crossings:
         recorded = {n for crossing in crossings for n in crossing.tensors}
@@ -236,10 +229,7 @@ def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) 
 
 
 def maybe_node(value: object, tensors: list[Tensor]) -> object:
-    """The skeleton of a value, or WALK; appends its tensors to `tensors`.
-
-    hot: every argument list and result
-    """
+    """The skeleton of a value, or WALK; appends to `tensors`. hot: all arguments and results"""
     is_call = False
     if type(value) is not tuple:
         values: tuple[object, ...] = (value,)
@@ -269,10 +259,7 @@ def maybe_node(value: object, tensors: list[Tensor]) -> object:
 
 
 def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
-    """The value of a skeleton that uses all of these tensors, or WALK.
-
-    hot: every argument list and result
-    """
+    """The value of a skeleton that uses all tensors, or WALK. hot: all arguments and results"""
     is_tuple = type(node) is list and node and type(node[0]) is int and node[0] == TUPLE
     row: Any = node if is_tuple else (TUPLE, node)
     is_call = is_tuple and len(row) == 3 and type(row[2]) is list and len(row[2]) == 1

@@ -79,10 +79,7 @@ _PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may ru
 
 @final
 class Codec:
-    """Encodes and decodes arguments and results.
-
-    Any number of threads may use it at once. Values that are not data go to `fallback`, if given.
-    """
+    """Encodes and decodes values on any thread; what is not data by `fallback`, if given."""
 
     def __init__(
         self, names: Registry, limits: Limits, fallback: PickleCodec | None = None
@@ -134,11 +131,8 @@ class Codec:
         return Encoded(data, walk.tensors, walk.copies)
 
     def place_of_tensor(self, value: object, place: Place, index: int) -> str | None:
-        """Where in `place` the tensor with this index is. Walks again, so only for an error.
-
-        None if that is not known, as inside a pickle.
-        """
-        if self._fallback is not None:
+        """Where in `place` this tensor is, if known. Walks again, so only for an error."""
+        if self._fallback is not None:  # a pickle has no order of tensors
             return None
 
         def find(walk: Encoder, tensor: Tensor) -> Node:

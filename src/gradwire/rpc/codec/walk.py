@@ -98,10 +98,7 @@ class Encoder:
         self._depth = self._left = depth
 
     def node(self, value: object) -> object:
-        """The skeleton of one value.
-
-        hot: every argument and result
-        """
+        """The skeleton of one value. hot: every argument and result"""
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
@@ -159,10 +156,7 @@ class Decoder:
         self._next = 0
 
     def value(self, node: object) -> object:
-        """The value of one node.
-
-        hot: every argument and result
-        """
+        """The value of one node. hot: every argument and result"""
         if type(node) is not list:
             if type(node) in LEAVES:
                 return node

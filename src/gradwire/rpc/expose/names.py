@@ -24,10 +24,7 @@ _DEFINE_HINT = "define it with def at module level and expose it"
 
 
 def name_of(target: Function) -> str:
-    """The name of a function or class; NotExposed if the name does not lead back to it.
-
-    hot: every call
-    """
+    """The name of a function or class; NotExposed if it does not lead back. hot: every call"""
     # The calls of a program are mostly of these two types, which need no further look.
     is_plain = type(target) is FunctionType
     is_common = is_plain or type(target) is BuiltinFunctionType

@@ -153,10 +153,7 @@ class Registry:
     name_of = staticmethod(name_of)
 
     def lookup(self, name: str) -> Function:
-        """The function or class of that name; NotExposed if there is none that peers may call.
-
-        hot: every call served
-        """
+        """The function or class that peers may call by this name. hot: every call served"""
         known = self._known.get(name)
         if known is not None:
             home, attribute, function = known
