@@ -15,7 +15,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import remote_functions
-from gradwire.rpc.api import call_as, call_async_as, get_worker_info, keywords, positional, remote
+from gradwire.rpc.api import call_as, get_worker_info, keywords, positional, remote
+from gradwire.rpc.calls.client import Calls
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
@@ -97,16 +98,14 @@ class RemoteModule(nn.Module):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
         """Like `forward`, but returns a future at once."""
-        rref = self.module_rref
-        what = f"{self._class_name}.forward"
-        return call_async_as(
-            what, rref.owner(), remote_functions.forward, (rref, self.device, *args), kwargs
-        )
+        rref, func = self.module_rref, remote_functions.forward
+        what, args = f"{self._class_name}.forward", (rref, self.device, *args)
+        return call_as(what, Calls.call_async, rref.owner(), func, args, kwargs)
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         rref = self.module_rref
         what = f"{self._class_name}.{func.__name__}"
-        return call_as(what, rref.owner(), func, (rref._lent(), *args), kwargs)
+        return call_as(what, Calls.call, rref.owner(), func, (rref._lent(), *args), kwargs)
 
     # -- its parts
 

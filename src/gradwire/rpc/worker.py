@@ -134,13 +134,11 @@ class Worker:
             only_in_contexts=behavior.leaves_outside_contexts,
         )
         reference = behavior.reference or RRef
-        self.refs = Refs(agent, partial(reference._of, self))
+        self.refs: Refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
         bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior)
-        CallServer(
-            agent, self.engine, self.refs, bodies, registry, scope_for, behavior, self.generators
-        )
+        CallServer(self, bodies, registry)
         for part in behavior.parts:
             self.part(part)
         agent.start(lambda: self.engine.contexts.opened)
