@@ -14,8 +14,7 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import norms_of, parameter_of, scale
+from gradwire.optim.shard import norms_of, optimizer_host, parameter_of, scale
 from gradwire.rpc.api import rpc_async
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef

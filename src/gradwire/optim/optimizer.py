@@ -29,8 +29,15 @@ import torch
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
-from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class, without_params
+from gradwire.optim.shard import (
+    GroupSpec,
+    Options,
+    Shard,
+    State,
+    check_class,
+    optimizer_host,
+    without_params,
+)
 from gradwire.optim.torch_private import seen_by_hooks
 from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout

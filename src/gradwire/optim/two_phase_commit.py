@@ -16,16 +16,8 @@ from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.host import OptimizerHost
-from gradwire.optim.messages import (
-    Abort,
-    Agreed,
-    Commit,
-    Prepare,
-    StepMessage,
-    maybe_plain,
-)
-from gradwire.optim.shard import Options, Shard
+from gradwire.optim.messages import Abort, Agreed, Commit, Prepare, StepMessage, maybe_plain
+from gradwire.optim.shard import OptimizerHost, Options, Shard
 from gradwire.options import Timeout
 from gradwire.rpc.refs.permissions import check_incarnation
 from gradwire.rpc.rref import RRef
