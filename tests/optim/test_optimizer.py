@@ -13,9 +13,8 @@ from torch.optim import lr_scheduler
 
 import gradwire
 from gradwire import ContextClosed, DistributedOptimizer, StepFailed, UsageError
-from gradwire.ids import RefId
+from gradwire.ids import RefId, StepId
 from gradwire.optim.messages import Prepare
-from gradwire.optim.parameter_locks import StepId
 from gradwire.optim.shard import OptimizerHost, Shard, optimizer_host
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left

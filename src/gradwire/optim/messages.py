@@ -6,8 +6,7 @@ reference is counted.
 
 from __future__ import annotations
 
-from gradwire.ids import ContextId, RefId
-from gradwire.optim.parameter_locks import StepId
+from gradwire.ids import ContextId, RefId, StepId
 from gradwire.wire.message import Message, Seconds
 
 Scalar = None | bool | int | float | str

@@ -10,23 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import DeadlinePassed
-from gradwire.ids import WorkerId
+from gradwire.ids import StepId, WorkerId
 
 _POLL_SECONDS = 0.005
-
-
-class StepId(NamedTuple):
-    """One step, numbered by the worker that asked for it."""
-
-    worker: WorkerId
-    n: int
-
-    def __str__(self) -> str:
-        return f"s{self.worker}.{self.n}"
 
 
 @dataclass(slots=True)
@@ -47,8 +37,7 @@ class ParameterLocks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         self._held: dict[StepId, StepLock] = {}
         self._waiting = 0
 
@@ -61,7 +50,7 @@ class ParameterLocks:
         """Lock these parameters; None if another step has one of them, unless we `wait`."""
         lock = StepLock(step, parameters, deadline)
         while True:
-            with self._lock:
+            with self._changed:
                 others = [t for t in self._held.values() if t.parameters & parameters]
                 if not others:
                     self._held[step] = lock
@@ -91,13 +80,13 @@ class ParameterLocks:
 
     def ready(self, lock: StepLock, undo: Callable[[], None]) -> bool:
         """Note that the step is prepared; False if it was given up, so the caller must undo it."""
-        with self._lock:
+        with self._changed:
             lock.undo = undo
             return not lock.ending
 
     def claim(self, step: StepId) -> StepLock | None:
         """The lock, for the first caller; None for all others. The first one ends the step."""
-        with self._lock:
+        with self._changed:
             lock = self._held.get(step)
             if lock is None or lock.ending:
                 return None
@@ -106,7 +95,7 @@ class ParameterLocks:
 
     def release(self, lock: StepLock) -> None:
         """Unlock, once the step is committed or dropped."""
-        with self._lock:
+        with self._changed:
             self._held.pop(lock.step, None)
             if self._waiting:
                 self._changed.notify_all()
@@ -123,7 +112,7 @@ class ParameterLocks:
 
     def worker_lost(self, worker: WorkerId) -> None:
         """Drop the steps that a lost worker had asked for."""
-        with self._lock:
+        with self._changed:
             lost = [step for step in self._held if step.worker == worker]
         for step in lost:
             self.give_up(step)

@@ -19,9 +19,9 @@ import torch
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.current import current_worker
 from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
-from gradwire.ids import ContextId, WorkerId, first_of
+from gradwire.ids import ContextId, StepId, WorkerId, first_of
 from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, StepMessage
-from gradwire.optim.parameter_locks import ParameterLocks, StepId
+from gradwire.optim.parameter_locks import ParameterLocks
 from gradwire.optim.step import Pairs, Prepared, Stepper, plain_mode
 from gradwire.optim.weight_versions import WeightVersions
 from gradwire.options import DEFAULT
