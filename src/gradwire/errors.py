@@ -83,8 +83,7 @@ class NotSerializable(UsageError):
         return NotSerializable(self.message, place=step + self.place, hint=self.hint)
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        return text if self.hint is None else f"{text}\nhint: {self.hint}"
+        return f"{self.place}: {super().__str__()}" if self.place else super().__str__()
 
 
 class ContextClosed(UsageError):

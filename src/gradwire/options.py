@@ -190,17 +190,9 @@ class Options:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class RankAndSize:
-    """The rank and world size that a launcher has set, if any."""
-
-    rank: int | None
-    world_size: int | None
-
-
-def rank_from_environment() -> RankAndSize:
+def rank_and_size_from_environment() -> tuple[int | None, int | None]:
     """RANK and WORLD_SIZE, as torchrun sets them."""
-    return RankAndSize(_maybe_int("RANK"), _maybe_int("WORLD_SIZE"))
+    return _maybe_int("RANK"), _maybe_int("WORLD_SIZE")
 
 
 def tls_from_environment() -> Tls | None:
@@ -225,34 +217,20 @@ class _SecretVariables(NamedTuple):
 
 
 SECRET_VARIABLES = _SecretVariables("GRADWIRE_SECRET_FILE", "GRADWIRE_SECRET_FD", "GRADWIRE_SECRET")
-_INSECURE = "GRADWIRE_INSECURE"
 
 
-@dataclass(frozen=True, slots=True)
-class SecretSource:
-    """Where the environment says that the secret is; at most one should be set."""
-
-    file: str | None
-    descriptor: int | None
-    text: str | None = field(repr=False)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether any is set."""
-        return (self.file, self.descriptor, self.text) != (None, None, None)
-
-
-def secret_from_environment() -> SecretSource:
-    """See `Options.secret`. The variables stay set, for other workers of the process."""
-    file, descriptor, text = (os.environ.get(name) or None for name in SECRET_VARIABLES)
-    if descriptor is not None and not descriptor.isdecimal():  # it may be the secret: not shown
-        raise UsageError(f"the environment variable {SECRET_VARIABLES.descriptor} is not a number")
-    return SecretSource(file, None if descriptor is None else int(descriptor), text)
+def secret_from_environment() -> dict[str, str]:
+    """Those of SECRET_VARIABLES that are set; they stay set, for other workers of the process."""
+    found = {name: value for name in SECRET_VARIABLES if (value := os.environ.get(name))}
+    descriptor = SECRET_VARIABLES.descriptor
+    if not found.get(descriptor, "0").isdecimal():  # it may be the secret: not shown
+        raise UsageError(f"the environment variable {descriptor} is not a number")
+    return found
 
 
 def is_insecure_by_environment() -> bool:
     """GRADWIRE_INSECURE=1, for programs that cannot pass `Options.insecure`."""
-    return os.environ.get(_INSECURE) == "1"
+    return os.environ.get("GRADWIRE_INSECURE") == "1"
 
 
 def faults_from_environment() -> str:

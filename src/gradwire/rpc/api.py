@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
-from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_from_environment
+from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_and_size_from_environment
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
@@ -58,10 +58,10 @@ def init_rpc(
     if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
-    place = rank_from_environment()
-    rank = place.rank if checked_rank(rank) is None else rank
+    known_rank, known_size = rank_and_size_from_environment()
+    rank = known_rank if checked_rank(rank) is None else rank
     if world_size is None and not options.is_open:
-        world_size = place.world_size
+        world_size = known_size
     if rank is None:
         raise UsageError(
             f"init_rpc({name!r}) does not know its rank",
