@@ -1,4 +1,4 @@
-"""The private names of torch that the autograd layer uses, and a check of all that gradwire uses.
+"""Private names of torch that several layers use, and a check of all that gradwire uses.
 
 They were tried on torch 2.11 to 2.13. A torch that lacks one is refused at import, by name, before
 a backward can fail because of it.
@@ -225,6 +225,39 @@ def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
 
 
+def accumulator_of(leaf: torch.Tensor) -> object:
+    """The node that adds to the gradient of a leaf; None if the leaf requires no gradient."""
+    with torch.enable_grad(), _C.DisableTorchFunctionSubclass():
+        node = with_accumulator(leaf).grad_fn
+        return None if node is None else node.next_functions[0][0]
+
+
+use_count: Callable[[torch.Tensor], int] = cast(Any, torch.Tensor)._use_count
+"""How many references there are to a tensor, of its Python object, of nodes and of operators."""
+
+
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors use this storage, plus one for its own Python object."""
+    return cast(int, _C._storage_Use_Count(storage._cdata))
+
+
+def is_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+    """Whether a tensor uses this storage."""
+    return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+
+def same_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of `storage` with the layout of `tensor`; for a subclass of Tensor, a clone of it."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    same.set_(storage, offset, size, stride)
+    if tensor.is_conj():
+        same = same.conj()
+    return torch._neg_view(same) if tensor.is_neg() else same
+
+
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
     """The class of the nodes that a Function makes."""
     return cast(type[Node], cast(Any, function)._backward_cls)
@@ -263,12 +296,9 @@ DDP_SINK = backward_class(_DDPSink)
 """The node that DDP adds behind a module that may not use all of its parameters."""
 
 
-_is_any_autocast: Callable[[], bool] = cast(Any, torch._C)._is_any_autocast_enabled
-
-
 def has_modes() -> bool:
     """Whether anomaly mode is on, or autocast for any kind of device. hot: each call and pass"""
-    return _is_any_autocast() or torch.is_anomaly_enabled()
+    return _C._is_any_autocast_enabled() or torch.is_anomaly_enabled()
 
 
 def is_recording() -> bool:

@@ -38,7 +38,7 @@ from gradwire.optim.shard import (
     optimizer_host,
     without_params,
 )
-from gradwire.optim.torch_private import seen_by_hooks
+from gradwire.optim.step import seen_by_hooks
 from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote

@@ -19,34 +19,23 @@ parameters, without a copy and without torch's optimizer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, final
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast, final
 
 import torch
-from torch import optim
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, RMSprop
+from torch.optim import optimizer as _of_torch
 
-from gradwire.optim.torch_private import (
-    cloned,
-    cloned_one_by_one,
-    is_followed,
-    listed_add,
-    listed_negative,
-    take_step,
-)
+from gradwire.torch_private import is_profiled
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters and their stand-ins."""
 
-_EXACT = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-)
+_EXACT = (SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop)
 _TYPES = frozenset({torch.float32, torch.float64})
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 """Subclasses may override operators, and not support lists of tensors."""
@@ -79,7 +68,7 @@ class Stepper:
         self._dtype = dtypes.pop() if is_exact and is_dense and are_torch_s else None
         self._are_small = sum(tensor.nbytes for tensor in stand_ins) <= _MOST_BYTES
         self._is_batch = self._are_small and len(stand_ins) >= _FEWEST_IN_A_BATCH
-        self._is_sgd = type(optimizer) is optim.SGD and len(optimizer.param_groups) == 1
+        self._is_sgd = type(optimizer) is SGD and len(optimizer.param_groups) == 1
 
     def step(self, pairs: Pairs, gradients: list[torch.Tensor], *, is_plain: bool) -> Prepared:
         """Step these stand-ins; returns what is needed to undo it.
@@ -149,10 +138,10 @@ class Stepper:
         if not all(map(torch.Tensor.is_same_size, gradients, parameters)):
             return None
         if is_ascent:
-            gradients = listed_negative(gradients)
+            gradients = list(torch._foreach_neg(gradients))
         if decay:
-            gradients = listed_add(gradients, parameters, decay)
-        return listed_add(parameters, gradients, -rate)
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        return torch._foreach_add(parameters, gradients, alpha=-rate)
 
     def put_back(self, prepared: Prepared) -> None:
         """Undo a step."""
@@ -191,6 +180,19 @@ def copied_state(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.
     return kept
 
 
+def cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A clone of each, by the `clone` of its class."""
+    return [tensor.clone() for tensor in tensors]
+
+
+_clone = getattr(torch, "_foreach_clone", cloned_one_by_one)
+
+
+def cloned(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A clone of each, by one call if this torch has one for it."""
+    return _clone(tensors) if tensors else ()
+
+
 def plain_mode() -> AbstractContextManager[object]:
     """A block without grad mode or inference mode, whatever the caller has set."""
     return _plain_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
@@ -200,3 +202,51 @@ def plain_mode() -> AbstractContextManager[object]:
 def _plain_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+_all_optimizers = cast(Any, _of_torch)
+
+
+def is_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks or a profiler observe its steps."""
+    own = cast(Any, optimizer)
+    return bool(
+        own._optimizer_step_pre_hooks
+        or own._optimizer_step_post_hooks
+        or _all_optimizers._global_optimizer_pre_hooks
+        or _all_optimizers._global_optimizer_post_hooks
+        or is_profiled()
+    )
+
+
+def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a `step` with torch's wrapper for hooks, to be run only if there are any.
+
+    Torch marks a wrapped step, and wraps it once. In a subclass with its own step that calls this
+    one, torch wraps the subclass's step, so this one must not run the hooks again.
+
+    hot: torch's wrapper takes as long as a message
+    """
+    wrapped = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def take(*args: P.args, **kwargs: P.kwargs) -> T:
+        self: Any = args[0]
+        if is_followed(self) and type(self).step is take:
+            return wrapped(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    take.hooked = True  # type: ignore[attr-defined]
+    return take
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without torch's wrapper if there are no hooks.
+
+    hot: as `seen_by_hooks`
+    """
+    step: Any = type(optimizer).step
+    if "step" in vars(optimizer) or not hasattr(step, "hooked") or is_followed(optimizer):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)

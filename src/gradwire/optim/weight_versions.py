@@ -51,14 +51,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.optim.torch_private import (
-    accumulator_of,
-    holders_of,
-    is_over,
-    kept_by_graphs,
-    same_over,
-    use_count,
-)
+from gradwire.torch_private import accumulator_of, holders_of, is_over, same_over, use_count
 
 _POLL_SECONDS = 0.0002
 _OPERATOR_SECONDS = 5.0
@@ -311,13 +304,25 @@ class WeightVersions:
 def _held(parameters: list[torch.Tensor], registration: Registration | None) -> list[torch.Tensor]:
     """Those that a graph holds itself, or an operator that is running.
 
+    Two references are harmless: the Python object's, and that of the node that adds the gradient.
+
     hot: all parameters, at each step
     """
     if registration is not None and registration.is_complete:
         if max(map(use_count, parameters), default=0) <= 2:
             return []
         registration.renew()  # the third may be a node that is used no more
-    return kept_by_graphs(parameters)
+    return [each for each in parameters if use_count(each) > 1 and _is_held_by_others(each)]
+
+
+def _is_held_by_others(leaf: torch.Tensor) -> bool:
+    # A leaf that requires no gradient has no node, so its second reference counts.
+    if use_count(leaf) > 2 or not leaf.requires_grad:
+        return True
+    # The node dies with the last graph that leads to it, and a graph made while the leaf required
+    # no gradient has none. So it is made, if it is not there: then a graph's reference is a third.
+    _node = accumulator_of(leaf)
+    return use_count(leaf) > 2
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

@@ -91,7 +91,8 @@ def find_secret(options: Options) -> Secret:
             return _in_descriptor(int(number))
         case {SECRET_VARIABLES.text: text}:
             return _stripped(os.fsencode(text), SECRET_VARIABLES.text)
-    raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
+        case _:
+            raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
 
 
 def _in_file(path: str) -> Secret:
