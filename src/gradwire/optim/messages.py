@@ -69,14 +69,7 @@ def maybe_plain(options: dict[int, dict[str, object]]) -> PlainOptions | None:
         for key, value in group.items():
             if type(key) is not str:
                 return None
-            kind = type(value)
-            if kind in _SCALARS or (kind is int and value in _INTEGERS):
-                continue
-            if kind is not tuple or not all(map(_is_scalar, value)):  # type: ignore[call-overload]
-                return None
+            for each in value if type(value) is tuple else (value,):
+                if type(each) not in _SCALARS and (type(each) is not int or each not in _INTEGERS):
+                    return None
     return options  # type: ignore[return-value]  # just checked
-
-
-def _is_scalar(value: object) -> bool:
-    kind = type(value)
-    return kind in _SCALARS or (kind is int and value in _INTEGERS)

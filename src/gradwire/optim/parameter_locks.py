@@ -37,7 +37,8 @@ class ParameterLocks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._held: dict[StepId, StepLock] = {}
         self._waiting = 0
 
@@ -50,7 +51,7 @@ class ParameterLocks:
         """Lock these parameters; None if another step has one of them, unless we `wait`."""
         lock = StepLock(step, parameters, deadline)
         while True:
-            with self._changed:
+            with self._lock:
                 others = [t for t in self._held.values() if t.parameters & parameters]
                 if not others:
                     self._held[step] = lock
@@ -80,13 +81,13 @@ class ParameterLocks:
 
     def ready(self, lock: StepLock, undo: Callable[[], None]) -> bool:
         """Note that the step is prepared; False if it was given up, so the caller must undo it."""
-        with self._changed:
+        with self._lock:
             lock.undo = undo
             return not lock.ending
 
     def claim(self, step: StepId) -> StepLock | None:
         """The lock, for the first caller; None for all others. The first one ends the step."""
-        with self._changed:
+        with self._lock:
             lock = self._held.get(step)
             if lock is None or lock.ending:
                 return None
@@ -95,7 +96,7 @@ class ParameterLocks:
 
     def release(self, lock: StepLock) -> None:
         """Unlock, once the step is committed or dropped."""
-        with self._changed:
+        with self._lock:
             self._held.pop(lock.step, None)
             if self._waiting:
                 self._changed.notify_all()
@@ -112,7 +113,7 @@ class ParameterLocks:
 
     def worker_lost(self, worker: WorkerId) -> None:
         """Drop the steps that a lost worker had asked for."""
-        with self._changed:
+        with self._lock:
             lost = [step for step in self._held if step.worker == worker]
         for step in lost:
             self.give_up(step)

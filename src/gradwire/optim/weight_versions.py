@@ -46,6 +46,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -64,35 +65,31 @@ _ById = dict[int, weakref.ref[torch.Tensor]]
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Generation:
-    """One storage of a parameter. `last` is its version when a step replaced it, None before."""
+    """One storage of a parameter."""
 
-    __slots__ = ("copies", "kept", "last")
-
-    def __init__(self) -> None:
-        self.last: int | None = None
-        self.kept: _ById = {}
-        """the tensors that graphs saved"""
-        self.copies: dict[int, torch.Tensor] = {}
-        """set when it is replaced: what graphs get for the tensors that they saved, by id"""
+    last: int | None = None
+    """the parameter's version when a step replaced this storage, None before"""
+    kept: _ById = field(default_factory=dict)
+    """the tensors that graphs saved"""
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    """set when it is replaced: what graphs get for the tensors that they saved, by id"""
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A parameter that is stepped here.
+    """A parameter that is stepped here."""
 
-    `before` keeps the storage that the last step replaced, because an operator that saves nothing
-    may still read it. `generation` is None until a graph saves the parameter. `stand_ins` are of
-    all optimizers that step it: they may share its storage, but never write to it.
-    """
-
-    __slots__ = ("before", "generation", "is_strided", "parameter", "stand_ins")
-
-    def __init__(self, parameter: weakref.ref[torch.Tensor], is_strided: bool) -> None:
-        self.parameter, self.is_strided = parameter, is_strided
-        self.generation: _Generation | None = None
-        self.before: object = None
-        self.stand_ins: _ById = {}
+    parameter: weakref.ref[torch.Tensor]
+    is_strided: bool
+    generation: _Generation | None = None
+    """None until a graph saves the parameter"""
+    before: object = None
+    """the storage that the last step replaced: an operator that saves nothing may still read it"""
+    stand_ins: _ById = field(default_factory=dict)
+    """of all optimizers that step it: they may share its storage, but never write to it"""
 
 
 @final
