@@ -115,7 +115,7 @@ class Shard:
     def options(self) -> dict[int, Options]:
         """The options of each group, by its number."""
         both = zip(self._groups, self._optimizer.param_groups, strict=True)
-        return {number: without_params(group) for number, group in both}
+        return {number: options_in(group) for number, group in both}
 
     def set_options(self, options: dict[int, Options]) -> None:
         """Set options that are not plain data, and so are not part of a Prepare message."""
@@ -314,7 +314,7 @@ def optimizer_host() -> OptimizerHost:
     return cast(Worker, current_worker.find()).part(OptimizerHost)
 
 
-def without_params(group: dict[str, Any]) -> Options:
+def options_in(group: dict[str, Any]) -> Options:
     """The options of a parameter group."""
     return {key: value for key, value in group.items() if key != "params"}
 
