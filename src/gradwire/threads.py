@@ -1,14 +1,12 @@
 """How gradwire starts threads, which locks forbid a thread to wait, and what a fork leaves behind.
 
 Note [Starting a thread]: the garbage collector may run the user's finalizers on a thread that has
-just started, before the thread does any work of gradwire, and such a finalizer may make a call.
-`Thread.start` waits for the new thread meanwhile. Both can deadlock: the starting thread may hold a
-lock that the finalizer's call needs, and the call may need the work that the new thread was started
-for. So the collector is off from before the start until the new thread has recorded its duty (what
-it does for other threads), which takes some microseconds.
-
-If a finalizer makes a call on a thread that has a duty, another thread takes over the duty before
-the call waits: see `ChannelReaders.wait`.
+just started, before any work of gradwire, and such a finalizer may make a call. `Thread.start`
+waits for the new thread meanwhile. Both can deadlock: the starting thread may hold a lock that the
+call needs, and the call may need the work that the new thread was started for. So the collector is
+off from before the start until the new thread has recorded its duty (what it does for other
+threads), for some microseconds. If a finalizer makes a call on a thread that has a duty, another
+thread takes over the duty before the call waits: see `ChannelReaders.wait`.
 
 Note [Waiting with a lock]: a thread that holds a lock may be interrupted by a finalizer or a signal
 handler that makes a call. If the call waited, no other thread could take the lock, and the answer
@@ -21,9 +19,9 @@ finalizer, and other threads see the writes of a thread in the order in which it
 `check_gil` refuses to open a worker without the GIL.
 
 Note [After a fork]: a forked process shares its parent's connections. If it sent, read or shut
-down, it would do so on its parent's connection. It has none of the threads that use them, and any
-lock may have been held at that moment. So each owner of a descriptor closes its copy, which the
-parent does not notice. If the parent dies, its peers see the end only once every copy is closed.
+down, its parent's connection would change. It has none of the threads that use them, and any lock
+may have been held at that moment. So each owner of a descriptor closes its copy, which the parent
+does not notice. If the parent dies, its peers see the end only once every copy is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import call
+from operator import call, methodcaller
 from typing import Any, Final, Protocol, cast, final
 from weakref import WeakSet
 
@@ -58,7 +56,7 @@ class Duty(Protocol):
         """Whether another thread can take its place."""
 
     def hand_over(self, channel: object, /) -> Undo | None:
-        """The calling thread is about to wait for a message on this channel: replace it.
+        """Replace the calling thread, which is about to wait for a message on this channel.
 
         Returns what to call when the thread continues, if anything.
         """
@@ -102,13 +100,11 @@ mine = _CurrentDuty()
 
 @final
 class _CollectorSwitch:
-    """Keeps Python's garbage collector off while any thread starts.
-
-    There is no lock: each change of the list is one step for the interpreter.
-    """
+    """Keeps Python's garbage collector off while any thread starts."""
 
     def __init__(self) -> None:
         self._starts: list[None] = []
+        """No lock: each change of it is one step for the interpreter."""
         self._is_off = False
         """by this class; if the user has switched it off, it stays off"""
 
@@ -170,11 +166,8 @@ class _DutyThread(threading.Thread):
         main()
 
 
-class Spawn(Protocol):
-    """Starts a thread of a worker."""
-
-    def __call__(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
-        """Start `target` on a thread whose name says what it does."""
+Spawn = Callable[[str, Callable[[], None], Duty | None], None]
+"""`Threads.spawn` of a worker."""
 
 
 def thread(name: str, target: Callable[[], None], duty: Duty | None = None) -> threading.Thread:
@@ -220,6 +213,7 @@ class Threads:
 # -- locks
 
 _NEVER = object()
+_is_mine: Callable[[threading.RLock], bool] = methodcaller("_is_owned")
 
 
 def taking(lock: threading.Lock) -> Iterator[bool]:
@@ -277,9 +271,10 @@ def check_may_wait(what: str) -> None:
             hint=MAKE_IT_ELSEWHERE,
         )
     if any(map(call, _is_owned)):  # a loop in C: one step of the interpreter for all locks
+        held = (each.name for each in list(_all_locks) if any(map(_is_mine, each.locks)))
         raise UsageError(
             f"{what} was asked for by a finalizer or a signal handler which interrupts "
-            f"{_owner_of_held_lock()} while it holds a lock",
+            f"{next(held, 'Python')} while it holds a lock",
             hint=MAKE_IT_ELSEWHERE,
         )
 
@@ -296,16 +291,6 @@ def _list_locks() -> None:
     if _python_lock is not None and hasattr(_python_lock, "_is_owned"):
         locks.append(_python_lock)
     _is_owned = tuple(cast(Any, lock)._is_owned for lock in locks)
-
-
-def _owner_of_held_lock() -> str:
-    """The worker whose lock this thread holds."""
-    owners = (
-        each.name
-        for each in list(_all_locks)
-        if any(cast(Any, lock)._is_owned() for lock in each.locks)
-    )
-    return next(owners, "Python")
 
 
 # -- forks
@@ -329,9 +314,8 @@ def call_after_fork(thing: Inherited) -> None:
 def renew_after_fork(*locks: threading.RLock) -> None:
     """In a forked process: free the locks of other threads; this thread releases its own."""
     for lock in locks:
-        inner = cast(Any, lock)
-        if not inner._is_owned():
-            inner._at_fork_reinit()
+        if not _is_mine(lock):
+            cast(Any, lock)._at_fork_reinit()
 
 
 def _forked() -> None:
@@ -341,5 +325,4 @@ def _forked() -> None:
             thing.forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -175,9 +175,8 @@ def root_nodes(roots: object) -> list[Node]:
     return [node for node in nodes if node is not None]
 
 
-def sequence_number(node: Node) -> int:
-    """The node's place in the engine's queue: of the ready nodes, the highest runs first."""
-    return node._sequence_nr()
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""The node's place in the engine's queue: of the ready nodes, the highest runs first."""
 
 
 def set_sequence_number(node: Node, number: int) -> None:
