@@ -91,20 +91,18 @@ keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_grap
 is_inside_transform: Callable[[], bool] = _C._are_functorch_transforms_active
 """Whether this code runs inside vmap, grad or another transform of torch.func."""
 when_run_ends: Callable[[Callable[[], None]], None] = _execution_engine.queue_callback
-"""Call back after the current run has succeeded, before its `backward()` returns. If the run fails,
-the engine drops the callback without calling it, at once.
+"""Call back after the current run has succeeded, before its `backward()` returns; if it fails, the
+engine drops the callback at once.
 """
 is_checkpoint_valid: Callable[[], bool] = _execution_engine.is_checkpoint_valid
-"""Whether torch lets a reentrant checkpoint run in the current run of this thread: not inside
-grad() and backward(inputs=…), nor in a backward inside these, as it would add to other leaves.
+"""Whether torch lets a reentrant checkpoint run in the current run: not in grad() or
+backward(inputs=…), nor in a backward inside these, as it would add to other leaves.
 """
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch may see what this thread does. hot: both ends of each call
-
-    One that watches all threads says so to the process, an older one to its own thread only.
-    """
+    """Whether a profiler of torch may see what this thread does. hot: both ends of each call"""
+    # One that watches all threads says so to the process, an older one to its own thread only.
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
@@ -130,10 +128,7 @@ def run_engine(
     retain_graph: bool,
     create_graph: bool,
 ) -> None:
-    """`torch.autograd.backward`, or with inputs `grad`, without the checks of its arguments.
-
-    hot: these take longer than a small run
-    """
+    """`torch.autograd.backward`, or with inputs `grad`. hot: their checks exceed a small run"""
     if is_inside_transform():
         torch.autograd.backward(roots)  # raises that it cannot be used there
     _execution_engine.run_backward(
@@ -148,11 +143,10 @@ def run_engine(
 
 
 def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
-    """From now on call `run` for each engine run that Python code starts.
+    """From now on call `run` for each engine run that Python code starts, except by `run_engine`.
 
     Its arguments are a function that starts the run, the roots, and the other arguments. This works
-    because all of torch's Python code looks up the engine object anew for each run. `run_engine`
-    does not go through it.
+    because all of torch's Python code looks up the engine object anew for each run.
     """
     start = cast(Any, Variable)._execution_engine.run_backward
 
@@ -263,7 +257,7 @@ def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
 
 
 def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its checks, for a Function whose inputs after the first are tensors.
+    """`function.apply` without its checks, for inputs that are tensors but for the first.
 
     hot: twice for each crossing
     """

@@ -3,26 +3,24 @@
 A graph saves the tensors that its backward needs. Of a leaf torch saves the tensor itself, and
 compares versions in backward, so one trainer's step in place makes the backward of every other
 trainer fail. Here a step writes nothing: it gives the parameter a new storage. Saved-tensor hooks
-around functions that peers call, around engine runs for them and around all code in a context make
-a graph save the storage it has used rather than the parameter:
+around functions that peers call, engine runs for them and all code in a context make a graph save
+the storage that it has used:
 
     a parameter, or a view of one   its current storage, and the generation of that storage
     anything else                   itself, and its version
 
-The hooks turn torch's own version check off, so `_unpack` repeats it: writing in place to a tensor
-that a backward needs is an error, as ever. A graph made without the hooks, by the program itself
-outside of any context, still saves the parameter: if there is one, a step increments the
-parameter's version, so that the backward of that graph fails, as after a step of torch's. A step
-that comes while such a backward runs is a race, as in torch, which compares versions first and
-reads the weights afterwards.
+The hooks turn torch's version check off, so `_unpack` repeats it. A graph made without the hooks,
+by the program itself outside of any context, still saves the parameter: if there is one, a step
+increments the parameter's version, so that the backward of that graph fails, as after a step of
+torch's. A step while such a backward runs is a race, as in torch.
 
 Note [Between saving and computing]: an operator saves its inputs first and reads them afterwards,
 without the GIL. A step in between would make it save the old weights and use the new ones. So the
 hook notes the thread that saved a parameter and the instruction that it is at, and a step waits
 until the thread has moved on. It waits for an operator, never for user code: torch tells nobody
-that an operator has read its inputs, so the frame of its caller is polled. A loop may be seen at
-the same instruction again, and looks as if it had not moved; that costs time, but no more than
-`_OPERATOR_SECONDS`, and an operator reads a pointer to its inputs long before.
+that an operator has read its inputs, so the frame of its caller is polled. A loop that is seen at
+the same instruction again costs at most `_OPERATOR_SECONDS`, and an operator reads a pointer to its
+inputs long before.
 
 Nor may the version change while the hook saves an operator's inputs: torch would take it for a
 write by the hook, and raise. It changes only for a parameter that something else than an operator
@@ -35,8 +33,8 @@ Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_
 a step still uses the old storage, but shares a version counter with the parameter, which has a new
 storage. So a later version says nothing about the old storage: either may have been written. If
 anything but graphs holds the old storage when a step replaces it, the graphs get a copy of their
-own, which later writes do not reach. After the step only these holders can reach the old storage. A
-holder of a moment, such as an operator in another thread, costs a copy and does no harm.
+own, which later writes do not reach. A holder of a moment, such as an operator in another thread,
+costs a copy and does no harm.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -52,6 +50,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from gradwire.optim.step import Pairs
 from gradwire.torch_private import accumulator_of, holders_of, is_over, same_over, use_count
 
 _POLL_SECONDS = 0.0002
@@ -59,7 +58,6 @@ _OPERATOR_SECONDS = 5.0
 """After this time an operator has certainly read its inputs."""
 _POLLS_OF_GRAPHS = 5000
 """A parameter that is held at each of so many polls is held by a graph, not by an operator."""
-
 
 _ById = dict[int, weakref.ref[torch.Tensor]]
 
@@ -96,8 +94,8 @@ class _Entry:
 class Registration:
     """What an optimizer keeps while it steps parameters: the nodes that add to their gradients.
 
-    While it does, each parameter has two references of its own, and a third is that of a graph or
-    an operator. The nodes hold the parameters, so WeightVersions must not keep them itself.
+    So each parameter has two references of its own, and a third is that of a graph or an operator.
+    The nodes hold the parameters, so WeightVersions must not keep them itself.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -195,23 +193,15 @@ class WeightVersions:
         """A block with the hooks, for code that makes graphs."""
         return _HookedBlock(self, self._hooks) if self._entries else _NOTHING
 
-    def replace(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        registration: Registration | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give each parameter the storage of its stand-in; returns the pairs that do not share one.
-
-        A parameter that shares its storage with other tensors is written in place, for these to
-        see the new values.
-        """
+    def replace(self, pairs: Pairs, registration: Registration | None = None) -> Pairs:
+        """Give each parameter the storage of its stand-in; returns pairs that still share none."""
         apart, replaced = [], []
         with self._lock:
             kept = self._wait_for_operators([parameter for parameter, _ in pairs], registration)
             for parameter, stand_in in pairs:
                 entry = self._entries[id(parameter)]
                 own: Any = parameter.untyped_storage() if entry.is_strided else parameter.data
-                # Larger than the parameter, or shared with other processes: others must see it.
+                # Shared with other tensors or processes, which must see the new values.
                 if entry.is_strided and (own.nbytes() != parameter.nbytes or own.is_shared()):
                     parameter.copy_(stand_in)
                     apart.append((parameter, stand_in))
@@ -249,10 +239,7 @@ class WeightVersions:
         return kept, tensor._version, None
 
     def _maybe_entry(self, leaf: torch.Tensor) -> _Entry | None:
-        """The entry of a leaf, which may be a parameter or another tensor for the same parameter.
-
-        A tensor that a graph unpacks, and then saves again, is not the parameter itself.
-        """
+        """The entry of a parameter, or of what a graph unpacked for it and saves again."""
         entry = self._entries.get(id(leaf))
         if entry is not None and entry.parameter() is leaf:
             return entry
@@ -279,8 +266,8 @@ class WeightVersions:
     ) -> set[torch.Tensor] | None:
         """See Note [Between saving and computing]. Returns those held without the hooks.
 
-        None if no other thread is under the hooks: then the references to them can be counted at
-        any time until the lock is released.
+        None if no other thread is under the hooks: then they can be found until the lock is
+        released.
         """
         kept, others, me = parameters, set[int](), threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
