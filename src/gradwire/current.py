@@ -57,7 +57,8 @@ class CurrentWorker:
 
     def __init__(self) -> None:
         self._default: Any = None
-        self._is_forked = False
+        self.is_forked = False
+        """until a worker is made in this process, what is found here is its parent's"""
         os.register_at_fork(after_in_child=self._forked)
 
     def find(self) -> Any:  # noqa: ANN401
@@ -68,7 +69,7 @@ class CurrentWorker:
         if found is None:
             why = "no worker is running here: RPC has not been initialized"
             hint = "call init_rpc() first, or run inside gradwire.run() or testing.cluster()"
-        elif self._is_forked:
+        elif self.is_forked:
             why = FORKED
             hint = "start processes by spawn, and call init_rpc() in each that is to be a worker"
         else:
@@ -83,7 +84,7 @@ class CurrentWorker:
 
     def maybe_find(self) -> Any:  # noqa: ANN401
         """The worker, or None if this process has none."""
-        if self._is_forked:
+        if self.is_forked:
             return None
         found = _current.get()[0]
         return self._default if found is None else found
@@ -95,19 +96,15 @@ class CurrentWorker:
     def set_default(self, worker: object) -> None:
         """Set what code outside of any worker's scope finds."""
         self._default = worker
-        self.clear_forked()
-
-    def clear_forked(self) -> None:
-        """A worker was made in this process, so what is found here is no longer its parent's."""
-        self._is_forked = False
+        self.is_forked = False
 
     def _forked(self) -> None:
-        self._is_forked = True
+        self.is_forked = True
 
     @contextmanager
     def use(self, worker: object) -> Iterator[None]:
         """Code in the block belongs to this worker."""
-        self.clear_forked()
+        self.is_forked = False
         _, *rest = _current.get()
         token = _current.set((worker, *rest))
         try:

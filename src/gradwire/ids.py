@@ -67,11 +67,6 @@ def context_id(worker: WorkerId, n: int) -> ContextId:
     return worker << _CONTEXT_SHIFT | n
 
 
-def last_context_id(worker: WorkerId) -> ContextId:
-    """The greatest id that a context of this worker can have."""
-    return context_id(worker, (1 << _CONTEXT_SHIFT) - 1)
-
-
 def opener_of(context: ContextId) -> WorkerId:
     """The worker that opened a context."""
     return context >> _CONTEXT_SHIFT

@@ -260,10 +260,7 @@ def check_gil() -> None:
 
 
 def check_may_wait(what: str) -> None:
-    """UsageError if the calling thread holds a lock, or has a duty that no other can take over.
-
-    hot: each request, and each wait that lasts
-    """
+    """UsageError if this thread holds a lock or is irreplaceable. hot: each request, each wait"""
     duty = mine.duty
     if duty is not None and not duty.may_wait:
         raise UsageError(

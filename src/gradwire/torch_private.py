@@ -257,9 +257,9 @@ def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
 
 
 def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its checks, for inputs that are tensors but for the first.
+    """`function.apply` without its checks. hot: twice for each crossing
 
-    hot: twice for each crossing
+    Only for a Function whose inputs after the first are tensors.
     """
     unwrap_if_dead = _C._functorch.unwrap_if_dead
     at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -61,10 +61,7 @@ _INTEGERS = range(-(1 << 63), 1 << 64)
 
 
 def maybe_plain(options: dict[int, dict[str, object]]) -> PlainOptions | None:
-    """The options themselves, if all of them are plain data that a message can hold.
-
-    hot: every step
-    """
+    """The options themselves, if a message can hold all of them. hot: every step"""
     for group in options.values():
         for key, value in group.items():
             if type(key) is not str:

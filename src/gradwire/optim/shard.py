@@ -205,13 +205,10 @@ class Shard:
         scale(self._here.gradients(context, self._stand_ins), coefficient)
 
     def state(self, indices: list[int] | None = None) -> State:
-        """A copy of the state of all or some parameters, by number; those without are left out.
-
-        Made under the locks, so it has no changes of a step that may still be dropped.
-        """
+        """A copy of the state of all or some parameters, by number; those without are left out."""
         state = self._optimizer.state
         wanted = {i: s for i, s in self._numbered().items() if indices is None or i in indices}
-        with self._all_locked():
+        with self._all_locked():  # a step may still be dropped, with its changes
             return {i: copy.deepcopy(state[s]) for i, s in wanted.items() if s in state}
 
     def known(self) -> list[int]:

@@ -222,9 +222,6 @@ def is_followed(optimizer: torch.optim.Optimizer) -> bool:
 def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
     """Decorate a `step` with torch's wrapper for hooks, to be run only if there are any.
 
-    Torch marks a wrapped step, and wraps it once. In a subclass with its own step that calls this
-    one, torch wraps the subclass's step, so this one must not run the hooks again.
-
     hot: torch's wrapper takes as long as a message
     """
     wrapped = torch.optim.Optimizer.profile_hook_step(step)
@@ -232,19 +229,17 @@ def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
     @wraps(step)
     def take(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
+        # Torch has wrapped the own step of a subclass, so this one must not run the hooks again.
         if is_followed(self) and type(self).step is take:
             return wrapped(*args, **kwargs)
         return step(*args, **kwargs)
 
-    take.hooked = True  # type: ignore[attr-defined]
+    take.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that has it
     return take
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without torch's wrapper if there are no hooks.
-
-    hot: as `seen_by_hooks`
-    """
+    """`optimizer.step()`, without torch's wrapper if there are no hooks. hot: as `seen_by_hooks`"""
     step: Any = type(optimizer).step
     if "step" in vars(optimizer) or not hasattr(step, "hooked") or is_followed(optimizer):
         optimizer.step()

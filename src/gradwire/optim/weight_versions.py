@@ -104,7 +104,7 @@ class Registration:
 
     def renew(self) -> None:
         """Keep the nodes of now: torch makes new ones after a change of dtype or device."""
-        self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
+        self._nodes = [*map(accumulator_of, self._parameters)]
         self.is_complete = None not in self._nodes
         """a parameter that requires no gradient has no node"""
 
@@ -266,8 +266,7 @@ class WeightVersions:
     ) -> set[torch.Tensor] | None:
         """See Note [Between saving and computing]. Returns those held without the hooks.
 
-        None if no other thread is under the hooks: then they can be found until the lock is
-        released.
+        None if no other thread is under the hooks: then the caller can still count references.
         """
         kept, others, me = parameters, set[int](), threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
@@ -286,12 +285,8 @@ class WeightVersions:
 
 
 def _held(parameters: list[torch.Tensor], registration: Registration | None) -> list[torch.Tensor]:
-    """Those that a graph holds itself, or an operator that is running.
-
-    Two references are harmless: the Python object's, and that of the node that adds the gradient.
-
-    hot: all parameters, at each step
-    """
+    """Those that a graph holds itself, or an operator that is running. hot: each step"""
+    # Two references are harmless: the Python object's, and that of the node that adds the gradient.
     if registration is not None and registration.is_complete:
         if max(map(use_count, parameters), default=0) <= 2:
             return []
