@@ -1,8 +1,8 @@
 """What the running code belongs to: its worker, deadline, request, context, and the user's line.
 
 One context variable holds all of it. A worker sets it around each function that it runs. Code
-outside of any worker's scope finds the default of the process, which `init_rpc` sets; a process
-that hosts many workers has none. autograd/scope.py enters and leaves contexts.
+outside of that finds the default of the process, which `init_rpc` sets; a process that hosts many
+workers has none. autograd/scope.py enters and leaves contexts.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ current_worker = CurrentWorker()
 class ProcessValue(Generic[T]):
     """A value that a process has once, whatever its workers; None until it is set."""
 
-    def __init__(self) -> None:
-        self.value: T | None = None
+    value: T | None = None
 
 
 # -- the line of the user's program that has called into gradwire

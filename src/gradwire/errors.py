@@ -34,8 +34,7 @@ class GradwireError(RuntimeError):
     """The base class. `hint` says what to do about the error.
 
     If it is about another worker, `peer` is its name, `link` its address, and `phase` the operation
-    that failed: connect, call, forward, backward, step, commit or shutdown. They are empty if they
-    are not known.
+    that failed: connect, call, forward, backward, step, commit or shutdown; empty if not known.
     """
 
     peer = link = phase = ""

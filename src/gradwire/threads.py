@@ -5,23 +5,22 @@ just started, before any work of gradwire, and such a finalizer may make a call.
 waits for the new thread meanwhile. Both can deadlock: the starting thread may hold a lock that the
 call needs, and the call may need the work that the new thread was started for. So the collector is
 off from before the start until the new thread has recorded its duty (what it does for other
-threads), for some microseconds. If a finalizer makes a call on a thread that has a duty, another
-thread takes over the duty before the call waits: see `ChannelReaders.wait`.
+threads). If a finalizer makes a call on a thread that has a duty, another thread takes over the
+duty before the call waits: see `ChannelReaders.wait`.
 
 Note [Waiting with a lock]: a thread that holds a lock may be interrupted by a finalizer or a signal
 handler that makes a call. If the call waited, no other thread could take the lock, and the answer
 might need it. So `check_may_wait` refuses the call. See docs/threads.md, Rules.
 
 Note [One step of the interpreter]: tables that every call uses have no lock, because a finalizer
-that interrupts the holder of a lock can make no call. They rely on the GIL instead: one method of a
-builtin container (`list.pop`, `dict.pop`, `set.add`) is not interrupted by another thread or a
-finalizer, and other threads see the writes of a thread in the order in which it made them. So
-`check_gil` refuses to open a worker without the GIL.
+that interrupts the holder of a lock can make no call. They rely on the GIL (`check_gil`): one
+method of a builtin container (`list.pop`, `dict.pop`, `set.add`) is not interrupted by another
+thread or a finalizer, and other threads see the writes of a thread in the order it made them.
 
-Note [After a fork]: a forked process shares its parent's connections. If it sent, read or shut
-down, its parent's connection would change. It has none of the threads that use them, and any lock
-may have been held at that moment. So each owner of a descriptor closes its copy, which the parent
-does not notice. If the parent dies, its peers see the end only once every copy is closed.
+Note [After a fork]: a forked process shares its parent's connections, has none of the threads that
+use them, and any lock may have been held at that moment. So it sends, reads and shuts down nothing:
+each owner of a descriptor closes its copy, which the parent does not notice. If the parent dies,
+its peers see the end only once every copy is closed.
 """
 
 from __future__ import annotations
@@ -63,24 +62,23 @@ class Duty(Protocol):
 
 
 @final
-class Irreplaceable:
-    """The duty of a thread that no other can replace: a finalizer on it may not wait."""
-
+class _Irreplaceable:
     may_wait = False
 
     def hand_over(self, _: object, /) -> None:
         """Not called, as the thread does not wait."""
 
 
-IRREPLACEABLE = Irreplaceable()
+IRREPLACEABLE = _Irreplaceable()
+"""The duty of a thread that no other can replace: a finalizer on it may not wait."""
 
 
 @contextmanager
 def needed_by_others() -> Iterator[None]:
     """A finalizer or a signal handler that interrupts the block may not wait.
 
-    The block holds a lock that is not among `WorkerLocks`, or leaves something half done without
-    which an answer would not be read. Thread.start inside of it waits, so handlers often come.
+    The block holds a lock that is not among `WorkerLocks`, or leaves half done what an answer needs
+    to be read. Thread.start inside of it waits, so handlers often come.
     """
     before, mine.duty = mine.duty, IRREPLACEABLE
     try:
@@ -90,12 +88,11 @@ def needed_by_others() -> Iterator[None]:
 
 
 class _CurrentDuty(threading.local):
-    """The duty of each thread, for all workers of the process."""
-
     duty: Duty | None = None
 
 
 mine = _CurrentDuty()
+"""The duty of this thread, for all workers of the process."""
 
 
 @final
@@ -182,9 +179,8 @@ class Threads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._alive: set[threading.Thread] = set()
-        """No lock: each use of it is one step. To start a thread takes a lock of Python's own, and
-        a finalizer that interrupts its holder may wait for any lock that we would hold meanwhile.
-        """
+        # No lock: each use of it is one step. To start a thread takes a lock of Python's own, and
+        # a finalizer that interrupts its holder may wait for any lock that we would hold meanwhile.
 
     def spawn(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
         """Start `target` on a thread whose name says what it does."""

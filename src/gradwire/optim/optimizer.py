@@ -6,8 +6,7 @@ is where and the parameter groups. All shards step or none, by a two-phase commi
     prepare   all owners at once compute the step, without changing the parameters
     commit    one message to each, once all are prepared; abort, if one has failed
 
-If all parameters are on one worker, that one does both at once. A saved state has two forms:
-gathered, which is torch's own, and by owner.
+A single owner does both at once. A saved state is gathered, which is torch's form, or by owner.
 
 Note [Locks on many workers]: a prepared step locks its parameters on each owner until it ends. Two
 steps over the same owners could each hold a lock that the other waits for. So first all owners are
@@ -46,12 +45,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Steps parameters that live on any workers with one `torch.optim` class.
 
     `DistributedOptimizer(cls, params_rref, *args, **kwargs)` takes references to parameters, or
-    parameter groups of them, and the arguments of the class. `step()` uses the gradients in
-    `.grad`, `step(context_id)` those of `backward(context_id, …)`. A step is all or nothing
-    (StepFailed).
+    groups of them, and the arguments of the class. `step()` uses the gradients in `.grad`,
+    `step(context_id)` those of `backward(context_id, …)`. A step is all or nothing (StepFailed).
 
-    It is a `torch.optim.Optimizer`: schedulers take it, and `param_groups` may be changed at any
-    time. What is in it counts at the next step, on all workers.
+    Schedulers take it, and `param_groups` may be changed at any time: what is in it counts at the
+    next step, on all workers.
 
     >>> optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, refs, lr=1e-3)
     >>> loss_of(batch).backward()

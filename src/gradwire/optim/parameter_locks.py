@@ -58,9 +58,9 @@ class ParameterLocks:
                     return lock
                 late = [t for t in others if t.undo is not None and not t.ending]
                 late = [t for t in late if t.deadline < self._clock.now()]
-                if not late and not wait:
-                    return None
                 if not late:
+                    if not wait:
+                        return None
                     self._wait(others[0], deadline)
             for other in late:
                 self.give_up(other.step)

@@ -4,16 +4,15 @@ The optimizer works on stand-ins. A stand-in shares its parameter's storage betw
 its own during one. So neither `.grad` nor the values of a parameter change before the commit, and
 the changes to the optimizer's state can be undone.
 
-Two shortcuts give the same bits in less time. They are for plain tensors on the CPU and for the
-classes, types and options below, which the tests compare. Half precision rounds differently, and
-Nesterov's momentum writes into the gradients.
+Two shortcuts give the same bits in less time, for plain tensors on the CPU and the classes, types
+and options below, which the tests compare. Half precision rounds differently, and Nesterov's
+momentum writes into the gradients.
 
-A batch steps many small parameters with one call for each operation. Torch's optimizers can do that
-(`foreach`), but by default only on accelerators. It is the same operators in the same order, called
-from C++, in half the time. Large parameters gain nothing, and need memory for intermediate results.
-
-SGD without momentum keeps no state and is one operator, so it is computed out of place from the
-parameters, without a copy and without torch's optimizer.
+    batches   Many small parameters are stepped with one call for each operation (`foreach`), which
+              torch does on accelerators only. These are the same operators in the same order,
+              called from C++. Large parameters gain nothing, and need memory for results.
+    SGD       Without momentum it keeps no state and is one operator, so it is computed from the
+              parameters out of place, without a copy and without torch's optimizer.
 """
 
 from __future__ import annotations

@@ -151,15 +151,14 @@ class TwoPhaseCommit:
     def _drop(self, answers: Answers) -> None:
         """Drop a step that has failed, without waiting beyond its deadline.
 
-        A shard that does not get the message in time drops the step at its own deadline. A silent
-        worker may have stopped reading, so that sending to it blocks: another thread sends to it.
+        A shard that does not get the message in time drops the step at its own deadline.
         """
         agent = self._worker.agent
         now = agent.clock.now()
         limit, sent = now + _ABORT_SECONDS, []
         for owner, answer in answers.items():
             abort = Abort(self._shards[owner].handle.ref, self._step, _ABORT_SECONDS)
-            if _is_silence(answer):
+            if _is_silence(answer):  # it may have stopped reading, so that sending to it blocks
                 agent.dispatch.service.submit(partial(self._send, owner, abort, limit))
             else:
                 sent.append(self._send(owner, abort, limit))

@@ -105,8 +105,7 @@ class Registration:
     def renew(self) -> None:
         """Keep the nodes of now: torch makes new ones after a change of dtype or device."""
         self._nodes = [*map(accumulator_of, self._parameters)]
-        self.is_complete = None not in self._nodes
-        """a parameter that requires no gradient has no node"""
+        self.is_complete = None not in self._nodes  # one that requires no gradient has no node
 
 
 def _note(known: _ById, tensor: torch.Tensor) -> None:

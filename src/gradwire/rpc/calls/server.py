@@ -361,7 +361,7 @@ class CallServer:
         packed = self._bodies.encode(
             value, to=source.worker, context=context, place="result", deadline=deadline
         )
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
