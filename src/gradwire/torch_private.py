@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, cast
 
@@ -78,6 +79,7 @@ if lacking := missing_names():
 
 _C: Any = torch._C
 _execution_engine: Any = cast(Any, Variable)._execution_engine
+_run_backward = partial(_execution_engine.run_backward, allow_unreachable=True)
 _profiler_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 AccumulateGrad: type[Node] = _C._functions.AccumulateGrad
@@ -131,14 +133,8 @@ def run_engine(
     """`torch.autograd.backward`, or with inputs `grad`. hot: their checks exceed a small run"""
     if is_inside_transform():
         torch.autograd.backward(roots)  # raises that it cannot be used there
-    _execution_engine.run_backward(
-        roots,
-        gradients,
-        retain_graph,
-        create_graph,
-        inputs or (),
-        allow_unreachable=True,
-        accumulate_grad=inputs is None,
+    _run_backward(
+        roots, gradients, retain_graph, create_graph, inputs or (), accumulate_grad=inputs is None
     )
 
 

@@ -254,17 +254,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Not all or nothing: if a worker is lost during it, restore again.
         """
-        refs, values = _refs_in(self.param_groups), checkpoint.get("parameters")
-        if values is None:
+        refs, saved = _refs_in(self.param_groups), checkpoint.get("parameters")
+        if saved is None:
             raise UsageError(
                 "this is not a checkpoint: it has no values of parameters",
                 hint="checkpoint() makes one; load_state_dict() loads what state_dict() returns",
             )
-        if len(values) != len(refs):
+        if len(saved) != len(refs):
             raise ValueError(
-                f"the checkpoint has {len(values)} parameters, this optimizer {len(refs)}"
+                f"the checkpoint has {len(saved)} parameters, this optimizer {len(refs)}"
             )
-        ask_owners(refs, set_values, values=values)
+        ask_owners(refs, set_values, values=saved)
         self.load_state_dict(checkpoint)
 
     def _ask_all(self, method: str, *args: object) -> Answers:

@@ -190,10 +190,8 @@ class Shard:
     def zero_grad(self, set_to_none: bool) -> None:
         """Like torch's zero_grad, for the parameters here."""
         for parameter in self._stand_ins:
-            if set_to_none or parameter.grad is None:
-                parameter.grad = None
-            else:
-                parameter.grad = torch.zeros_like(parameter.grad)
+            old = parameter.grad
+            parameter.grad = None if set_to_none or old is None else torch.zeros_like(old)
 
     def norms(self, norm_type: float, context: ContextId | None) -> State:
         """The norm of each gradient, by the number of its parameter."""

@@ -112,12 +112,8 @@ class Stepper:
         for group in self._optimizer.param_groups:
             if group["foreach"] is not None or any(map(group.get, _INEXACT)):
                 return False
-        for gradient in gradients:
-            if (
-                type(gradient) is not plain
-                or gradient.dtype is not dtype
-                or gradient.layout is not strided
-            ):
+        for each in gradients:
+            if type(each) is not plain or each.dtype is not dtype or each.layout is not strided:
                 return False
         return True
 
