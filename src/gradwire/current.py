@@ -150,8 +150,7 @@ def user_line() -> tuple[str, int]:
     """The file and line of the user's code that runs now, if any. hot: each message with a graph"""
     frame = sys._getframe(1)
     while (name := frame.f_code.co_filename) in _library_files or name.startswith(_LIBRARIES):
-        if name not in _library_files:
-            _library_files.add(name)
+        _library_files.add(name)
         if frame.f_back is None:
             return NO_LINE
         frame = frame.f_back

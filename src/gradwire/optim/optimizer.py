@@ -132,9 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clip the gradients of all parameters together; see `gradwire.clip_grad_norm_`."""
         parts = self._ask_all("norms", norm_type, context_id).values()
         norms = {n: norm for part in parts for n, norm in part.items()}
-        with torch.no_grad():
-            in_order = [norms[n] for n in sorted(norms)]
-            total, coefficient = norm_and_scale(in_order, max_norm, norm_type, error_if_nonfinite)
+        in_order = [norms[n] for n in sorted(norms)]
+        total, coefficient = norm_and_scale(in_order, max_norm, norm_type, error_if_nonfinite)
         if coefficient is not None:
             self._ask_all("scale", coefficient, context_id)
         return total

@@ -32,6 +32,8 @@ from gradwire.rpc.worker import Worker
 
 Options = dict[str, Any]
 State = dict[int, Any]
+Tensors = Iterable[torch.Tensor]
+MaybeTensors = list[torch.Tensor | None]
 GroupSpec = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """A group to make: its number, the numbers of its parameters, their references, its options."""
 
@@ -156,7 +158,7 @@ class Shard:
 
     def _computed(self, context: ContextId | None, options: PlainOptions | None) -> Prepared:
         pairs = self._pairs
-        found = self._here.gradients(context, self._stand_ins)
+        found = self._here.gradients(self._stand_ins, context)
         gradients = [gradient for gradient in found if gradient is not None]
         if len(gradients) < len(found):
             pairs = [pair for pair, each in zip(pairs, found, strict=True) if each is not None]
@@ -195,12 +197,12 @@ class Shard:
 
     def norms(self, norm_type: float, context: ContextId | None) -> State:
         """The norm of each gradient, by the number of its parameter."""
-        norms = norms_of(self._here.gradients(context, self._stand_ins), norm_type)
+        norms = self._here.norms(self._stand_ins, norm_type, context)
         return dict(zip(self._numbered(), norms, strict=True))
 
     def scale(self, coefficient: torch.Tensor, context: ContextId | None) -> None:
         """Scale the gradients in place."""
-        scale(self._here.gradients(context, self._stand_ins), coefficient)
+        self._here.scale(self._stand_ins, coefficient, context)
 
     def state(self, indices: list[int] | None = None) -> State:
         """A copy of the state of all or some parameters, by number; those without are left out."""
@@ -260,9 +262,7 @@ class OptimizerHost:
         self.lost[worker] = error
         self.worker.agent.dispatch.service.submit(lambda: self.locks.worker_lost(worker))
 
-    def gradients(
-        self, context: ContextId | None, parameters: Iterable[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
+    def gradients(self, parameters: Tensors, context: ContextId | None) -> MaybeTensors:
         """The gradient of each, in a context or in `.grad`; None for those without one."""
         if context is None:
             return [parameter.grad for parameter in parameters]
@@ -273,6 +273,21 @@ class OptimizerHost:
         except UsageError:  # the context is open, but no call of it came to this worker
             return [None for _ in parameters]
         return [find(parameter) for parameter in parameters]
+
+    def norms(
+        self, parameters: Tensors, norm_type: float, context: ContextId | None
+    ) -> MaybeTensors:
+        """The norm of each gradient; None for those without one."""
+        found = self.gradients(parameters, context)
+        return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in found]
+
+    def scale(
+        self, parameters: Tensors, coefficient: torch.Tensor, context: ContextId | None
+    ) -> None:
+        """Scale the gradients in place."""
+        for gradient in self.gradients(parameters, context):
+            if gradient is not None:
+                gradient.mul_(coefficient.to(gradient.device))
 
     def next_step(self) -> StepId:
         """A new number for a step that this worker asks for."""
@@ -325,17 +340,3 @@ def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
     if not value.is_leaf:
         raise UsageError(f"{ref} holds a tensor of shape {tuple(value.shape)} that is not a leaf")
     return value
-
-
-def norms_of(
-    gradients: Iterable[torch.Tensor | None], norm_type: float
-) -> list[torch.Tensor | None]:
-    """The norm of each gradient; None for those that are None."""
-    return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in gradients]
-
-
-def scale(gradients: Iterable[torch.Tensor | None], coefficient: torch.Tensor) -> None:
-    """Scale gradients in place."""
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.mul_(coefficient.to(gradient.device))

@@ -255,9 +255,8 @@ class WeightVersions:
         if frame is None:  # a thread of the engine, which runs a graph made without the hooks
             return
         thread = threading.get_ident()
-        spot = self._spots.get(thread)
-        is_same = spot is not None and spot[:2] == (frame, frame.f_lasti)
-        more = spot.parameters if spot is not None and is_same else frozenset()
+        old = self._spots.get(thread)
+        more = old.parameters if old and old[:2] == (frame, frame.f_lasti) else frozenset()
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
     def _wait_for_operators(
