@@ -22,10 +22,9 @@ from gradwire.autograd.messages import (
     Start,
 )
 from gradwire.errors import BadMessage, OverLimit
-from gradwire.ids import EdgeId, ForkId, PassId, RefId
-from gradwire.optim.host import OptimizerHost
+from gradwire.ids import EdgeId, ForkId, PassId, RefId, StepId
 from gradwire.optim.messages import Abort, Commit, Prepare
-from gradwire.optim.parameter_locks import StepId
+from gradwire.optim.shard import OptimizerHost
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.messages import (
     Accept,

@@ -189,7 +189,7 @@ class Engine:
         headers, payload = encode_tensors(present, self.limits)
         there = [gradient is not None for gradient in gradients]
         message = Gradients(active.id, edge, there, headers, crossings)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
         if isinstance(active, CoordinatedPass):
             self.coordinator.send(active, peer, message, payload)

@@ -19,7 +19,7 @@ from gradwire.autograd.graph.edges import Sent
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import GradwireError, RemoteError, UsageError
-from gradwire.ids import ContextId, WorkerId, last_context_id
+from gradwire.ids import ContextId, WorkerId, context_id
 from gradwire.ids import context_id as _as_int
 from gradwire.torch_private import span
 
@@ -141,7 +141,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _get_max_id() -> ContextId:
-    return last_context_id(api.current_engine().directory.me.id)
+    return context_id(api.current_engine().directory.me.id + 1, 0) - 1
 
 
 def _get_debug_info() -> dict[str, int]:

@@ -15,7 +15,7 @@ from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_from_environment
+from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_and_size_from_environment
 from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
@@ -58,9 +58,9 @@ def init_rpc(
     if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
-    place = rank_from_environment()
+    known_rank, known_size = rank_and_size_from_environment()
     if rank is None or rank == -1:  # torch's default
-        rank = place.rank
+        rank = known_rank
     elif not isinstance(rank, Integral):
         raise UsageError(
             f"init_rpc was given rank={rank!r:.80}, which is not a number",
@@ -68,7 +68,7 @@ def init_rpc(
             "backend, may be given as backend=…",
         )
     if world_size is None and not options.is_open:
-        world_size = place.world_size
+        world_size = known_size
     if rank is None:
         raise UsageError(
             f"init_rpc({name!r}) does not know its rank",

@@ -88,7 +88,7 @@ class Worker:
         interceptor: Interceptor | None = None,
         roster: RosterStore | None = None,  # in an open world
     ) -> None:
-        current_worker.clear_forked()
+        current_worker.is_forked = False
         self._process = os.getpid()
         self.store = store  # kept alive, as this process may host it
         self.directory, self.name = directory, directory.me.name

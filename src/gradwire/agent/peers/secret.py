@@ -29,7 +29,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.current import ProcessValue
 from gradwire.errors import NotTrusted, UsageError
-from gradwire.options import SECRET_VARIABLES, Options, SecretSource, secret_from_environment
+from gradwire.options import SECRET_VARIABLES, Options, secret_from_environment
 
 LEAST_BYTES = 32
 _MOST_BYTES = 4096
@@ -89,19 +89,20 @@ def find_secret(options: Options) -> Secret:
     """The secret that the options name, or else the environment."""
     if options.secret is not None:
         return _in_file(options.secret)
-    match secret_from_environment():
-        case SecretSource(file=str(path), descriptor=None, text=None):
+    found = secret_from_environment()
+    if len(found) > 1:
+        raise UsageError(
+            f"more than one of {', '.join(SECRET_VARIABLES)} is set", hint="leave one of them"
+        )
+    match found:
+        case {SECRET_VARIABLES.file: path}:
             return _in_file(path)
-        case SecretSource(file=None, descriptor=int(number), text=None):
-            return _in_descriptor(number)
-        case SecretSource(file=None, descriptor=None, text=str(text)):
+        case {SECRET_VARIABLES.descriptor: number}:
+            return _in_descriptor(int(number))
+        case {SECRET_VARIABLES.text: text}:
             return _stripped(os.fsencode(text), SECRET_VARIABLES.text)
-        case SecretSource(file=None, descriptor=None, text=None):
-            raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
         case _:
-            raise UsageError(
-                f"more than one of {', '.join(SECRET_VARIABLES)} is set", hint="leave one of them"
-            )
+            raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
 
 
 def _in_file(path: str) -> Secret:

@@ -155,7 +155,7 @@ class Coordinator:
         )
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("start", active.id)
         return active
 
@@ -219,7 +219,7 @@ class Coordinator:
                 self._agent.tell(worker, ended, deadline=active.deadline)
             except GradwireError:  # it asks later, see PassEnding.coordinator_lost
                 self._agent.events.emit("unended", active.id, self._agent.directory.name(worker))
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("end", active.id)
 
     def give_up(self, active: CoordinatedPass, error: Exception | None) -> None:

@@ -180,7 +180,7 @@ class Participant:
     def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
         undo_log = UndoLog(self._locks, active.context)
         active.run_begins(undo_log)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("run", active.id)
         try:
             with self._inside(start.context), NOTHING if is_recording() else recording():

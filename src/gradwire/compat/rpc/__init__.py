@@ -45,7 +45,7 @@ from gradwire.compat.rpc.references import PyRRef, RRef
 from gradwire.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
-from gradwire.options import rank_from_environment
+from gradwire.options import rank_and_size_from_environment
 from gradwire.rpc.join import rendezvous_store
 
 __all__ = [  # torch's
@@ -92,7 +92,7 @@ def init_rpc(
     backend = backend or _backend_of(rpc_backend_options)
     options = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
     if rank == -1 and options.init_method.startswith("env:"):
-        known = rank_from_environment().rank
+        known, _ = rank_and_size_from_environment()
         rank = -1 if known is None else known
     store = _store(options, rank, world_size)
     dist_autograd._init(rank)

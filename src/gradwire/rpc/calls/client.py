@@ -125,7 +125,7 @@ class Calls:
             context = self._engine.calling(context, to)
         sent = self._send_call(to, target, context, deadline, None)
         try:
-            if context is not None or self._agent.events.are_heard:
+            if context is not None or self._agent.events.listeners:
                 self._after_send(sent, to, context)
             if sent.checkpointed is None:
                 outcome = self._outcome(sent.promise, to, context)
@@ -245,7 +245,7 @@ class Calls:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
         sent = self._send_call(to, target, context, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
-        if context is not None or self._agent.events.are_heard:
+        if context is not None or self._agent.events.listeners:
             self._after_send(sent, to, context)
         return sent.promise
 
@@ -316,7 +316,7 @@ class Calls:
 
     def _after_send(self, sent: SentCall, to: WorkerId, context: InContext) -> None:
         self._engine.called(context, to)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
 
     def _pending(

@@ -325,7 +325,7 @@ class CallServer:
         accepted: Sequence[ForkId],
     ) -> bool:
         packed = self._bodies.encode(value, source.worker, context, "result", deadline)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
