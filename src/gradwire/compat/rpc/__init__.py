@@ -45,22 +45,10 @@ from gradwire.compat.rpc.references import PyRRef, RRef
 from gradwire.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
-from gradwire.options import rank_from_environment
+from gradwire.options import Options, rank_from_environment
 from gradwire.rpc.join import rendezvous_store
 
-__all__ = [  # torch's
-    "AllGatherStates",
-    "BackendType",
-    "RRef",
-    "TensorPipeRpcBackendOptions",
-    "get_worker_info",
-    "init_rpc",
-    "is_available",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
+__all__ = ["is_available", "init_rpc", "BackendType", "TensorPipeRpcBackendOptions", *api.__all__]
 
 logger = logging.getLogger("gradwire")
 _is_tensorpipe_available = True
@@ -80,8 +68,7 @@ def init_rpc(
 ) -> None:
     """Make this process a worker; without a world size, one that joins those present.
 
-    Where it meets the others says `rpc_backend_options.init_method`; with env:// a rank that is not
-    given is the one that a launcher has set.
+    With env:// a rank that is not given is the one that a launcher has set.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -117,7 +104,7 @@ def _backend_of(options: RpcBackendOptions | None) -> BackendType:
 
 def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:
     try:
-        place = RpcBackendOptions(init_method=options.init_method).for_worker()
+        place = Options(init_method=options.init_method)
         return rendezvous_store(place, None if rank == -1 else rank, world_size or None)
     except UsageError as error:
         if isinstance(error.__cause__, ValueError):
