@@ -41,7 +41,7 @@ from gradwire.compat.rpc.constants import (
     _UNSET_RPC_TIMEOUT,
 )
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from gradwire.compat.rpc.references import PyRRef, RRef
+from gradwire.compat.rpc.rref_proxy import PyRRef, RRef
 from gradwire.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
@@ -74,7 +74,7 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    if api._is_current_rpc_agent_set():
+    if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     backend = backend or _backend_of(rpc_backend_options)
     options = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
@@ -132,7 +132,7 @@ def _init_rpc_backend(
     for given, kind in wanted:
         if not isinstance(given, kind):
             raise RuntimeError(f"Argument {given} must be of type {kind} but is a {type(given)}")
-    if api._is_current_rpc_agent_set():
+    if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     agent = backend_registry.init_backend(
         backend,

@@ -2,6 +2,7 @@
 
 Programs replace some functions of this module: others look them up here when they call them.
 """
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ from gradwire.compat.rpc.internal import (
     run_function,
     run_serialized,
 )
-from gradwire.compat.rpc.references import PyRRef, RRef, beside
+from gradwire.compat.rpc.rref_proxy import PyRRef, RRef, beside
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerError
 from gradwire.rpc.api import keywords, of_sequence
@@ -55,16 +56,9 @@ from gradwire.rpc.codec.body import tensors_in
 from gradwire.rpc.expose.async_execution import LATER
 from gradwire.rpc.worker import Worker
 
-__all__ = [  # torch's, and what is only passed on
+__all__ = [  # torch's
     "AllGatherStates",
-    "Future",
-    "RPCExecMode",
     "RRef",
-    "_build_rpc_profiling_key",
-    "_get_current_rpc_agent",
-    "_is_current_rpc_agent_set",
-    "_set_rpc_timeout",
-    "get_rpc_timeout",
     "get_worker_info",
     "remote",
     "rpc_async",
@@ -131,7 +125,7 @@ def rpc_sync(
     func: Callable[..., Any],
     args: Any = None,  # noqa: ANN401
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | None = UNSET_RPC_TIMEOUT,
 ) -> Any:  # noqa: ANN401
     """Run a function on another worker and return what it returned."""
     worker, info, target = _prepared(to, func, args, kwargs)
@@ -148,8 +142,8 @@ def rpc_async(
     func: Callable[..., Any],
     args: Any = None,  # noqa: ANN401
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> torch.futures.Future[Any]:
+    timeout: float | None = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
     """Run a function on another worker; a future of what it returns.
 
     What keeps the call from leaving is in the future too.
@@ -172,7 +166,7 @@ def remote(
     func: Callable[..., Any],
     args: Any = None,  # noqa: ANN401
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | None = UNSET_RPC_TIMEOUT,
 ) -> PyRRef[Any]:
     """Run a function on another worker and keep the result there; a reference to it."""
     worker, info, target = _prepared(to, func, args, kwargs)
@@ -284,7 +278,7 @@ def _ours() -> Worker:
 def _all_gather(
     obj: object,
     worker_names: Collection[str] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | None = UNSET_RPC_TIMEOUT,
 ) -> dict[str, object]:
     """The objects of all workers by name, once each of them has called this.
 

@@ -39,7 +39,7 @@ class Later(NamedTuple):
     """called when the future is done, with its error or None; what this raises is the result"""
 
 
-def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
+def result_of(function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
     """What the function returns, or Later if it is marked with `async_execution`."""
     value = function(*args, **kwargs)
     return later_of(function, value) if hasattr(function, LATER) else value
