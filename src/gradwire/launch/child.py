@@ -27,7 +27,7 @@ import msgspec
 from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
-from gradwire.launch.plan import WorkerSpec, arguments_in
+from gradwire.launch.plan import ARGUMENTS, WorkerSpec
 from gradwire.launch.processes import ignore_interrupts
 from gradwire.launch.supervise_state import CALLER
 from gradwire.rpc.api import init_rpc, shutdown
@@ -83,7 +83,7 @@ def flush_output() -> None:
 
 def _work(pipe: Connection, spec: WorkerSpec) -> None:
     fn, args, expose = unpickled(
-        arguments_in(spec.directory).read_bytes(),
+        (spec.directory / ARGUMENTS).read_bytes(),
         "what run() was given",
         hint="fn, args and expose must come from the script or from modules that a new process can "
         "import, not from a notebook or a prompt",

@@ -14,6 +14,10 @@ from gradwire.errors import UsageError
 from gradwire.ids import LAST_INCARNATION
 from gradwire.options import Options
 
+ARGUMENTS = "arguments"
+"""the file with the arguments of run(): the function, its arguments, what is exposed"""
+SECRET = "secret"
+"""the file with the secret of the run, unless its options name one"""
 _UNSET = Options().init_method
 
 
@@ -38,16 +42,6 @@ class WorkerSpec:
     def failure(self) -> Path:
         """The file with the error of this worker."""
         return self.directory / f"{self.name}.failure"
-
-
-def arguments_in(directory: Path) -> Path:
-    """The file with the arguments of run(): the function, its arguments, what is exposed."""
-    return directory / "arguments"
-
-
-def secret_in(directory: Path) -> Path:
-    """The file with the secret of the run, unless its options name one."""
-    return directory / "secret"
 
 
 def check_arguments(
@@ -79,7 +73,7 @@ def worker_specs(
     shared = replace(
         options,
         init_method=f"file://{directory / 'rendezvous'}",
-        secret=options.secret or str(secret_in(directory)),
+        secret=options.secret or str(directory / SECRET),
     )
     specs = []
     for rank in range(world_size):
