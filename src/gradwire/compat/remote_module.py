@@ -36,7 +36,7 @@ _TREE = ("apply", "modules", "named_modules", "requires_grad_", "zero_grad", "ex
 
 
 class _RemoteModule(native.RemoteModule):
-    """The class below, with an argument for the interface of a scripted module."""
+    """The base class of torch's, with an argument for the interface of a scripted module."""
 
     is_device_map_set: bool
     is_scriptable: bool
@@ -115,15 +115,6 @@ for _name in (*_HOOKS, *_STATE, *_TREE):
 
 class RemoteModule(_RemoteModule):
     """A module that lives on another worker and is used from here."""
-
-    def __init__(
-        self,
-        remote_device: str,
-        module_cls: Callable[..., nn.Module],
-        args: tuple[object, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
 
 
 def _create_module(
