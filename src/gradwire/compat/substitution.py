@@ -3,10 +3,7 @@
 `import torch` has already imported torch's own RPC modules, and several modules of torch have bound
 names of theirs. So three things are exchanged: the entries of `sys.modules`, the attributes by
 which packages reach their submodules, and every name in a module of torch whose value is one of the
-objects replaced. Each exchange is one entry of one dictionary, noted with what was there before.
-What nobody has imported yet is replaced when somebody does.
-
-Modules outside of torch are left alone: what a program imported before `install()` stays torch's.
+objects replaced. What nobody has imported yet is replaced when somebody does.
 """
 
 from __future__ import annotations
@@ -140,10 +137,9 @@ def installed() -> bool:
 
 
 def install(modules: Mapping[str, str] = MODULES, parts: Mapping[str, str] = PARTS) -> None:
-    """Put gradwire in torch's place, for this process and those it forks.
+    """Put gradwire in torch's place, for this process and those it forks. Idempotent.
 
-    A second time it does nothing. It is meant to come before the program imports what is replaced:
-    a name that another module than torch's has bound already keeps its value.
+    It comes before the program imports what is replaced: names bound outside of torch stay torch's.
     """
     if installed():
         return

@@ -1,12 +1,11 @@
 """The main function of a process started by `run`: join, call the function or serve it, leave.
 
 It reports its progress to the parent through a pipe, in single words; longer data goes through
-files in the run's directory. A watch thread ends the process when its parent is gone.
+files in the run's directory.
 
-Parent and children exchange pickles, unlike workers among each other: what is unpickled here was
-written by the parent or a child, into a pipe or a directory that only their user can access. Plain
-pickle is used, as multiprocessing's would move tensors to shared memory, which cannot be read any
-more once the sender is gone. Modules are pickled by name.
+Parent and children exchange pickles, unlike workers among each other: only their user can access
+the pipe and the directory. Plain pickle is used, as multiprocessing's would move tensors to shared
+memory, which cannot be read once the sender is gone.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ FOREVER_SECONDS = 10 * 365 * 86400.0
 
 def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     """Run one worker, from start to exit."""
-    prepare(pipe, parent, spec)
+    prepare(pipe, parent, spec.directory)
     pipe.send_bytes(BEGUN.encode())
     try:
         _work(pipe, spec)
@@ -61,13 +60,11 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     pipe.send_bytes(LEFT.encode())
 
 
-def prepare(pipe: Connection, parent: int, spec: WorkerSpec | None = None) -> None:
+def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> None:
     """Watch the parent, ignore Ctrl-C, and flush output after each line."""
     ignore_interrupts()
-    watched = (pipe, parent, None if spec is None else spec.directory)
-    threading.Thread(
-        target=_end_with_parent, args=watched, name="gradwire parent watch", daemon=True
-    ).start()
+    watched, name = (pipe, parent, directory), "gradwire parent watch"
+    threading.Thread(target=_end_with_parent, args=watched, name=name, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -98,10 +95,9 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         shutdown(timeout=FOREVER_SECONDS)
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
-        value = fn(*args)
+        value, draft = fn(*args), spec.returned.with_suffix(".draft")
         what = f"what the function returned (a {type(value).__name__})"
         hint = "return plain values and tensors; references end with their workers"
-        draft = spec.returned.with_suffix(".draft")
         draft.write_bytes(pickled(value, what, hint=hint))
         draft.replace(spec.returned)  # atomically: once it exists, the function is not called again
     pipe.send_bytes(RETURNED.encode())
@@ -118,9 +114,8 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
 def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> None:
     """End this process when its parent ends, and remove the directory.
 
-    The end of the pipe tells that the parent is gone. A process forked by the parent may hold a
-    copy of its end, so the parent's process id is polled too. The parent sends nothing through
-    the pipe, so this thread may read from it.
+    The end of the pipe tells. A process forked by the parent may hold a copy of its end, so the
+    parent's process id is polled too. Nothing is sent through the pipe to this process.
     """
     with suppress(EOFError, OSError):
         while os.getppid() == parent:

@@ -1,7 +1,6 @@
 """The specification of each worker of a run, and the files in the run's directory; no IO.
 
-A run has a private directory for the sockets, the rendezvous file, the arguments and the results,
-so that even a killed worker leaves nothing behind in the file system.
+All files are in one private directory, so that even a killed worker leaves nothing behind.
 """
 
 from __future__ import annotations

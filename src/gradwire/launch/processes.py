@@ -1,8 +1,7 @@
 """A group of child processes that never outlive the `with` block that started them.
 
-Each has a pipe to its parent. The child reports its progress in single words, and the end of the
-pipe tells it that the parent is gone. Words are short on purpose: if a pipe could fill up, or stop
-in the middle of a message, that would be a wait without a deadline.
+Each reports its progress through a pipe, in single words: if a pipe could fill up, or stop in the
+middle of a message, that would be a wait without a deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -66,8 +64,15 @@ class ProcessGroup:
         process = context.Process(target=main, args=(theirs, os.getpid(), *args), name=name)
         number, self._started = self._started, self._started + 1
         self._children[number] = process, ours
-        with theirs, _interrupts_held():
-            process.start()
+        # Starting the tracker, which the first process does, would unblock SIGINT again.
+        resource_tracker.ensure_running()
+        # A terminal sends Ctrl-C to all processes, and one that imports would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with theirs:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return number
 
     def pid(self, number: int) -> int:
@@ -127,21 +132,6 @@ class ProcessGroup:
 
 def _is_alive(process: SpawnProcess) -> bool:
     return process.pid is not None and process.exitcode is None
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, and block it in processes that the block starts.
-
-    A terminal sends it to all processes, and each that is still importing would print a traceback.
-    """
-    # Starting the tracker, which the first process does, would unblock SIGINT again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_interrupts() -> None:
