@@ -132,9 +132,3 @@ class ProcessGroup:
 
 def _is_alive(process: SpawnProcess) -> bool:
     return process.pid is not None and process.exitcode is None
-
-
-def ignore_interrupts() -> None:
-    """In a child: leave Ctrl-C to the parent, which ends its children."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,6 +1,6 @@
 """`gradwire.run`: start workers on this machine, and call a function on one of them.
 
-plan.py specifies the workers, processes.py starts them, and supervise_state.py judges their events.
+child.py is what each worker runs, processes.py starts them, and supervise_state.py judges events.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.launch import child, plan
-from gradwire.launch.child import maybe_exception, pickled, unpickled
-from gradwire.launch.plan import WorkerSpec
+from gradwire.ids import LAST_INCARNATION
+from gradwire.launch import child
+from gradwire.launch.child import WorkerSpec, maybe_exception, pickled, unpickled
 from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
 from gradwire.launch.supervise_state import (
     MAIN_GUARD_HINT,
@@ -91,7 +91,7 @@ def run(
     """
     _check_program(fn)
     options = options or Options()
-    plan.check_arguments(world_size, options, timeout, restarts)
+    check_arguments(world_size, options, timeout, restarts)
     given = pickled(
         (fn, positional(args), listed(expose)),
         "what run() was given",
@@ -99,10 +99,10 @@ def run(
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
         home = Path(directory)
-        (home / plan.ARGUMENTS).write_bytes(given)
+        (home / child.ARGUMENTS).write_bytes(given)
         if options.secret is None:
-            write_secret(home / plan.SECRET)
-        workers = plan.worker_specs(world_size, options, home, restarts > 0)
+            write_secret(home / child.SECRET)
+        workers = child.worker_specs(world_size, options, home, restarts > 0)
         timeouts = RunTimeouts(
             start=options.timeouts.join,
             whole=math.inf if timeout is None else timeout,
@@ -122,7 +122,7 @@ def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) 
         for event in group.events(state.next_deadline() - time.monotonic()):
             _note(state, spec_of[event.process], event)
         for died in state.to_restart():
-            spec = workers[died.worker] = plan.restarted(workers[died.worker])
+            spec = workers[died.worker] = child.restarted(workers[died.worker])
             how, when = describe_exit(died.status), died.stage.value
             n = spec.options.incarnation
             _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
@@ -145,6 +145,28 @@ def _note(state: RunState, spec: WorkerSpec, event: ProcessEvent) -> None:
             assert word == child.FAILED, f"{spec.name} said {word!r}"
             name = _failure_of(spec).type_name
             state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
+
+
+def check_arguments(
+    world_size: int, options: Options, timeout: float | None, restarts: int = 0
+) -> None:
+    """Raise UsageError for invalid arguments of run()."""
+    if type(restarts) is not int or not 0 <= restarts <= LAST_INCARNATION:
+        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_INCARNATION}")
+    if type(world_size) is not int or world_size < 1:
+        raise UsageError(f"run() needs at least one worker, not world_size={world_size!r}")
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise UsageError(
+            f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
+            hint="leave timeout= out for no limit",
+        )
+    if options.incarnation:
+        raise UsageError("run() numbers the incarnations itself", hint="leave incarnation= out")
+    if options.init_method != Options().init_method:
+        raise UsageError(
+            f"run() makes its own rendezvous, and cannot use {options.init_method}",
+            hint="leave init_method out, or start each worker yourself with init_rpc()",
+        )
 
 
 def _check_program(fn: Callable[..., object]) -> None:

@@ -25,13 +25,15 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch.child import (
     FOREVER_SECONDS,
+    SECRET,
+    WorkerSpec,
     flush_output,
     maybe_exception,
     pickled,
     prepare,
     unpickled,
+    worker_specs,
 )
-from gradwire.launch.plan import SECRET, WorkerSpec, worker_specs
 from gradwire.launch.processes import ProcessGroup
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
