@@ -250,7 +250,7 @@ class OptimizerHost:
         self.locks = ParameterLocks(worker.agent.clock)
         self.lost: dict[WorkerId, PeerLost] = {}
         self._steps = itertools.count(first_of(worker.directory.myself.incarnation))
-        worker.engine.save_tensors_by(self.versions.hooks)
+        worker.engine.saving = self.versions.hooks
         agent = worker.agent
         agent.kinds.add(Agreed)
         agent.on_peer_lost(self._peer_lost)

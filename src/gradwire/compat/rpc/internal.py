@@ -12,7 +12,7 @@ import torch
 
 from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc import api
-from gradwire.compat.rpc.references import PyRRef, beside
+from gradwire.compat.rpc.rref_proxy import PyRRef, beside
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.rpc.codec.pickle_codec import PickleCodec, Reducers

@@ -39,7 +39,7 @@ class Later(NamedTuple):
     """the note of the answer, for the error of the future or None; may raise another error"""
 
 
-def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
+def result_of(function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
     """What the function returns, or Later if it is marked with `async_execution`."""
     value = function(*args, **kwargs)
     return later_of(function, value) if hasattr(function, LATER) else value
