@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ from gradwire import threads
 from gradwire.autograd import scope
 from gradwire.autograd.graph import edges, walk
 from gradwire.testing.simulate import primitives
-from gradwire.testing.simulate.scheduler import Unwound, here
+from gradwire.testing.simulate.scheduler import Scheduler, Unwound, here
 
 
 def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,12 +61,12 @@ _instead: dict[int, object] = {
         Event=_either(threading.Event, primitives.Event),
         Thread=_either(threading.Thread, primitives.Thread),
         Timer=_either(threading.Timer, primitives.Timer),
-        current_thread=_either(threading.current_thread, primitives.current_thread),
+        current_thread=_either(threading.current_thread, Scheduler.me),
     ),
     id(time): _copy(
         time,
         **dict.fromkeys(
-            ("monotonic", "perf_counter", "time"), _either(time.monotonic, primitives.now)
+            ("monotonic", "perf_counter", "time"), _either(time.monotonic, attrgetter("now"))
         ),
         sleep=_either(time.sleep, primitives.sleep),
     ),

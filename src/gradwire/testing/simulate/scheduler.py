@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -45,22 +45,36 @@ class Process:
     is_dead: bool = False
 
 
-@final
 class Task:
-    """One simulated thread."""
+    """One simulated thread, which its programs take for a `threading.Thread`."""
 
-    __slots__ = ("baton", "is_unwinding", "name", "over", "process", "thread", "wait", "waiters")
+    process: Process
+    """from its start on"""
+    ident: int | None = None
+    daemon = True
 
-    def __init__(self, name: str, process: Process) -> None:
-        self.name, self.process = name, process
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self.name, self.scheduler = name, scheduler
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
         self.is_unwinding = self.over = False
         self.wait: Wait | None = None
         self.waiters: list[Wait] = []
         """those who join it"""
-        self.thread: Any = None
-        """the `primitives.Thread` of it, if one was asked for"""
+        self._number = next(scheduler.numbers)
+
+    def __hash__(self) -> int:
+        return self._number  # sets of threads are walked in an order that the seed decides
+
+    def join(self, timeout: float | None = None) -> None:
+        """As threading.Thread.join."""
+        assert self.ident is not None, "it was not started"
+        if not self.over and self.scheduler.current is not None:
+            self.scheduler.block(self.waiters, self.scheduler.deadline(timeout))
+
+    def is_alive(self) -> bool:
+        """As threading.Thread.is_alive."""
+        return self.ident is not None and not self.over
 
 
 @dataclass(eq=False, slots=True)
@@ -118,13 +132,16 @@ class Scheduler:
 
     # -- from outside
 
-    def spawn(self, name: str, process: Process, target: Callable[[], None]) -> Task:
+    def spawn(self, name: str, process: Process, target: Callable[[], None]) -> None:
         """A new thread; it begins when the seed chooses it."""
-        task = Task(name, process)
+        self.start(Task(self, name), process, target)
+
+    def start(self, task: Task, process: Process, target: Callable[[], None]) -> None:
+        """Likewise for one that was made before."""
+        task.process, task.ident = process, id(task)
         self._tasks.append(task)
         _thread.start_new_thread(self._begin, (task, target))
         self._ready.append(task)
-        return task
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
         """Let them run until it is done, the moment has come, or nothing more can happen."""
@@ -141,15 +158,13 @@ class Scheduler:
     def close(self) -> None:
         """End every thread that is left, one after the other."""
         self.is_closed = True
-        for _, _, timed in self._arranged:
-            timed.cancel()
+        self._arranged.clear()
         for task in list(self._tasks):
             if not task.over:
                 task.is_unwinding = True
                 self.current = task
                 task.baton.release()
                 self._outside.acquire()
-            task.thread = None  # each holds the other
         self.current = None
         self._tasks.clear()
         # A thread that has handed on the baton for good still needs the interpreter to end; so does
@@ -172,7 +187,7 @@ class Scheduler:
         finally:
             self.current = current
 
-    def waiting(self) -> Iterable[Task]:
+    def waiting(self) -> list[Task]:
         """The threads of living processes that wait."""
         return [t for t in self._tasks if not (t.over or t.process.is_dead) and t.wait is not None]
 
@@ -196,6 +211,12 @@ class Scheduler:
         if task.is_unwinding:
             raise Unwound
         return task
+
+    def deadline(self, timeout: float | None) -> float | None:
+        """When a wait of so many seconds ends; None if it does not."""
+        if timeout is None or timeout < 0 or timeout >= threading.TIMEOUT_MAX:
+            return None
+        return self.now + timeout
 
     def block(self, queue: list[Wait], until: float | None = None) -> bool:
         """Wait in this queue until woken; False if the moment came first."""
