@@ -12,13 +12,19 @@ blame, that everything ends in time, and that nothing is left behind.
     faults        when which fault happens
     programs      random programs, and what they give in one process
     stage         plays them and checks each step
-    history       one seed from beginning to end
-    batch         many of them
-    own_program   `simulate`
+    history       one seed from beginning to end: `play`, and `simulate`
+    batch         many of them, and the command
 """
 
 from gradwire.testing.simulate.faults import Faults
-from gradwire.testing.simulate.history import History, Setting, play, setting_of
-from gradwire.testing.simulate.own_program import Outcome, Stuck, simulate
+from gradwire.testing.simulate.history import (
+    History,
+    Outcome,
+    Setting,
+    Stuck,
+    play,
+    setting_of,
+    simulate,
+)
 
 __all__ = ["Faults", "Outcome", "Setting", "Stuck", "History", "play", "setting_of", "simulate"]

@@ -83,18 +83,6 @@ class Wait:
 
     task: Task
     was_woken: bool | None = None
-    timer: Timed | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Timed:
-    """Something arranged for a moment."""
-
-    act: Callable[[], None] | None
-
-    def cancel(self) -> None:
-        """It will not happen."""
-        self.act = None
 
 
 def here() -> Scheduler | None:
@@ -119,7 +107,8 @@ class Scheduler:
         self._most_switches = most_switches
         self._others = _threads()
         self._ready: list[Task] = []
-        self._arranged: list[tuple[float, int, Timed]] = []
+        self._arranged: list[tuple[float, int, Callable[[], None], Wait | None]] = []
+        """when, a number that decides between equals, what, and the wait that it may end"""
         self._at_once: list[Callable[[], None]] = []
         self._tasks: list[Task] = []
         self._outside = _thread.allocate_lock()
@@ -148,8 +137,7 @@ class Scheduler:
         self._limit, self._is_done = until, done
         chosen = self._choose()
         if chosen is not None:
-            self.current = chosen
-            chosen.baton.release()
+            self._pass_to(chosen)
             self._outside.acquire()
             self.current = None
         if self.switches >= self._most_switches:
@@ -162,8 +150,7 @@ class Scheduler:
         for task in list(self._tasks):
             if not task.over:
                 task.is_unwinding = True
-                self.current = task
-                task.baton.release()
+                self._pass_to(task)
                 self._outside.acquire()
         self.current = None
         self._tasks.clear()
@@ -193,11 +180,9 @@ class Scheduler:
 
     # -- from simulated threads and from what was arranged
 
-    def at(self, moment: float, act: Callable[[], None]) -> Timed:
-        """Arrange something that does not block."""
-        timed = Timed(act)
-        heapq.heappush(self._arranged, (max(moment, self.now), next(self.numbers), timed))
-        return timed
+    def at(self, moment: float, act: Callable[[], None], ends: Wait | None = None) -> None:
+        """Arrange something that does not block; if it `ends` a wait, only for as long as that."""
+        heapq.heappush(self._arranged, (max(moment, self.now), next(self.numbers), act, ends))
 
     def interrupt(self, act: Callable[[], None]) -> None:
         """Do this where the thread that runs next takes a lock, sends or blocks."""
@@ -224,10 +209,8 @@ class Scheduler:
         wait = task.wait = Wait(task)
         queue.append(wait)
         if until is not None:
-            wait.timer = self.at(until, lambda: self._wake(wait, False))
+            self.at(until, lambda: self._wake(wait, False), wait)
         self._hand_on(task)
-        if wait.timer is not None:
-            wait.timer.cancel()
         task.wait = None
         if not wait.was_woken:
             with suppress(ValueError):
@@ -285,10 +268,10 @@ class Scheduler:
             if not self._arranged or self._arranged[0][0] > self._limit:
                 self.now = max(self.now, self._limit) if self._arranged else self.now
                 return None
-            moment, _, timed = heapq.heappop(self._arranged)
-            if timed.act is not None:
+            moment, _, act, ends = heapq.heappop(self._arranged)
+            if ends is None or ends.task.wait is ends:
                 self.now = moment
-                timed.act()
+                act()
                 self._interrupted()
                 if self._is_done():
                     return None
