@@ -5,8 +5,8 @@ random programs under random faults, and checks that gradients are exact or an e
 blame, that everything ends in time, and that nothing is left behind.
 
     scheduler     one thread at a time, chosen by the seed; the clock jumps when nobody can run
-    primitives    locks, conditions, queues and threads that hand over instead of blocking
-    environment   puts them where gradwire's modules look for Python's
+    primitives    locks, queues and threads that hand over instead of blocking, in the place of
+                  Python's
     links         a transport whose frames take time, are held, repeated or lost
     world         real workers on all of that, each a process that can crash
     faults        when which fault happens

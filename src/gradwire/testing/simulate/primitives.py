@@ -2,19 +2,37 @@
 
 Nothing here is locked, as one thread runs at a time. Where a real one would block, it hands the
 baton on. Used outside of a history (a finalizer that comes late) they do nothing.
+
+While a history runs, everything that a module of gradwire calls `threading`, `time` or `queue`, or
+has taken from `queue`, is replaced: no module need know of it, and a new one is simulated without
+being told. Threads that are not simulated get the real thing all the while.
 """
 
 # ruff: noqa: D102 (methods are those of the standard library's classes)
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from queue import Empty
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from operator import attrgetter
+from types import ModuleType
 from typing import Any, final
 
 from gradwire import threads
-from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait
+from gradwire.autograd import scope
+from gradwire.autograd.graph import edges, walk
+from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait, here
 
 
 def sleep(scheduler: Scheduler, seconds: float) -> None:
@@ -198,7 +216,7 @@ class SimpleQueue:
         until = self._scheduler.deadline(timeout)
         while not self._items:
             if not block or not self._scheduler.block(self._waits, until):
-                raise Empty
+                raise queue.Empty
         return self._items.popleft()
 
     def get_nowait(self) -> Any:  # noqa: ANN401
@@ -272,3 +290,102 @@ class Timer(Thread):
 
     def cancel(self) -> None:
         self._cancelled.set()
+
+
+# -- in their place
+
+
+def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """The simulated one for simulated threads, the real one for others."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        scheduler = here()
+        return real(*args, **kwargs) if scheduler is None else simulated(scheduler, *args, **kwargs)
+
+    made.__name__ = real.__name__
+    return made
+
+
+def _copy(module: ModuleType, **changed: object) -> ModuleType:
+    copied = ModuleType(module.__name__)
+    vars(copied).update(vars(module) | changed)
+    return copied
+
+
+_OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
+_ROOM = 20
+"""Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
+
+_simple_queue = _either(queue.SimpleQueue, SimpleQueue)
+_instead: dict[int, object] = {
+    id(threading): _copy(
+        threading,
+        Lock=_either(threading.Lock, Lock),
+        RLock=_either(threading.RLock, RLock),
+        Condition=_either(threading.Condition, Condition),
+        Event=_either(threading.Event, Event),
+        Thread=_either(threading.Thread, Thread),
+        Timer=_either(threading.Timer, Timer),
+        current_thread=_either(threading.current_thread, Scheduler.me),
+    ),
+    id(time): _copy(
+        time,
+        **dict.fromkeys(
+            ("monotonic", "perf_counter", "time"), _either(time.monotonic, attrgetter("now"))
+        ),
+        sleep=_either(time.sleep, sleep),
+    ),
+    id(queue): _copy(queue, SimpleQueue=_simple_queue),
+    id(queue.SimpleQueue): _simple_queue,
+    id(threads.thread): _either(threads.thread, thread),
+}
+
+
+@lru_cache(1)
+def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
+    """Looked for again when there are more modules than last time."""
+    return _places([module for name, module in list(sys.modules.items()) if _OURS.match(name)])
+
+
+def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
+    return [
+        (module, name, value)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if id(value) in _instead
+    ]
+
+
+@contextmanager
+def simulated(modules: list[ModuleType]) -> Iterator[logging.Logger]:
+    """Simulated threads and time in gradwire and in these modules; gives gradwire's logger.
+
+    There is no garbage collection, no warning, and nothing is logged elsewhere or printed of
+    Unwound.
+    """
+    log, hook = logging.getLogger("gradwire"), sys.unraisablehook
+
+    def unraisable(what: Any) -> None:  # noqa: ANN401
+        if not issubclass(what.exc_type, Unwound):
+            hook(what)
+
+    changes: list[tuple[Any, str, object]] = [
+        (module, name, _instead[id(value)])
+        for module, name, value in [*_places_of_ours(len(sys.modules)), *_places(modules)]
+    ]
+    changes += [(module, "ROOM", _ROOM) for module in (edges, scope, walk)]
+    changes += [(log, "propagate", False), (sys, "unraisablehook", unraisable)]
+    with ExitStack() as undo, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing, name, value in changes:
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
+        if gc.isenabled():
+            undo.callback(gc.enable)
+            gc.disable()
+        if hasattr(os, "sched_setaffinity"):
+            # One thread runs at a time: on two cores each hand-over would wake the other core.
+            allowed = os.sched_getaffinity(0)
+            undo.callback(os.sched_setaffinity, 0, allowed)
+            os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+        yield log

@@ -27,8 +27,8 @@ from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
-from gradwire.testing.simulate.environment import simulated
 from gradwire.testing.simulate.links import SimulatedNetwork
+from gradwire.testing.simulate.primitives import simulated
 from gradwire.testing.simulate.scheduler import Process, Scheduler
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
