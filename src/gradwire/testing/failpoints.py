@@ -237,12 +237,15 @@ class Failpoints:
                 self._clock.sleep(self._released, until)
 
     def _name(self, kind: int) -> str:
-        name = self._names.get(kind)
-        if name is None:
-            ours = [t for t in Message.__subclasses__() if t.__module__.startswith("gradwire.")]
-            self._names = {kind_of(known): known.__name__ for known in ours}
-            name = self._names.get(kind, f"{kind:#06x}")
-        return name
+        if kind not in self._names:
+            self._names = kind_names()
+        return self._names.get(kind, f"{kind:#06x}")
+
+
+def kind_names() -> dict[int, str]:
+    """The names of gradwire's messages, by their kinds."""
+    ours = [cls for cls in Message.__subclasses__() if cls.__module__.startswith("gradwire.")]
+    return {kind_of(cls): cls.__name__ for cls in ours}
 
 
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:

@@ -201,7 +201,8 @@ class _Playing:
             stage.check_part(name)
 
     def _left(self) -> list[str]:
-        if not self._setting.faults.heal and self._nemesis.has_stalled():
+        links = self._world.network.links.values()
+        if not self._setting.faults.heal and any(link.is_stalled for link in links):
             return []  # who cannot be reached cannot be told to forget
         with self._world.scheduler.aside():
             return [text for worker in self._world.workers().values() for text in leaks(worker)]

@@ -357,11 +357,13 @@ def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
 
 
 @contextmanager
-def simulated(modules: list[ModuleType]) -> Iterator[logging.Logger]:
-    """Simulated threads and time in gradwire and in these modules; gives gradwire's logger.
+def simulated(
+    modules: list[ModuleType], on_log: Callable[[logging.LogRecord], bool]
+) -> Iterator[None]:
+    """Simulated threads and time in gradwire and in these modules, for the block.
 
-    There is no garbage collection, no warning, and nothing is logged elsewhere or printed of
-    Unwound.
+    In it there is no garbage collection, no warning, and nothing is printed of Unwound. `on_log` is
+    given what gradwire logs, and says whether it is logged elsewhere.
     """
     log, hook = logging.getLogger("gradwire"), sys.unraisablehook
 
@@ -374,7 +376,7 @@ def simulated(modules: list[ModuleType]) -> Iterator[logging.Logger]:
         for module, name, value in [*_places_of_ours(len(sys.modules)), *_places(modules)]
     ]
     changes += [(module, "ROOM", _ROOM) for module in (edges, scope, walk)]
-    changes += [(log, "propagate", False), (sys, "unraisablehook", unraisable)]
+    changes.append((sys, "unraisablehook", unraisable))
     with ExitStack() as undo, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for thing, name, value in changes:
@@ -388,4 +390,6 @@ def simulated(modules: list[ModuleType]) -> Iterator[logging.Logger]:
             allowed = os.sched_getaffinity(0)
             undo.callback(os.sched_setaffinity, 0, allowed)
             os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
-        yield log
+        log.addFilter(on_log)
+        undo.callback(log.removeFilter, on_log)
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -20,7 +20,6 @@ from gradwire.testing.simulate.programs import (
     OF_INPUT,
     TO_GRAD,
     TO_MAP,
-    ExpectedStep,
     Script,
     Step,
     alone,
@@ -33,6 +32,8 @@ from gradwire.testing.simulate.world import Incarnation, World
 
 Outs = list[torch.Tensor]
 """What the calls of a step gave."""
+Gradients = dict[str, torch.Tensor | None]
+"""What a step gives in one process, by the names of the parts."""
 
 _SLACK_SECONDS = 0.5
 _UNDO_SECONDS = 10.0
@@ -144,42 +145,36 @@ class StepRun:
                 loss = loss_of(x, [*stays, *called(h, calls[before:]), *(last or ())])
             if not torch.equal(loss.detach(), expected.loss):
                 self.violate("I1", f"loss {loss.item()} and not {expected.loss.item()}")
-            names = [f"{tag}.{n}" for n in range(len(script.places))]
-            self._begins(script, step, names, expected)
+            gradients = {f"{tag}.{i}": gradient for i, gradient in enumerate(expected.parts)}
+            self._begins(script, step, gradients)
             is_needed = n + 1 < len(script.steps) and script.steps[n + 1].uses_last
             try:
                 with self._within("backward", step.times * timeouts.backward + _UNDO_SECONDS):
                     got = _differentiate(step, context, loss, x, keep=is_needed)
             except GradwireError:
-                self._failed(script, step, context, names)
+                self._failed(script, step, context, gradients)
                 raise
-            self._succeeded(step, context, names, expected, got)
+            self._same("I1", "the gradient of the input", got, expected.x)
+            self._succeeded(step, context, gradients)
         return stays
 
     # -- checking
 
-    def _begins(self, script: Script, step: Step, names: list[str], expected: ExpectedStep) -> None:
-        for name, gradient in zip(names, expected.parts, strict=True):
-            made = self.parts.get(name)
-            if made is not None:
-                made.root = self._world.incarnations[script.root]
-                if step.way == TO_GRAD and gradient is not None:
-                    made.before, made.last = made.grad, gradient / step.times
-                    made.times = step.times
+    def _alive(self, names: Iterable[str]) -> list[tuple[str, MadeParameter]]:
+        made = [(name, self.parts[name]) for name in names if name in self.parts]
+        return [(name, part) for name, part in made if not part.incarnation.process.is_dead]
 
-    def _succeeded(
-        self,
-        step: Step,
-        context: int | None,
-        names: list[str],
-        expected: ExpectedStep,
-        got: torch.Tensor | None,
-    ) -> None:
-        self._same("I1", "the gradient of the input", got, expected.x)
-        for name, gradient in zip(names, expected.parts, strict=True):
-            made = self.parts.get(name)
-            if made is None or made.incarnation.process.is_dead:
-                continue
+    def _begins(self, script: Script, step: Step, gradients: Gradients) -> None:
+        for name, made in self._alive(gradients):
+            made.root = self._world.incarnations[script.root]
+            gradient = gradients[name]
+            if step.way == TO_GRAD and gradient is not None:
+                made.before, made.last = made.grad, gradient / step.times
+                made.times = step.times
+
+    def _succeeded(self, step: Step, context: int | None, gradients: Gradients) -> None:
+        for name, made in self._alive(gradients):
+            gradient = gradients[name]
             if step.way == TO_MAP:
                 known = _maybe_context(made.incarnation, context)
                 if known is not None:
@@ -190,12 +185,11 @@ class StepRun:
             if not made.is_in_doubt:
                 self._same("I1", f".grad of {name}", made.p.grad, made.grad)
 
-    def _failed(self, script: Script, step: Step, context: int | None, names: list[str]) -> None:
+    def _failed(
+        self, script: Script, step: Step, context: int | None, names: Iterable[str]
+    ) -> None:
         """Nothing was committed, on the workers that could hear of the failure."""
-        for name in names:
-            made = self.parts.get(name)
-            if made is None or made.incarnation.process.is_dead:
-                continue
+        for name, made in self._alive(names):
             place = made.incarnation.name
             if step.way == TO_GRAD and (place == script.root or step.times > 1):
                 made.is_in_doubt = True  # as after a failed local backward; or half of two passes

@@ -27,12 +27,13 @@ from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.testing.failpoints import kind_names
 from gradwire.testing.simulate.links import SimulatedNetwork
 from gradwire.testing.simulate.primitives import simulated
 from gradwire.testing.simulate.scheduler import Process, Scheduler
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener
-from gradwire.wire.message import IS_ANSWER, Frame, Message
+from gradwire.wire.message import IS_ANSWER, Frame
 
 ANY, BACKWARD = "any", "backward"
 """Steps that are counted: of all frames, or of those of the autograd layer."""
@@ -85,7 +86,6 @@ class World:
         self._lines: list[tuple[float, str, str, str]] = []
         self._repeats = repeats
         self._store = HashStore() if is_open else None
-        self._numbers: Counter[str] = Counter()
         self._workers: list[Worker] = []
         self.refusals: list[tuple[str, str]] = []
         """whose Releases were refused, and what was said about it"""
@@ -93,10 +93,7 @@ class World:
 
     def __enter__(self) -> World:
         modules = [thing for thing in self.expose if isinstance(thing, ModuleType)]
-        log = self._open.enter_context(simulated(modules))
-        handler = _LogToWorld(self)
-        log.addHandler(handler)
-        self._open.callback(log.removeHandler, handler)
+        self._open.enter_context(simulated(modules, self._logged))
         self._open.callback(self._clear)
         self._open.callback(self.scheduler.close)
         return self
@@ -131,10 +128,8 @@ class World:
 
     def may_repeat(self, frame: Frame) -> bool:
         """Whether the protocol lets this one come twice, and it shall."""
-        if not self._repeats:
-            return False
         may = frame.flags & IS_ANSWER or _kinds().get(frame.kind) in _REPEATABLE
-        if not may or self.scheduler.random.random() >= self._repeats:
+        if not (self._repeats and may and self.scheduler.random.random() < self._repeats):
             return False
         self.fault("repeat", self.scheduler.me().process.name)
         return True
@@ -164,6 +159,15 @@ class World:
         peer = "" if event.peer is None else f" with {event.peer}"
         self.note(event.what, event.worker, f"{event.id}{peer}")
 
+    def _logged(self, record: logging.LogRecord) -> bool:
+        task = self.scheduler.current
+        where, text = "-" if task is None else task.process.name, record.getMessage()
+        self.note("logs", where, text)
+        refused = _REFUSED.match(text)
+        if refused is not None:
+            self.refusals.append((refused[1], text))
+        return False
+
     # -- workers
 
     def start(self) -> None:
@@ -175,8 +179,7 @@ class World:
 
     def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
-        self._numbers[name] += 1
-        number = self._numbers[name]
+        number = self.incarnations[name].number + 1 if name in self.incarnations else 1
         it = self.incarnations[name] = Incarnation(name, number, Process(name))
         self.note("starts", name, f"incarnation {number}")
         begin = self._join if self.is_open else self._meet
@@ -249,38 +252,11 @@ class World:
         self.note("joined", it.name, f"incarnation {it.number}")
 
 
-@final
-class _LogToWorld(logging.Handler):
-    """What workers log, as lines of the history."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        task = self._world.scheduler.current
-        where, text = "-" if task is None else task.process.name, record.getMessage()
-        self._world.note("logs", where, text)
-        refused = _REFUSED.match(text)
-        if refused is not None:
-            self._world.refusals.append((refused[1], text))
-
-
 def _address(name: str, incarnation: int) -> str:
     return f"memory://{name}.{incarnation}"
 
 
-@cache
-def _kinds() -> dict[int, str]:
-    found: dict[int, str] = {}
-    todo = [Message]
-    while todo:
-        kind = todo.pop()
-        todo += kind.__subclasses__()
-        tag = kind.__struct_config__.tag
-        if isinstance(tag, int):
-            found[tag] = kind.__name__
-    return found
+_kinds = cache(kind_names)
 
 
 @cache
