@@ -23,30 +23,13 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.rpc.api import rpc_sync
 from gradwire.rpc.worker import Worker
-from gradwire.testing.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
-from gradwire.testing.proxy import HARMS, FaultProxy, Way
-
-__all__ = [
-    "ACTIONS",
-    "HARMS",
-    "POINTS",
-    "Fault",
-    "InjectedFault",
-    "FaultProxy",
-    "Way",
-    "arm",
-    "armed",
-    "disarm",
-    "fired",
-    "freeze",
-    "frozen",
-    "kill",
-    "proxied",
-    "redirect",
-    "release",
-    "seen",
-    "thaw",
-]
+from gradwire.testing.failpoints import ACTIONS as ACTIONS
+from gradwire.testing.failpoints import POINTS as POINTS
+from gradwire.testing.failpoints import Failpoints, Fault
+from gradwire.testing.failpoints import InjectedFault as InjectedFault
+from gradwire.testing.proxy import HARMS as HARMS
+from gradwire.testing.proxy import FaultProxy
+from gradwire.testing.proxy import Way as Way
 
 _FROZEN_SECONDS = 10.0
 
@@ -71,10 +54,9 @@ def arm(text: str = "", act: Callable[[], None] | None = None) -> None:
 
 def disarm() -> None:
     """Nothing more goes wrong on the worker whose code this is."""
-    agent = _here().agent
-    if agent.interceptor is not None:
+    if _here().agent.interceptor is not None:
         _points().disarm()
-        agent.interceptor = None
+        _here().agent.interceptor = None
 
 
 def release() -> None:
@@ -154,12 +136,11 @@ def thaw(process: _Process | int) -> None:
 @contextmanager
 def frozen(process: _Process | int) -> Iterator[None]:
     """Stopped inside the block."""
-    pid = _number(process)
-    freeze(pid)
+    freeze(process)
     try:
         yield
     finally:
-        thaw(pid)
+        thaw(process)
 
 
 def _number(process: _Process | int) -> int:

@@ -117,7 +117,13 @@ def run_on_cores(
 
 def main() -> int:
     """0 if nothing was violated."""
-    options = _parser().parse_args()
+    parser = argparse.ArgumentParser("python -m gradwire.testing.simulate", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--jobs", type=int, default=1, help="in so many processes")
+    parser.add_argument("--liveness", action="store_true", help="faults never heal")
+    parser.add_argument("--trace", action="store_true", help="print what happened in any case")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     began = told_at = time.monotonic()
 
@@ -157,13 +163,3 @@ def _show(told: History, *, trace: bool = False) -> None:
         print("\n".join(told.trace))
     for violation in told.violations:
         print(f"VIOLATED {violation}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m gradwire.testing.simulate", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many")
-    parser.add_argument("--jobs", type=int, default=1, help="in so many processes")
-    parser.add_argument("--liveness", action="store_true", help="faults never heal")
-    parser.add_argument("--trace", action="store_true", help="print what happened in any case")
-    return parser

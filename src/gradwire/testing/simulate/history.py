@@ -112,10 +112,9 @@ def play(setting: Setting) -> History:
         capacity=setting.capacity,
         repeats=setting.faults.repeats,
     ) as world:
+        world.start()
         violations = _Playing(world, setting).run()
-    world.counts["late frames"] += world.network.late
-    world.counts["lost frames"] += world.network.lost
-    return History(setting, violations, world.lines(), world.counts, world.scheduler.switches)
+    return History(setting, violations, world.lines, world.counts, world.scheduler.switches)
 
 
 class _Playing:
@@ -123,21 +122,19 @@ class _Playing:
 
     def __init__(self, world: World, setting: Setting) -> None:
         self._world, self._setting = world, setting
+        self._nemesis = Nemesis(world, setting.faults, setting.seed)
+        self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
 
     def run(self) -> list[str]:
         """All acts; what was violated."""
-        world, setting = self._world, self._setting
-        world.start()
-        self._nemesis = Nemesis(world, setting.faults, setting.seed)
-        self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
         try:
-            self._play({f"{s.root}'s": s for s in setting.scripts}, "the program")
+            self._play({f"{s.root}'s": s for s in self._setting.scripts}, "the program")
             for act in (self._mend, self._recover, self._look_around, self._maybe_leave):
                 if not self._stage.violations:
                     act()
         except Runaway as runaway:
             self._stage.violate("I3", str(runaway))
-        for name, error in world.scheduler.errors:
+        for name, error in self._world.scheduler.errors:
             self._stage.violate("I3", f"{name} ended with {error!r}")
         return self._stage.violations
 
@@ -151,8 +148,8 @@ class _Playing:
         def is_over() -> bool:
             return all(n in stage.over or root.process.is_dead for n, root in roots.items())
 
-        world.scheduler.run(world.scheduler.now + 200.0, is_over)
-        if not is_over() and not world.scheduler.errors:
+        is_late = not world.scheduler.run(world.scheduler.now + 200.0, is_over)
+        if is_late and not world.scheduler.errors:
             waiting = ", ".join(t.name for t in world.scheduler.waiting() if what in t.name)
             stage.violate("I3", f"still waiting after 200 s: {waiting}")
 
@@ -162,10 +159,8 @@ class _Playing:
         self._nemesis.end()
         world.scheduler.run(world.scheduler.now + _NOTICED_SECONDS)
         if self._setting.is_open and self._setting.faults.heal:
-            everyone = len(world.names)
             limit = world.scheduler.now + 2 * TIMEOUTS.join
-            world.scheduler.run(limit, lambda: len(world.workers()) == everyone)
-            if len(world.workers()) != everyone:
+            if not world.scheduler.run(limit, world.are_all_here):
                 self._stage.violate("I6", "a worker that was restarted did not join")
 
     def _recover(self) -> None:
@@ -215,27 +210,21 @@ class _Playing:
         if not self._setting.leaves:
             return
         world = self._world
-        left: set[str] = set()
-        limit = TIMEOUTS.dead + TIMEOUTS.shutdown
+        staying = world.workers()
 
-        def leave(name: str) -> None:
-            worker = world.incarnations[name].worker
-            assert worker is not None
+        def leave(name: str, worker: Worker) -> None:
             try:
                 worker.shutdown(graceful=True)
             except DeadlinePassed:
                 if self._setting.faults.heal:
                     raise
-            left.add(name)
+            del staying[name]
 
-        alive = list(world.workers())
-        for name in alive:
-            world.run_as(name, "shutdown", partial(leave, name))
-        began = world.scheduler.now
-        world.scheduler.run(began + limit + 5.0, lambda: len(left) == len(alive))
-        late = sorted(set(alive) - left)
-        if late:
-            self._stage.violate("I3", f"shutdown did not end on {', '.join(late)}")
+        for name, worker in staying.items():
+            world.run_as(name, "shutdown", partial(leave, name, worker))
+        limit = world.scheduler.now + TIMEOUTS.dead + TIMEOUTS.shutdown + 5.0
+        if not world.scheduler.run(limit, lambda: not staying):
+            self._stage.violate("I3", f"shutdown did not end on {', '.join(sorted(staying))}")
 
 
 def leaks(worker: Worker) -> list[str]:
@@ -326,14 +315,13 @@ def _run(world: World, program: Callable[[], T], seconds: float) -> Outcome[T]:
         except Exception as raised:
             error = raised.with_traceback(None)
         now = world.scheduler.now
-        ended.append(Outcome(result, error, world.lines(), world.counts, now))
+        ended.append(Outcome(result, error, world.lines[:], world.counts, now))
 
     world.run_as("w0", "program", run)
-    world.scheduler.run(world.scheduler.now + seconds, lambda: bool(ended))
-    if ended:
+    if world.scheduler.run(world.scheduler.now + seconds, lambda: bool(ended)):
         return ended[0]
     waiting = ", ".join(task.name for task in world.scheduler.waiting()) or "nobody"
-    last = "\n".join(world.lines()[-20:])
+    last = "\n".join(world.lines[-20:])
     raise Stuck(
         f"the program has not ended after {seconds:g} s; waiting: {waiting}; the last that "
         f"happened:\n{last}",

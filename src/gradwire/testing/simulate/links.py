@@ -133,7 +133,8 @@ class Pipe:
         self._scheduler.wake(self._writers, len(self._writers))
         if lossy:
             kept = self._scheduler.random.randint(0, len(self._on_way))
-            self._network.lost += len(self._on_way) - kept + len(self._held)
+            lost = len(self._on_way) - kept + len(self._held)
+            self._network.world.counts["lost frames"] += lost
             while len(self._on_way) > kept:
                 self._on_way.pop()
             self._held.clear()
@@ -161,7 +162,7 @@ class Pipe:
         if self._link.is_stalled:
             self._held.append((item, text))
         elif self._is_unread:
-            self._network.late += 1
+            self._network.world.counts["late frames"] += 1
             self._network.world.note("late", self._label, text)
         else:
             self._network.world.note("arrives", self._label, text)
@@ -208,8 +209,6 @@ class SimulatedNetwork:
         self.scheduler, self.world = scheduler, world
         self.capacity = capacity
         """how many frames a stalled direction of a connection holds"""
-        self.lost = self.late = 0
-        """frames that went with their link, and that came when nobody read them any more"""
         self.links: dict[frozenset[str], Link] = {}
         """all that were used"""
         self.pool = BlockPool()

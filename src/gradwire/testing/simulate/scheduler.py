@@ -132,8 +132,8 @@ class Scheduler:
         _thread.start_new_thread(self._begin, (task, target))
         self._ready.append(task)
 
-    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Let them run until it is done, the moment has come, or nothing more can happen."""
+    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> bool:
+        """Let them run until the moment has come or nothing more can happen; True if it is done."""
         self._limit, self._is_done = until, done
         chosen = self._choose()
         if chosen is not None:
@@ -142,6 +142,7 @@ class Scheduler:
             self.current = None
         if self.switches >= self._most_switches:
             raise Runaway(f"no end after {self.switches} switches, at {self.now:.3f} s")
+        return done()
 
     def close(self) -> None:
         """End every thread that is left, one after the other."""

@@ -83,7 +83,8 @@ class World:
         self._steps: Counter[str] = Counter()
         """frames sent and arrived, by which faults are timed"""
         self._at_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
-        self._lines: list[tuple[float, str, str, str]] = []
+        self.lines: list[str] = []
+        """the history, as a person reads it"""
         self._repeats = repeats
         self._store = HashStore() if is_open else None
         self._workers: list[Worker] = []
@@ -103,17 +104,11 @@ class World:
 
     # -- what happened
 
-    def lines(self) -> list[str]:
-        """The history, as a person reads it."""
-        return [
-            f"{t:10.6f} {where:<6} {what} {text}".rstrip() for t, what, where, text in self._lines
-        ]
-
     def note(self, what: str, where: str, text: str = "") -> None:
         """One line of it."""
         if self.scheduler.is_closed:
             return
-        self._lines.append((self.scheduler.now, what, where, text))
+        self.lines.append(f"{self.scheduler.now:10.6f} {where:<6} {what} {text}".rstrip())
         if what in ("arrives", "late"):
             self._step(text)
 
@@ -174,8 +169,12 @@ class World:
         """All of them; returns when they have joined."""
         for name in self.names:
             self.start_worker(name)
-        self.scheduler.run(60.0, lambda: len(self.workers()) == len(self.names))
-        assert len(self.workers()) == len(self.names), "not all workers have joined"
+        have_joined = self.scheduler.run(60.0, self.are_all_here)
+        assert have_joined, "not all workers have joined"
+
+    def are_all_here(self) -> bool:
+        """Whether all run and have joined."""
+        return len(self.workers()) == len(self.names)
 
     def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
