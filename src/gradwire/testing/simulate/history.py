@@ -20,7 +20,7 @@ from gradwire.rpc.worker import Exposed, Worker
 from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Faults, Nemesis
 from gradwire.testing.simulate.programs import Script, random_script
-from gradwire.testing.simulate.scheduler import Runaway
+from gradwire.testing.simulate.scheduler import Runaway, Task
 from gradwire.testing.simulate.stage import StepRun
 from gradwire.testing.simulate.world import World
 
@@ -140,18 +140,17 @@ class _Playing:
 
     def _play(self, scripts: dict[str, Script], what: str) -> None:
         """Until each is over, or its worker gone."""
-        world, stage = self._world, self._stage
-        roots = {name: world.incarnations[script.root] for name, script in scripts.items()}
-        for name, script in scripts.items():
-            world.run_as(script.root, what, partial(stage.play, script, name))
+        tasks = [
+            self._world.run_as(script.root, what, partial(self._stage.play, script, name))
+            for name, script in scripts.items()
+        ]
+        self._run_to_their_end(tasks, 200.0, "still waiting after 200 s: ")
 
-        def is_over() -> bool:
-            return all(n in stage.over or root.process.is_dead for n, root in roots.items())
-
-        is_late = not world.scheduler.run(world.scheduler.now + 200.0, is_over)
-        if is_late and not world.scheduler.errors:
-            waiting = ", ".join(t.name for t in world.scheduler.waiting() if what in t.name)
-            stage.violate("I3", f"still waiting after 200 s: {waiting}")
+    def _run_to_their_end(self, tasks: list[Task], seconds: float, otherwise: str) -> None:
+        scheduler = self._world.scheduler
+        if not scheduler.run(scheduler.now + seconds, lambda: all(t.has_ended() for t in tasks)):
+            late = ", ".join(task.name for task in tasks if not task.has_ended())
+            self._stage.violate("I3", f"{otherwise}{late}")
 
     def _mend(self) -> None:
         """No more faults; then peers notice silent crashes, and restarted workers join."""
@@ -209,22 +208,18 @@ class _Playing:
         """
         if not self._setting.leaves:
             return
-        world = self._world
-        staying = world.workers()
 
-        def leave(name: str, worker: Worker) -> None:
+        def leave(worker: Worker) -> None:
             try:
                 worker.shutdown(graceful=True)
             except DeadlinePassed:
                 if self._setting.faults.heal:
                     raise
-            del staying[name]
 
-        for name, worker in staying.items():
-            world.run_as(name, "shutdown", partial(leave, name, worker))
-        limit = world.scheduler.now + TIMEOUTS.dead + TIMEOUTS.shutdown + 5.0
-        if not world.scheduler.run(limit, lambda: not staying):
-            self._stage.violate("I3", f"shutdown did not end on {', '.join(sorted(staying))}")
+        workers = self._world.workers().items()
+        tasks = [self._world.run_as(name, "shutdown", partial(leave, w)) for name, w in workers]
+        limit = TIMEOUTS.dead + TIMEOUTS.shutdown + 5.0
+        self._run_to_their_end(tasks, limit, "did not end: ")
 
 
 def leaks(worker: Worker) -> list[str]:

@@ -76,6 +76,10 @@ class Task:
         """As threading.Thread.is_alive."""
         return self.ident is not None and not self.over
 
+    def has_ended(self) -> bool:
+        """Whether it was started and does not run again."""
+        return self.over or self.process.is_dead
+
 
 @dataclass(eq=False, slots=True)
 class Wait:
@@ -121,16 +125,17 @@ class Scheduler:
 
     # -- from outside
 
-    def spawn(self, name: str, process: Process, target: Callable[[], None]) -> None:
+    def spawn(self, name: str, process: Process, target: Callable[[], None]) -> Task:
         """A new thread; it begins when the seed chooses it."""
-        self.start(Task(self, name), process, target)
+        return self.start(Task(self, name), process, target)
 
-    def start(self, task: Task, process: Process, target: Callable[[], None]) -> None:
+    def start(self, task: Task, process: Process, target: Callable[[], None]) -> Task:
         """Likewise for one that was made before."""
         task.process, task.ident = process, id(task)
         self._tasks.append(task)
         _thread.start_new_thread(self._begin, (task, target))
         self._ready.append(task)
+        return task
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Let them run until the moment has come or nothing more can happen; True if it is done."""
@@ -177,7 +182,7 @@ class Scheduler:
 
     def waiting(self) -> list[Task]:
         """The threads of living processes that wait."""
-        return [t for t in self._tasks if not (t.over or t.process.is_dead) and t.wait is not None]
+        return [task for task in self._tasks if task.wait is not None and not task.has_ended()]
 
     # -- from simulated threads and from what was arranged
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -50,11 +50,8 @@ class MadeParameter:
     grad: torch.Tensor | None = None
     root: Incarnation | None = None
     """who differentiates into it"""
-    before: torch.Tensor | None = None
-    last: torch.Tensor | None = None
-    """what `.grad` was before the last step, and what each pass of that adds"""
-    times: int = 0
-    """how many passes it has; its root may crash after any of them"""
+    possible: Sequence[torch.Tensor | None] = (None,)
+    """what `.grad` was before the last step, and is after each pass of it: its root may crash"""
     is_in_doubt: bool = False
     """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
 
@@ -70,7 +67,6 @@ class StepRun:
         self.errors: list[str] = []
         """of the steps that failed"""
         self.violations: list[str] = []
-        self.over: set[str] = set()
 
     # -- what parts say
 
@@ -122,7 +118,6 @@ class StepRun:
             first_line = (error or "good").partition("\n")[0]
             self._world.note("step", script.root, f"{n} of {name}: {first_line}")
             scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
-        self.over.add(name)
 
     def _step(self, script: Script, n: int, parts: list[Any], tag: str, last: Outs | None) -> Outs:
         """One step, whose loss depends on what the `last` one gave, if that is given.
@@ -169,8 +164,8 @@ class StepRun:
             made.root = self._world.incarnations[script.root]
             gradient = gradients[name]
             if step.way == TO_GRAD and gradient is not None:
-                made.before, made.last = made.grad, gradient / step.times
-                made.times = step.times
+                each, times = gradient / step.times, range(1, step.times + 1)
+                made.possible = [made.grad, *(_plus(made.grad, each * n) for n in times)]
 
     def _succeeded(self, step: Step, context: int | None, gradients: Gradients) -> None:
         for name, made in self._alive(gradients):
@@ -212,11 +207,7 @@ class StepRun:
             link = self._world.network.link(made.root.name, made.incarnation.name)
             if link.is_cut or link.is_stalled:
                 return  # how the last pass ended may not have been heard
-        if made.root is not None and made.root.process.is_dead:
-            last, might_be = made.last, [made.before]
-            if last is not None:
-                might_be += [_plus(made.before, last * n) for n in range(1, made.times + 1)]
-            if any(_is_same(made.p.grad, other) for other in might_be):
+            if made.root.process.is_dead and any(_is_same(made.p.grad, g) for g in made.possible):
                 return
         self._same("I5", f".grad of {name}", made.p.grad, made.grad)
 

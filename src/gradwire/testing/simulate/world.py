@@ -30,9 +30,8 @@ from gradwire.rpc.worker import Exposed, Worker
 from gradwire.testing.failpoints import kind_names
 from gradwire.testing.simulate.links import SimulatedNetwork
 from gradwire.testing.simulate.primitives import simulated
-from gradwire.testing.simulate.scheduler import Process, Scheduler
+from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener
 from gradwire.wire.message import IS_ANSWER, Frame
 
 ANY, BACKWARD = "any", "backward"
@@ -181,8 +180,7 @@ class World:
         number = self.incarnations[name].number + 1 if name in self.incarnations else 1
         it = self.incarnations[name] = Incarnation(name, number, Process(name))
         self.note("starts", name, f"incarnation {number}")
-        begin = self._join if self.is_open else self._meet
-        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(begin, it))
+        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(self._join, it))
 
     def crash(self, name: str, *, silent_for: float = 0.0) -> None:
         """It is gone in the middle of whatever it did."""
@@ -199,7 +197,7 @@ class World:
             if it.worker is not None and not it.process.is_dead
         }
 
-    def run_as(self, name: str, what: str, target: Callable[[], None]) -> None:
+    def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
         """Start a thread of the user's in a worker."""
         it = self.incarnations[name]
 
@@ -208,47 +206,35 @@ class World:
             with it.worker.scope():
                 target()
 
-        self.scheduler.spawn(f"{name} {what}", it.process, run)
-
-    def _meet(self, it: Incarnation) -> None:
-        members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
-        transports = Transports({"memory": self.network})
-        listener = transports.listen(_address(it.name, 0))
-        directory = Directory(self.names.index(it.name), members)
-        self._joined(it, self._worker(directory, "world", transports, listener))
+        return self.scheduler.spawn(f"{name} {what}", it.process, run)
 
     def _join(self, it: Incarnation) -> None:
-        """As rpc/join.py does in an open world."""
-        assert self._store is not None
+        """As rpc/join.py does; in a closed world all workers are known."""
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
-        listener = transports.listen(_address(it.name, it.number))
-        roster = RosterStore(SignedStore(self._store, _SECRET, Refusals()), transports, clock)
-        limit = clock.now() + self.options.timeouts.join
-        id = self.names.index(it.name)
-        me = roster.register(it.name, id, listener.address, limit)
-        job, others = roster.before(me, limit - self.options.timeouts.join / 2)
-        directory = Directory(id, [*others, me], is_open=True)
-        worker = self._worker(directory, job, transports, listener)
-        worker.announce(limit)
-        self._joined(it, worker)
-
-    def _worker(
-        self, directory: Directory, job: str, transports: Transports, listener: Listener
-    ) -> Worker:
+        id, limit = self.names.index(it.name), clock.now() + self.options.timeouts.join
+        listener = transports.listen(_address(it.name, it.number if self.is_open else 0))
+        if self._store is None:
+            members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
+            job, directory = "world", Directory(id, members)
+        else:
+            store = SignedStore(self._store, _SECRET, Refusals())
+            roster = RosterStore(store, transports, clock)
+            me = roster.register(it.name, id, listener.address, limit)
+            job, others = roster.before(me, limit - self.options.timeouts.join / 2)
+            directory = Directory(id, [*others, me], is_open=True)
         place = (directory, job, _SECRET, transports, listener)
         worker = Worker(*place, self.options, self.expose, store=self._store)
         self._workers.append(worker)
-        return worker
+        if self.is_open:
+            worker.announce(limit)
+        self._open.enter_context(worker.events.subscribe(self._heard))
+        it.worker = worker
+        self.note("joined", it.name, f"incarnation {it.number}")
 
     def _clear(self) -> None:
         """Drop what this process knows of workers that have not shut down."""
         for worker in self._workers:
             worker.engine.edges.clear()
-
-    def _joined(self, it: Incarnation, worker: Worker) -> None:
-        self._open.enter_context(worker.events.subscribe(self._heard))
-        it.worker = worker
-        self.note("joined", it.name, f"incarnation {it.number}")
 
 
 def _address(name: str, incarnation: int) -> str:
