@@ -74,10 +74,7 @@ def run(
                 gc.collect()
                 gc.freeze()
             told = play(setting_of(seed, liveness=liveness))
-            summary.seeds += 1
-            summary.counts += told.counts
-            if told.violations:
-                summary.failed.append(told)
+            summary.add(Summary(liveness, 1, [told] if told.violations else [], told.counts))
             if not on_told(told, summary):
                 break
     finally:

@@ -185,14 +185,8 @@ class SimulatedChannel(MemoryChannel):
     needs_heartbeat = True
 
     def __init__(
-        self,
-        network: SimulatedNetwork,
-        remote: str,
-        incoming: Pipe,
-        outgoing: Pipe,
-        process: Process,
+        self, network: SimulatedNetwork, remote: str, pipes: tuple[Pipe, Pipe], process: Process
     ) -> None:
-        pipes = (incoming, outgoing)
         super().__init__(remote, *pipes, limits=Limits(), pool=network.pool)  # type: ignore[arg-type]
         self.pipes, self.process = pipes, process
         self._number = next(network.scheduler.numbers)
@@ -254,9 +248,9 @@ class SimulatedNetwork:
             raise PeerLost(f"cannot reach {address}: nobody listens there") from refusal
         there = Pipe(self, link, f"{here.name}>{there_name}")
         back = Pipe(self, link, f"{there_name}>{here.name}")
-        mine = SimulatedChannel(self, address, back, there, here)
+        mine = SimulatedChannel(self, address, (back, there), here)
         peer = f"{address} (connection {next(self._numbers)})"
-        theirs = SimulatedChannel(self, peer, there, back, process)
+        theirs = SimulatedChannel(self, peer, (there, back), process)
         self._channels += [mine, theirs]
         listener.backlog.put(theirs)
         return mine

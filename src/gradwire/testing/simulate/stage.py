@@ -14,25 +14,15 @@ import torch
 import gradwire
 from gradwire.autograd.graph.context import Context
 from gradwire.errors import GradwireError
+from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Nemesis
-from gradwire.testing.simulate.programs import (
-    NOWHERE,
-    OF_INPUT,
-    TO_GRAD,
-    TO_MAP,
-    Script,
-    Step,
-    alone,
-    called,
-    loss_of,
-    make_parts,
-    plan,
-)
+from gradwire.testing.simulate.programs import TO_GRAD, TO_MAP, Script, Step
 from gradwire.testing.simulate.world import Incarnation, World
 
 Outs = list[torch.Tensor]
 """What the calls of a step gave."""
-Gradients = dict[str, torch.Tensor | None]
+Gradient = torch.Tensor | None
+Gradients = dict[str, Gradient]
 """What a step gives in one process, by the names of the parts."""
 
 _SLACK_SECONDS = 0.5
@@ -47,10 +37,10 @@ class MadeParameter:
     p: torch.Tensor
     """and not the part itself, which ends with the last reference to it"""
     incarnation: Incarnation
-    grad: torch.Tensor | None = None
+    grad: Gradient = None
     root: Incarnation | None = None
     """who differentiates into it"""
-    possible: Sequence[torch.Tensor | None] = (None,)
+    possible: Sequence[Gradient] = (None,)
     """what `.grad` was before the last step, and is after each pass of it: its root may crash"""
     is_in_doubt: bool = False
     """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
@@ -107,7 +97,7 @@ class StepRun:
                     tag = f"{name}.{n}"
                     seconds = len(script.places) * self._world.options.timeouts.call
                     with self._within("remote()", seconds):
-                        parts = make_parts(script, tag)
+                        parts = programs.make_parts(script, tag)
                 last = self._step(script, n, parts, tag, last if step.uses_last else None)
             except GradwireError as raised:
                 error = f"{type(raised).__name__}: {raised}"
@@ -125,19 +115,21 @@ class StepRun:
         Returns what its calls gave whose graph stays when its context ends.
         """
         step, timeouts = script.steps[n], self._world.options.timeouts
-        expected = alone(script, step, None if last is None else script.steps[n - 1])
+        expected = programs.alone(script, step, None if last is None else script.steps[n - 1])
         x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
-        h, calls = x * 2, plan(step.calls, parts)
+        h, calls = x * 2, programs.plan(step.calls, parts)
         before = step.calls_before_context()
         # remote() and to_here() of each call have a deadline each
         with self._within("forward", 2 * before * timeouts.call):
-            stays = called(h, calls[:before])
+            stays = programs.called(h, calls[:before])
         with ExitStack() as scope:
             context = None
-            if step.scope != NOWHERE:
+            if step.scope != programs.NOWHERE:
                 context = scope.enter_context(gradwire.context())
             with self._within("forward in a context", 2 * (len(calls) - before) * timeouts.call):
-                loss = loss_of(x, [*stays, *called(h, calls[before:]), *(last or ())])
+                loss = programs.loss_of(
+                    x, [*stays, *programs.called(h, calls[before:]), *(last or ())]
+                )
             if not torch.equal(loss.detach(), expected.loss):
                 self.violate("I1", f"loss {loss.item()} and not {expected.loss.item()}")
             gradients = {f"{tag}.{i}": gradient for i, gradient in enumerate(expected.parts)}
@@ -222,9 +214,7 @@ class StepRun:
         elif not any(re.search(rf"(?<![\w/]){name}(?![\w#])", error) for name in victims):
             self.violate("I2", f"names none of {', '.join(sorted(victims))}: {error}")
 
-    def _same(
-        self, invariant: str, what: str, got: torch.Tensor | None, expected: torch.Tensor | None
-    ) -> None:
+    def _same(self, invariant: str, what: str, got: Gradient, expected: Gradient) -> None:
         if not _is_same(got, expected):
             self.violate(invariant, f"{what} is {_spoken(got)} and not {_spoken(expected)}")
 
@@ -241,13 +231,13 @@ class StepRun:
 
 def _differentiate(
     step: Step, context: int | None, loss: torch.Tensor, x: torch.Tensor, *, keep: bool
-) -> torch.Tensor | None:
+) -> Gradient:
     """The gradient of the input; `keep` the graph."""
     if step.way == TO_MAP:
         assert context is not None
         gradwire.backward(context, [loss], retain_graph=keep)
         return gradwire.get_gradients(context).get(x)
-    if step.way == OF_INPUT:
+    if step.way == programs.OF_INPUT:
         return torch.autograd.grad(loss, [x], retain_graph=keep)[0]
     for n in range(step.times):
         loss.backward(retain_graph=keep or n + 1 < step.times)  # type: ignore[no-untyped-call]
@@ -261,13 +251,13 @@ def _maybe_context(incarnation: Incarnation, id: int | None) -> Context | None:
     return incarnation.worker.engine.contexts.maybe(id)
 
 
-def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+def _plus(old: Gradient, more: torch.Tensor) -> torch.Tensor:
     return more if old is None else old + more
 
 
-def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _is_same(a: Gradient, b: Gradient) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def _spoken(tensor: torch.Tensor | None) -> str:
+def _spoken(tensor: Gradient) -> str:
     return "None" if tensor is None else str(tensor.tolist())
