@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol, cast
 
-from gradwire.current import current_worker
+from gradwire.current import current_inbound, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.rpc.api import rpc_sync
 from gradwire.rpc.worker import Worker
@@ -45,9 +45,9 @@ def arm(text: str = "", act: Callable[[], None] | None = None) -> None:
     agent = _here().agent
     if agent.interceptor is None:
         agent.interceptor = Failpoints(agent.directory, agent.clock)
-    points = _points()
-    if agent.dispatch.user.runs_this_thread:
-        points.keep_quiet()
+    points, inbound = _points(), current_inbound()
+    if inbound is not None and inbound.request:
+        points.ignore(inbound)
     for words in filter(str.strip, text.split(";")):
         points.arm(Fault.parse(words), act)
 
