@@ -40,8 +40,6 @@ from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Exposed
 
-__all__ = ["Host", "Hosts", "process_cluster"]
-
 _LEAVE_SECONDS = 5.0
 _TASK_SECONDS = 60.0
 

@@ -145,9 +145,8 @@ class _Pipe:
         self._append(None)
 
 
-@final
 class MemoryChannel:
-    """One end of a connection: a pipe in each direction."""
+    """One end of a connection: a pipe in each direction; testing/simulate/links.py has others."""
 
     peer_names: tuple[str, ...] | None = None
     binding = b""
