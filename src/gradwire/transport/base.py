@@ -57,31 +57,22 @@ class Channel(Protocol):
     its thread has already taken.
     """
 
+    remote: str
+    """The address of the other end, for error messages."""
     limits: Limits
     """The largest head and payload that the peer may announce in a prefix."""
-
-    @property
-    def peer_names(self) -> tuple[str, ...] | None:
-        """The worker names in the peer's verified certificate; None without certificates."""
-
-    @property
-    def binding(self) -> bytes:
-        """The channel binding: bytes that only the two ends of this connection know, or empty."""
-
-    @property
-    def needs_heartbeat(self) -> bool:
-        """Whether only heartbeats tell that the peer is frozen or gone.
-
-        Not while a frame is being received (`stall` applies), nor inside one process.
-        """
+    peer_names: tuple[str, ...] | None
+    """The worker names in the peer's verified certificate; None without certificates."""
+    binding: bytes
+    """The channel binding: bytes that only the two ends of this connection know, or empty."""
+    needs_heartbeat: bool
+    """Whether only heartbeats tell that the peer is frozen or gone: not while a frame is being
+    received (`stall` applies), nor inside one process.
+    """
 
     @property
     def frames_received(self) -> int:
         """The number of frames received; after an interrupt maybe one too many, never too few."""
-
-    @property
-    def remote(self) -> str:
-        """The address of the other end, for error messages."""
 
     def send_raw(self, data: bytes, deadline: float) -> None:
         """Send raw bytes without a frame; only during the handshake, before the first frame."""
@@ -124,9 +115,8 @@ class Channel(Protocol):
 class Listener(Protocol):
     """A listening endpoint."""
 
-    @property
-    def address(self) -> str:
-        """The address to connect to, with the port or name that was chosen."""
+    address: str
+    """The address to connect to, with the port or name that was chosen."""
 
     def accept(self) -> Channel:
         """Block for the next connection; PeerLost once this listener is closed."""

@@ -9,21 +9,17 @@ Nothing here waits. The payload goes through the socket, which knows how to wait
 the peer's tensors occupy all blocks, if MAX_BUFFERED_BYTES were announced and not yet received, or
 if the system has no memory for another block.
 
-A block is an anonymous file (memfd) that both processes map; it is freed with its last user.
-
-    page 0   its first byte is the state
-    page 1…  the payload
-
-One end makes the block and fills it, the other borrows it. The state says which end may use it:
+A block is an anonymous file (memfd) that both processes map; it is freed with its last user. The
+first byte of page 0 is the state, the payload begins at page 1. One end makes the block and fills
+it, the other borrows it. The state says which end may use it:
 
     FREE   the maker may fill or drop it
     SENT   filled and announced, not yet received
     READ   received; views of it are alive
     GONE   dropped by its maker; the borrower forgets it when it next looks
 
-The borrower returns a block by writing one byte. A finalizer does so, and it can run anywhere, so
-it must not do more. All reads of the block happen before that write, because the reference count
-of the last view falls to zero first.
+The borrower returns a block by writing one byte. A finalizer does so, which can run anywhere, so it
+must not do more. All reads happen before that write: the last view has died then.
 
 A descriptor comes from a peer, and `_adopt` trusts nothing about it. Both ends can write to a block
 at any time; workers of one user trust each other not to do so while it is lent. A forked child
