@@ -236,12 +236,13 @@ class ParticipantPass(ActivePass):
     undo_log: UndoLog | None = None
     held: tuple[Gradients, Sequence[Buffer]] | None = None
     """the last gradients of the run, held back until the engine has returned"""
-    _leaves, _run_over = 0, False
+    _leaves, _run_over, is_started = 0, False, False
 
-    def __init__(self, id: PassId, deadline: float, began: float, edges: Edges) -> None:
-        super().__init__(id, deadline, began, edges)
-        self.started = threading.Lock()
-        """taken by the first Start, and never given back"""
+    def starts(self) -> bool:
+        """A Start has come; whether it is the first."""
+        with self._lock:
+            is_first, self.is_started = not self.is_started, True
+        return is_first
 
     def run_begins(self, undo_log: UndoLog) -> None:
         """The engine is about to run; raises what has already ended the pass."""

@@ -114,7 +114,7 @@ class Participant:
             self._passes.over(active)
             raise
         # The run of a second Start would have an undo log that nobody ends.
-        if not active.started.acquire(blocking=False):
+        if not active.starts():
             raise BadMessage(f"{active.id} was begun twice")
         active.context = None if start.context is None else self._find(start.context, coordinator)
         self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())

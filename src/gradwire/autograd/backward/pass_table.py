@@ -170,7 +170,7 @@ class PassTable:
         for active in self.all():
             if active.deadline <= now:
                 active.expire(self._directory)
-                if isinstance(active, ParticipantPass) and not active.started.locked():
+                if isinstance(active, ParticipantPass) and not active.is_started:
                     self.over(active)  # its coordinator cannot reach us: nobody else ends it
             else:
                 waiting.append(active.deadline)

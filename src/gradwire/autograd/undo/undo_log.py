@@ -19,18 +19,18 @@ are expected wherever torch.distributed is initialized.
 
 Note [A pass ends once]: three threads may learn that a pass has ended here: the one that ran it,
 the one that reads the coordinator's message, and the one that notices that the coordinator is lost.
-The first to take `_token` ends the log: it keeps all changes, or reverts all of them in reverse
-order. Another that wants to revert waits until that is over, because it then says that the revert
-is done. Nobody waits for the token: `keep` runs on a thread that reads a channel.
+The first, by `_ends`, ends the log: it keeps all changes, or reverts all of them in reverse order.
+Another that wants to revert waits until that is over, because it then says that the revert is done.
+It is no lock, so that `keep`, which runs on a thread that reads a channel, never waits.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import count
 from typing import final
 
 import torch
@@ -79,8 +79,8 @@ class UndoLog:
         """See Note [Leaves of a backward inside a run], leaf_entry.py"""
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         """the gradients that were added to new leaves, by identity"""
-        self._token = threading.Lock()
-        """taken once, and never given back"""
+        self._ends = count()
+        """counted in one step: the first thread that ends the log gets 0"""
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
@@ -159,7 +159,7 @@ class UndoLog:
 
     def keep(self, submit: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
         """The pass has ended well. `submit` runs what sends, if this thread must not send."""
-        if not self._token.acquire(blocking=False):
+        if next(self._ends):
             return
         try:
             for entry in self.entries:
@@ -176,7 +176,7 @@ class UndoLog:
 
         If another thread does that already, wait for it; False if it takes longer than `seconds`.
         """
-        if self._token.acquire(blocking=False):
+        if not next(self._ends):
             try:
                 self._revert()
             finally:
@@ -204,5 +204,5 @@ class UndoLog:
         stuck = self._stuck + len(self.entries)  # an interrupt may have left some
         if not stuck:
             return ""
-        count = "a gradient stays" if stuck == 1 else f"{stuck} gradients stay"
-        return f"{count} as it is on {me}: what the pass had added was used or changed since"
+        what = "a gradient stays" if stuck == 1 else f"{stuck} gradients stay"
+        return f"{what} as it is on {me}: what the pass had added was used or changed since"
