@@ -124,8 +124,10 @@ def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> Non
     """Watch the parent, ignore Ctrl-C, and flush output after each line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which `ProcessGroup` has blocked
-    watched, name = (pipe, parent, directory), "gradwire parent watch"
-    threading.Thread(target=_end_with_parent, args=watched, name=name, daemon=True).start()
+    watched = (pipe, parent, directory)
+    threading.Thread(
+        target=_end_with_parent, args=watched, name="gradwire parent watch", daemon=True
+    ).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -1,7 +1,6 @@
 """The functions that a RemoteModule calls on the worker where its module lives.
 
-Each takes a reference to the module. They are exposed to all peers: a peer that holds a reference
-to a module may call its methods anyway, because torch's own are on the allowlist.
+They are exposed to all peers: one that holds a reference to a module may call its methods anyway.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def patience(timeout: float | None) -> float:
 
 
 class RpcAgent:
-    """What every backend's agent offers."""
+    """What every backend's agent derives from, and offers."""
 
     rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC
     get_worker_info: Callable[..., WorkerInfo]
@@ -128,7 +128,7 @@ class TensorPipeAgent(RpcAgent):
         self._has_left = True
 
     def leaks(self) -> list[str]:
-        """Which of our values others hold: now, or when all had let go."""
+        """Which values of this worker others hold: now, or when all programs had ended."""
         return self.worker.leaks if self._has_left else self.worker.refs.leaks()
 
     def shutdown(self) -> None:
@@ -240,7 +240,7 @@ class DeviceFacts:
     @classmethod
     def from_note(cls, note: str) -> DeviceFacts:
         """From what `to_note` returned on another worker."""
-        return msgspec.json.decode(note, type=cls, dec_hook=lambda device, name: device(name))
+        return msgspec.json.decode(note, type=cls, dec_hook=lambda device, name: device(str(name)))
 
 
 def check_device_maps(everyone: Sequence[DeviceFacts], *, is_static_group: bool = True) -> None:

@@ -26,10 +26,6 @@ __all__ = [
 ]
 
 
-_OPTIONS = ("num_worker_threads", "_transports", "_channels")
-"""What our backend takes; the rest is ignored, as torch's does."""
-
-
 class BackendValue(NamedTuple):
     """How a backend makes its options, and how it begins."""
 
@@ -115,8 +111,9 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:  # noq
 
 
 def _our_options(rpc_timeout: float, init_method: str, **more: Any) -> object:  # noqa: ANN401
-    known = {name: more[name] for name in _OPTIONS if name in more}
-    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **known)
+    known = more.keys() & {"num_worker_threads", "_transports", "_channels"}  # ignoring the rest
+    given = {name: more[name] for name in known}
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **given)
 
 
 def _start_agent(

@@ -106,8 +106,6 @@ class PyRRef(native.RRef[T]):
                 self._type = api.rpc_async(self.owner(), typeof, (self,), timeout=timeout)
         return self._type.wait() if blocking else self._type
 
-    # -- its making
-
     def _get_future(self) -> torch.futures.Future[None]:
         """Done when the owner has made the value."""
         future: torch.futures.Future[None] = torch.futures.Future()
@@ -162,8 +160,6 @@ class PyRRef(native.RRef[T]):
         self._check_usable("fork an UserRRef")
         super().__reduce__()
 
-    # -- profiling
-
     def _get_profiling_future(self) -> torch.futures.Future[Any]:
         if self._profiling is None:
             raise RuntimeError("Profiling future has not been set!")
@@ -185,8 +181,6 @@ class PyRRef(native.RRef[T]):
     def remote(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:  # noqa: ANN401
         """`rref.remote().method(…)` runs the method on the owner; a reference to its result."""
         return RRefProxy(self, api.remote, timeout)
-
-    # -- as an object
 
     def _spoken(self) -> str:
         return f"UserRRef(rref_id={_id(self.handle.ref)}, fork_id={_id(self.handle.fork)})"
